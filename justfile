@@ -18,6 +18,10 @@ test-one NAME:
 fmt:
     cargo fmt --all
 
+# Writes docs/reference anew: after a change of a key, a command or a route.
+reference:
+    cargo run -- reference
+
 lint:
     cargo clippy --release --workspace --all-targets -- -D warnings
     bash .ci/dependency-rule

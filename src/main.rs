@@ -2,12 +2,12 @@
 
 mod cli;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// Self-hosted training: submit a job, watch its ranks train in lockstep, never lose a run.
 #[derive(Parser)]
-#[command(name = "lockstep", version, max_term_width = 100, after_help = cli::EXIT_STATUS_HELP)]
+#[command(name = "lockstep", version, max_term_width = 100, disable_help_subcommand = true, after_help = cli::EXIT_STATUS_HELP)]
 struct Program {
     #[command(subcommand)]
     command: Command,
@@ -22,6 +22,7 @@ enum Command {
     Train(cli::train::Args),
     #[command(hide = true)]
     Rank(cli::rank::Args),
+    Init(cli::init::Args),
     Submit(cli::submit::Args),
     Validate(cli::validate::Args),
     List(cli::list::Args),
@@ -44,12 +45,18 @@ enum Command {
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
     Token(cli::token::Args),
+    User(cli::user::Args),
     LoginLink(cli::token::LinkArgs),
     Migrate(cli::database::MigrateArgs),
     Backup(cli::database::BackupArgs),
     Restore(cli::database::RestoreArgs),
     Doctor(cli::doctor::Args),
     Bench(cli::bench::Args),
+    Completions(cli::completions::Args),
+    Man(cli::man::Args),
+    #[command(hide = true)]
+    Reference(cli::reference::Args),
+    Help(cli::help::Args),
 }
 
 fn main() -> ExitCode {
@@ -64,6 +71,7 @@ fn main() -> ExitCode {
         Command::Agent(args) => cli::agent::run(args),
         Command::Train(args) => cli::train::run(args),
         Command::Rank(args) => cli::rank::run(args),
+        Command::Init(args) => cli::init::run(&args),
         Command::Submit(args) => cli::submit::run(args),
         Command::Validate(args) => cli::validate::run(&args),
         Command::List(args) => cli::list::run(args),
@@ -84,11 +92,16 @@ fn main() -> ExitCode {
         Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
         Command::Token(args) => cli::token::run(args),
+        Command::User(args) => cli::user::run(args),
         Command::LoginLink(args) => cli::token::login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),
         Command::Restore(args) => cli::database::bring_back(args),
         Command::Doctor(args) => cli::doctor::run(args),
         Command::Bench(args) => cli::bench::run(args),
+        Command::Completions(args) => cli::completions::run(&args, Program::command()),
+        Command::Man(args) => cli::man::run(&args, Program::command()),
+        Command::Reference(args) => cli::reference::run(&args, Program::command()),
+        Command::Help(args) => cli::help::run(&args, Program::command()),
     })
 }

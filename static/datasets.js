@@ -1,8 +1,11 @@
 // Datasets: an inspection while a path is typed, registering without leaving the page, and the pictures.
 
+import { offerBundled } from "./bundled.js";
 import { ask, byId, confirmThen, Problem, sentence, text } from "./page.js";
 import { count, plural } from "./numbers.js";
 import { Gallery } from "./datasets/gallery.js";
+
+offerBundled();
 
 const INSPECT_AFTER_MS = 600;
 const form = byId("add-dataset"), status = byId("add-status");

@@ -3,12 +3,12 @@
 import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
-import { Attempts } from "./job/attempts.js";
 import { Charts } from "./job/charts.js";
 import { Checkpoints } from "./job/checkpoints.js";
 import { Classify } from "./job/classify.js";
 import { Evaluation } from "./job/evaluation.js";
 import { Facts, isFinal } from "./job/facts.js";
+import { History } from "./job/history.js";
 import { Log } from "./job/log.js";
 import { Metrics } from "./job/metrics.js";
 import { Ranks } from "./job/ranks.js";
@@ -28,7 +28,7 @@ const ranks = new Ranks(metrics, () => charts.redraw(true));
 const charts = new Charts(() => job, metrics, ranks);
 const facts = new Facts(job, metrics, ranks);
 const log = new Log(job.id);
-const attempts = new Attempts(job.id);
+const past = new History(job.id, () => { charts.marks(past.reasons); facts.queue = past.queue; factsSoon(); });
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "evaluate") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
@@ -60,13 +60,15 @@ function drawFacts() {
   factsTimer = 0;
   drawnAt = performance.now();
   facts.draw();
-  ranks.draw(!isFinal(job.state), job.cause);
+  ranks.draw(!isFinal(job.state), job.cause, job.images_per_second);
 }
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
 }
 // The clock moves on its own, and silence is noticed by nothing arriving.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
+// Its place in the queue changes with other jobs.
+setInterval(() => { if (job.state === "queued" && !document.hidden) past.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
   if (isFinal(next.state) && !isFinal(job.state)) notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
@@ -113,7 +115,7 @@ function refresh() {
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); }
-      await attempts.load();
+      await past.load();
     } catch { /* the stream's reconnection will show it */ }
   }, 150);
 }
@@ -121,8 +123,9 @@ function refresh() {
 function onFrame(frame) {
   if (frame.type === "hello") {
     setJob(frame.job);
+    actions.annotated();
     // What a state's own request could not ask, while the server was away.
-    attempts.load().catch(() => {});
+    past.load().catch(() => {});
     // A server that lost events, or a page that slept for long, reads history afresh.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
     behindAt = null;
@@ -130,6 +133,16 @@ function onFrame(frame) {
     return;
   }
   if (frame.type === "live") { facts.live = true; return; }
+  if (frame.type === "progress") {
+    const { step, images_per_second, eta_secs } = frame;
+    job = facts.job = { ...job, step, images_per_second, eta_secs };
+    return factsSoon();
+  }
+  if (frame.type === "changed") {
+    const { project, tags, priority } = frame;
+    setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
+    return void actions.annotated();
+  }
   if (!facts.live && frame.at) {
     const secs = Math.floor((Date.now() + skew - Date.parse(frame.at)) / 1000);
     if (secs !== behindAt) { behindAt = secs; showLive(secs > 1 ? `${clockWords(secs)} behind` : "live"); }
@@ -147,9 +160,9 @@ async function reload() {
   stream.hold();
   for (let delay = 250; mine === reloading; delay = Math.min(10_000, delay * 2)) {
     try {
-      const seq = await metrics.load([charts.other], true);
+      const seq = await metrics.load(charts.wanted, true);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.again(), attempts.load()]);
+      await Promise.all([log.again(), past.load()]);
       if (mine !== reloading) return;
       checkpoints.replace(stored.checkpoints);
       charts.redraw(true);
@@ -164,12 +177,12 @@ async function reload() {
 async function start() {
   setJob(job);
   facts.draw();
-  ranks.draw(!isFinal(job.state), job.cause);
+  ranks.draw(!isFinal(job.state), job.cause, job.images_per_second);
   let seq = null, delay = 250;
   while (seq === null) {
     try {
       let logged = null;
-      seq = await metrics.load([charts.other], charts.meanFirst, async () => {
+      seq = await metrics.load(charts.wanted, charts.meanFirst, async () => {
         charts.all.loss.release();
         await drawn();
         logged = log.load();

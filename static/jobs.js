@@ -3,42 +3,37 @@
 import { ask, byId, drawn, notify, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Bulk } from "./jobs/bulk.js";
-import { blank, fill, FINAL } from "./jobs/row.js";
+import { Columns } from "./jobs/columns.js";
+import { matches as fits, part as ask_part } from "./jobs/query.js";
+import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
 
 /** Jobs read at a time; older ones as the reader scrolls to them. */
 const PART = 50;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
+/** What people wrote on jobs, by job: read when somebody searches for a text. */
 let notes = {};
 const filter = () => {
   const at = new URL(location.href).searchParams;
-  return { state: at.get("state") ?? "", name: at.get("name") ?? "", tag: at.get("tag") ?? "", project: at.get("project") ?? "" };
+  const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
+  return { states: list("state"), text: at.get("name") ?? "", owner: at.get("owner") ?? "", tags: list("tag"), project: at.get("project") ?? "" };
 };
 let asked = 0, next = null, reading = false;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
-const bulk = new Bulk(rows, jobs, () => annotations());
+const bulk = new Bulk(rows, jobs);
 
-const tagsOf = (id) => notes[id]?.tags ?? [];
-const matches = (job, { state, name, tag, project }) =>
-  (!project || job.project === project) && (!state || state.split(",").includes(job.state)) && (!name || job.name.toLowerCase().includes(name.toLowerCase())) && (!tag || tagsOf(job.id).includes(tag));
+const matches = (job) => fits(job, filter(), notes[job.id]?.notes);
+const fill = (row, job) => { fillRow(row, job); columns.fill(row, job); };
+const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id), job); };
+const columns = new Columns({ refill: () => fillAll(), known: () => ({ jobs: [...jobs.values()], tags: new Set([...jobs.values()].flatMap((job) => job.tags)) }) });
 
 async function annotations() {
   notes = (await ask("/api/v1/annotations")).jobs;
-  await shown;
-  for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id));
+  return notes;
 }
 
-/** One part of what matches, after `cursor`. Few have a tag: those are read one by one. */
-async function part(cursor) {
-  const { state, name, tag, project } = filter();
-  if (tag) {
-    await annotations();
-    const ids = Object.keys(notes).filter((id) => tagsOf(id).includes(tag)).sort().reverse();
-    return { jobs: (await Promise.all(ids.map((id) => ask(`/api/v1/jobs/${id}`).catch(() => null)))).filter((j) => j && matches(j, filter())), next: null };
-  }
-  return ask(`/api/v1/jobs?${new URLSearchParams(Object.entries({ state, name, project, cursor, limit: PART }).filter(([, v]) => v))}`);
-}
+const part = (cursor) => ask_part(filter(), cursor, PART, annotations);
 
 /** Reads the list again: after a change of the filter, and after a time without the stream. */
 async function load() {
@@ -68,7 +63,7 @@ async function more() {
 function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
-  if (!matches(job, filter())) return remove(job.id);
+  if (!matches(job)) return remove(job.id);
   if (known && !FINAL.includes(known.state) && FINAL.includes(job.state)) notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
@@ -79,7 +74,7 @@ function show(job) {
     if (!rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
-  fill(row, job, tagsOf(job.id));
+  fill(row, job);
 }
 
 function remove(id) {
@@ -90,20 +85,20 @@ function remove(id) {
 }
 
 function empty() {
-  const { state, name, tag, project } = filter();
+  const { states, text: name, owner, tags, project } = filter(), state = states.join(" or "), tag = tags.join(", ");
   // What was shown is gone, and there are older ones: those come into its place.
   const none = !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
-  const filtered = Boolean(state || name || tag || project);
+  const filtered = Boolean(state || name || owner || tag || project);
   byId("none-match").hidden = !none || !filtered;
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
-  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name` : ""}${tag ? ` is tagged “${tag}”` : ""}${project ? ` is in project “${project}”` : ""}.`);
-  byId("project-filter").hidden = !project;
-  text(byId("project-name"), project);
+  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name, tags or notes` : ""}${tag ? ` is tagged “${tag}”` : ""}${project ? ` is in project “${project}”` : ""}${owner ? ` is of ${owner}` : ""}.`);
   byId("tag-filter").hidden = !tag;
   text(byId("tag-name"), tag);
+  byId("project-filter").hidden = !project;
+  text(byId("project-name"), project);
 }
 
 function filterBy(change) {
@@ -112,16 +107,20 @@ function filterBy(change) {
   history.replaceState(null, "", url);
   mark();
   // What is here and no longer fits goes at once; the answer brings the rest.
-  for (const job of [...jobs.values()]) if (!matches(job, filter())) remove(job.id);
+  for (const job of [...jobs.values()]) if (!matches(job)) remove(job.id);
   next = null;
   load().catch(() => showLive("reconnecting"));
 }
 
+/** The states that a click on this one leads to: it is added to the others, or taken away. */
+const toggled = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
+
 function mark() {
-  const { state, name, project } = filter();
+  const { states, text: name, owner, tags, project } = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
-    if (a.dataset.state === state) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams(Object.entries({ state: a.dataset.state, name, project }).filter(([, v]) => v));
+    const own = a.dataset.state, on = own ? states.includes(own) : !states.length;
+    if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
+    const to = new URLSearchParams(Object.entries({ state: toggled(states, own).join(","), name, project, tag: tags.join(","), owner }).filter(([, v]) => v));
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -130,7 +129,7 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
   a.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
-    filterBy({ state: a.dataset.state });
+    filterBy({ state: toggled(filter().states, a.dataset.state).join(",") });
   });
 }
 let typing = 0;
@@ -138,9 +137,10 @@ search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeo
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); filterBy({ name: search.value.trim() }); });
 byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ tag: "" }); });
 byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ project: "" }); });
-addEventListener("popstate", () => { search.value = filter().name; mark(); load(); });
-setInterval(() => { for (const job of jobs.values()) fill(rowOf.get(job.id), job, tagsOf(job.id)); }, 15_000);
+addEventListener("popstate", () => { search.value = filter().text; mark(); columns.fromAddress(); load(); });
+setInterval(fillAll, 15_000);
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
+search.value = filter().text;
 mark();
 
 let frame = 0;
@@ -164,4 +164,3 @@ new Stream({
   },
 });
 load().then(() => performance.mark("jobs listed"), () => {});
-annotations().catch(() => {});

@@ -5,9 +5,12 @@ import { ask, byId, text } from "./page.js";
 const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
   ["/", "search"], ["g then j, c, d, m", "Jobs, Compare, Datasets, Machines"], ["n", "new job"],
-  ["] and [", "next and previous job"], ["1 to 5", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
+  ["] and [", "next and previous job"], ["1 to 6", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
   ["+ − 0", "in a chart: zoom in, out, show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];
+
+/** Keys without Ctrl or Alt disturb those who speak to their machine (WCAG 2.1.4): they can be switched off. */
+const off = () => { try { return localStorage.getItem("shortcuts") === "off"; } catch { return false; } };
 
 const typing = (target) => target.matches?.("input, textarea, select, [contenteditable]");
 let going = 0;
@@ -25,18 +28,27 @@ function help() {
   if (!dialog) {
     dialog = Object.assign(document.createElement("dialog"), { id: "help" });
     dialog.setAttribute("aria-labelledby", "help-title");
-    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard" });
+    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard and notifications" });
     const list = document.createElement("dl");
     for (const [keys, what] of HELP) list.append(Object.assign(document.createElement("dt"), { textContent: keys }), Object.assign(document.createElement("dd"), { textContent: what }));
     const actions = Object.assign(document.createElement("div"), { className: "actions" });
     if ("Notification" in window) actions.append(notifyButton());
+    actions.append(Object.assign(document.createElement("a"), { href: "/docs", className: "button", textContent: "Documentation" }));
     const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" });
     close.addEventListener("click", () => dialog.close());
     actions.append(close);
-    dialog.append(title, list, actions);
+    dialog.append(title, shortcutSwitch(), list, actions);
     document.body.append(dialog);
   }
   if (!dialog.open) dialog.showModal();
+}
+
+function shortcutSwitch() {
+  const label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", id: "shortcuts", checked: !off() });
+  label.className = "inline";
+  label.append(box, "single keys do this");
+  box.addEventListener("change", () => { try { if (box.checked) localStorage.removeItem("shortcuts"); else localStorage.setItem("shortcuts", "off"); } catch { /* not kept */ } });
+  return label;
 }
 
 function notifyButton() {
@@ -55,7 +67,7 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const search = byId("search") ?? byId("log-search");
   if (event.key === "Escape" && typing(event.target)) return event.target.blur();
-  if (typing(event.target)) return;
+  if (typing(event.target) || off()) return;
   const act = {
     "/": () => { search?.focus(); search?.select(); }, "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),

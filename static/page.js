@@ -44,12 +44,20 @@ export function sentence(error) {
   return "The server does not answer. It may be restarting: try again in a moment.";
 }
 
-/** `live`, `reconnecting`, `40 s behind`. */
+/** As `sentence`, each mistake with the key of the setting that it is about: where no field stands next to it. */
+export function sentences(error) {
+  if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
+  return error.errors.map(({ pointer = "", detail }) => `${pointer ? `${pointer.slice(1).replaceAll("/", ".")}: ` : ""}${detail}`).join("\n");
+}
+
+/** `live`, `reconnecting`, `40 s behind`. Screen readers hear what kind of status it is, and not every second of it. */
 export function showLive(status) {
-  const node = byId("live");
+  const node = byId("live"), kind = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
   node.hidden = false;
   text(node, status);
-  node.dataset.status = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
+  if (node.dataset.status === kind) return;
+  node.dataset.status = kind;
+  text(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
 /** Asks before something is lost; resolves after `act` has succeeded or the person has kept it. */

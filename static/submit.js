@@ -1,8 +1,11 @@
 // The form for a new job: checked while typing, every mistake next to its field, and the same job as a
 // file to copy. Without this script the form posts itself and the server answers with the mistakes.
 
+import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
 import { count } from "./numbers.js";
+
+offerBundled();
 
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];
@@ -99,6 +102,8 @@ async function readText() {
     written = !answer.ok;
     if (!answer.ok) {
       const errors = content.errors ?? [];
+      // What was said of the form's fields was said of another text.
+      showMistakes([]);
       text(byId("spec-error"), errors.length ? errors.map((e) => `${e.pointer.slice(1).replaceAll("/", ".")}${e.pointer ? ": " : ""}${e.detail}`).join("\n") : content.detail);
       return showPlan(null);
     }

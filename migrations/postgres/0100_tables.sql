@@ -32,11 +32,15 @@ CREATE TABLE jobs (
     fencing_secret TEXT,
     parent_job TEXT,
     parent_checkpoint TEXT,
+    owner TEXT,
+    private BIGINT NOT NULL DEFAULT 0,
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
+-- Forks of a job.
+CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
@@ -68,6 +72,8 @@ CREATE TABLE events (
 CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
+-- Changes of state, of which a job has few: its history.
+CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 
 CREATE TABLE acknowledged (
     job_id TEXT COLLATE "C" NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
@@ -113,7 +119,9 @@ CREATE TABLE datasets (
     name TEXT COLLATE "C" PRIMARY KEY,
     path TEXT NOT NULL,
     info TEXT NOT NULL,
-    added_at BIGINT NOT NULL
+    added_at BIGINT NOT NULL,
+    owner TEXT,
+    private BIGINT NOT NULL DEFAULT 0
 );
 
 CREATE TABLE agents (
@@ -151,7 +159,16 @@ CREATE TABLE tokens (
     created_at BIGINT NOT NULL,
     expires_at BIGINT,
     revoked_at BIGINT,
-    last_used_at BIGINT
+    last_used_at BIGINT,
+    owner TEXT
+);
+
+CREATE TABLE people (
+    name TEXT COLLATE "C" PRIMARY KEY,
+    hash TEXT NOT NULL,
+    role TEXT NOT NULL,
+    created_at BIGINT NOT NULL,
+    disabled_at BIGINT
 );
 
 CREATE TABLE sessions (

@@ -42,12 +42,17 @@ CREATE TABLE jobs (
     -- What a fork began from. No reference: the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
+    -- Who submitted it: a person, or a token by its name. A private one is seen by its owner and admins alone.
+    owner TEXT,
+    private INTEGER NOT NULL DEFAULT 0,
     -- A deleted job is not found any more from one moment to the next; its rows are removed bit by bit after that.
     deleted_at INTEGER
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
+-- Forks of a job.
+CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 
 CREATE TABLE attempts (
@@ -89,6 +94,8 @@ CREATE INDEX events_rank ON events (job_id, rank, seq) WHERE kind = 'rank';
 CREATE INDEX events_metrics ON events (job_id, seq) WHERE kind = 'metrics';
 -- Log lines stand between a run's many points: found by their number without a look at those.
 CREATE INDEX events_log ON events (job_id, seq) WHERE kind = 'log';
+-- Changes of state, of which a job has few: its history.
+CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 
 -- How many records of each source of an attempt are stored; written with the events themselves.
 CREATE TABLE acknowledged (
@@ -143,7 +150,9 @@ CREATE TABLE datasets (
     name TEXT PRIMARY KEY,
     path TEXT NOT NULL,
     info TEXT NOT NULL,
-    added_at INTEGER NOT NULL
+    added_at INTEGER NOT NULL,
+    owner TEXT,
+    private INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE agents (
@@ -187,7 +196,19 @@ CREATE TABLE tokens (
     expires_at INTEGER,
     revoked_at INTEGER,
     -- To the minute.
-    last_used_at INTEGER
+    last_used_at INTEGER,
+    -- The person whose token it is; NULL for programs' and machines'.
+    owner TEXT
+) STRICT;
+
+-- People who sign in by name and password.
+CREATE TABLE people (
+    name TEXT PRIMARY KEY,
+    -- Of the password: argon2id, as a PHC string.
+    hash TEXT NOT NULL,
+    role TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    disabled_at INTEGER
 ) STRICT;
 
 -- Browsers that are signed in: what the cookie holds, hashed, and the token that it stands for.

@@ -32,6 +32,12 @@ impl Scope {
         }
     }
 
+    /// The lesser of this scope and what somebody else may do.
+    #[must_use]
+    pub fn at_most(self, other: Scope) -> Scope {
+        if other.allows(self) { self } else { other }
+    }
+
     /// Whether this scope is enough where `needed` is asked for.
     pub fn allows(self, needed: Scope) -> bool {
         let rank = |scope| match scope {
@@ -75,6 +81,9 @@ pub struct Token {
     pub agent: Option<String>,
     /// Id of that agent; absent until a new agent has used the token for the first time.
     pub agent_id: Option<String>,
+    /// The person whose token it is: it allows no more than the person's role. Absent: an admin made it for a program or a machine.
+    #[serde(default)]
+    pub owner: Option<String>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
     /// Absent: it does not expire.
@@ -88,6 +97,14 @@ pub struct Token {
 }
 
 impl Token {
+    /// What the audit log calls whoever shows it: a person's token has a name that the person chose, so the person stands first.
+    pub fn who(&self) -> String {
+        match &self.owner {
+            Some(owner) if *owner != self.name => format!("{owner} ({})", self.name),
+            _ => self.name.clone(),
+        }
+    }
+
     /// Whether it is neither revoked nor expired.
     pub fn is_valid(&self, now: jiff::Timestamp) -> bool {
         self.revoked_at.is_none() && self.expires_at.is_none_or(|at| now < at)
@@ -106,6 +123,9 @@ mod tests {
         assert_eq!(allowed(Submit), [Read, Submit]);
         assert_eq!(allowed(Admin), [Read, Submit, Admin]);
         assert_eq!(allowed(Agent), [Agent]);
+        for (mine, other, both) in [(Admin, Read, Read), (Read, Admin, Read), (Submit, Submit, Submit)] {
+            assert_eq!(mine.at_most(other), both);
+        }
         for scope in Scope::ALL {
             assert_eq!(scope.as_str().parse(), Ok(scope));
         }

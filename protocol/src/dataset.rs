@@ -122,6 +122,12 @@ pub struct Dataset {
     pub info: DatasetInfo,
     #[schema(value_type = String)]
     pub added_at: jiff::Timestamp,
+    /// The person who registered it, or the name of the token that did.
+    #[serde(default)]
+    pub owner: Option<String>,
+    /// Only its owner and admins see it.
+    #[serde(default)]
+    pub private: bool,
 }
 
 /// Names of splits that jobs are measured by, the likeliest first.

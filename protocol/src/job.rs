@@ -174,12 +174,15 @@ pub struct Job {
     /// What people tagged it with: sorted, each once.
     #[serde(default)]
     pub tags: Vec<String>,
-    /// What people wrote on it; may be empty.
-    #[serde(default)]
-    pub notes: String,
+    /// What people wrote on it; may be empty. Absent in lists, unless `fields` names it, and in streams: it may be long.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub notes: Option<String>,
     /// What it was forked from.
     #[serde(default)]
     pub parent: Option<Parent>,
+    /// The person who submitted it, or the name of the token that did; absent where nobody is asked who they are.
+    #[serde(default)]
+    pub owner: Option<String>,
     /// What of it is stored in a way that this version of the server does not understand. Such a job is shown as far as
     /// it can be read, and not started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -204,7 +207,10 @@ pub struct Job {
     /// Optimizer steps of the whole run; 0 until its ranks have read the dataset.
     pub total_steps: u64,
     pub steps_per_epoch: u64,
+    /// Pictures of the newest attempt that has trained, of all ranks, over the time that its steps took: evaluations, checkpoints,
+    /// pauses and the steps of earlier attempts or of a fork's parent do not count. It stays when the job is over.
     pub images_per_second: Option<f64>,
+    /// Time that the steps left take at that speed; absent unless it trains.
     pub eta_secs: Option<f64>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,

@@ -7,15 +7,18 @@ pub mod agent;
 pub mod attempt;
 pub mod dataset;
 pub mod fault;
+pub mod history;
 pub mod inspect;
 pub mod job;
 pub mod labels;
 pub mod limits;
 pub mod metric;
+pub mod people;
 pub mod pickle;
 pub mod reason;
 pub mod spec;
 pub mod stream;
+pub mod throughput;
 pub mod unseen;
 pub mod wire;
 

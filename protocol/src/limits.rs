@@ -49,3 +49,9 @@ pub const TOKEN_DAYS: u32 = 36_525;
 pub const SESSIONS: usize = 10_000;
 /// Browsers that are signed in with one token at once; of more, its first is signed out.
 pub const SESSIONS_OF_A_TOKEN: usize = 100;
+/// People who may sign in with a password, also those that are disabled.
+pub const PEOPLE: usize = 1000;
+/// A person's name, in characters.
+pub const PERSON_NAME_CHARS: usize = 64;
+/// A password's length, in characters.
+pub const PASSWORD_CHARS: std::ops::RangeInclusive<usize> = 10..=1024;

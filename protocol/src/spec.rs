@@ -12,10 +12,11 @@ mod mistake;
 mod model;
 mod named;
 mod recipe;
+mod reference;
 mod renamed;
 mod train;
 
-pub use check::{from_json, from_toml, read_leniently};
+pub use check::{from_json, from_toml, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
@@ -23,6 +24,7 @@ pub use keys::{KEYS, Kind, Section, nearest};
 pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use recipe::Recipe;
+pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
 pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
@@ -38,8 +40,7 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
-    /// The project that the job belongs to: 1 to 100 letters, digits, `-`, `_` and `.`. A project is a name and exists while
-    /// a job has it.
+    /// The project that the job belongs to; `default` when absent. A project is a name and exists while a job has it.
     #[serde(skip_serializing_if = "labels::is_default_project")]
     pub project: String,
     /// Tags of the new job. A server keeps them beside the specification, where they can be changed later: see the job's
@@ -49,6 +50,9 @@ pub struct JobSpec {
     /// Notes on the new job, kept as its tags are.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub notes: String,
+    /// Only its owner and admins see the job.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub private: bool,
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
@@ -65,6 +69,7 @@ pub struct JobSpec {
 pub struct ParallelSpec {
     /// Processes that train in lockstep, one a slot; 1 to 1024.
     pub ranks: u32,
+    /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
     /// Only `data` today.
     pub mode: String,
@@ -92,6 +97,7 @@ pub struct CheckpointSpec {
     /// 1 when neither this nor `every_steps` is given; 0 writes only the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_epochs: Option<u32>,
+    /// Steps between two checkpoints, instead of `every_epochs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_steps: Option<u64>,
     /// The newest ones kept, never fewer than 2.
@@ -104,6 +110,7 @@ pub struct CheckpointSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecoverySpec {
+    /// How often a job continues from its newest checkpoint by itself after a failure that a restart may repair.
     pub max_restarts: u32,
     /// A rank with no progress for this long is dead.
     pub stall_timeout_secs: u32,
@@ -113,7 +120,7 @@ pub struct RecoverySpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvaluateSpec {
-    /// 0: only at the end.
+    /// Epochs between two validations; 0: only at the end.
     pub every_epochs: u32,
 }
 
@@ -121,7 +128,7 @@ pub struct EvaluateSpec {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {
-    /// 0: at most 10 a second and the last of each epoch; 1: every step.
+    /// Steps between two loss lines of a rank. 0: at most 10 a second and the last of each epoch; 1: every step.
     pub every_steps: u64,
 }
 
@@ -133,6 +140,7 @@ impl Default for JobSpec {
             project: labels::DEFAULT_PROJECT.into(),
             tags: Vec::new(),
             notes: String::new(),
+            private: false,
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),

@@ -9,12 +9,16 @@
 mod attempts;
 mod caller;
 mod codes;
+mod passwords;
+mod people;
 mod secret;
 
 pub(crate) use caller::Caller;
+pub(crate) use passwords::{Password, PasswordError};
+pub(crate) use people::NotSignedIn;
 pub(crate) use secret::{Secret, is_token};
 
-use crate::store::{SessionRow, TokenRow};
+use crate::store::{PersonRow, SessionRow, TokenRow};
 use attempts::Attempts;
 use caller::{Credential, Usage};
 use codes::Codes;
@@ -23,8 +27,10 @@ use lockstep_protocol::{
     access::{Scope, Token},
     limits::{SESSIONS, SESSIONS_OF_A_TOKEN},
 };
+use passwords::Passwords;
+use people::KnownPerson;
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     net::IpAddr,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
@@ -40,6 +46,8 @@ pub(crate) enum Denied {
     Unknown,
     Revoked,
     Expired,
+    /// The person whose token it is may not sign in.
+    Disabled,
 }
 
 /// Every token and session.
@@ -50,7 +58,8 @@ pub(crate) struct Access {
     known: RwLock<Known>,
     codes: Codes,
     attempts: Attempts,
-    /// Held while a token is read, changed and stored: of two changes, neither undoes the other.
+    passwords: Passwords,
+    /// Held while a token or a person is read, changed and stored: of two changes, neither undoes the other.
     pub(crate) changing: tokio::sync::Mutex<()>,
 }
 
@@ -59,6 +68,7 @@ struct Known {
     /// By the hash of its secret.
     tokens: HashMap<String, Arc<Credential>>,
     sessions: HashMap<String, Arc<Credential>>,
+    people: BTreeMap<String, KnownPerson>,
 }
 
 impl Access {
@@ -68,6 +78,7 @@ impl Access {
             known: RwLock::default(),
             codes: Codes::default(),
             attempts: Attempts::default(),
+            passwords: Passwords::default(),
             changing: tokio::sync::Mutex::default(),
         }
     }
@@ -86,7 +97,10 @@ impl Access {
     }
 
     /// Takes in what is stored.
-    pub(crate) fn load(&self, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
+    pub(crate) fn load(&self, people: Vec<PersonRow>, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
+        for row in people {
+            self.put_person(row);
+        }
         for row in tokens {
             self.put_token(row);
         }
@@ -112,21 +126,21 @@ impl Access {
                 (CancellationToken::new(), Usage::of(&row.token))
             }
         };
-        if !row.token.is_valid(now) {
+        let scope = known.scope_of(&row.token);
+        if !row.token.is_valid(now) || scope.is_none() {
             ended.cancel();
         }
         let expires_at = row.token.expires_at;
         let hash = row.hash.clone();
-        let credential = Credential { token: row.token, hash, session_since: None, expires_at, ended, usage };
+        let token = row.token;
+        let credential = Credential { token, hash, scope, session_since: None, expires_at, ended, usage };
         known.tokens.insert(row.hash, Arc::new(credential));
     }
 
-    /// Takes in a session of a token that there is; returns those that make room for it.
+    /// Takes in a session of a token or a person that there is; returns those that make room for it.
     pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
         let mut known = self.write();
-        let Some(of) = known.tokens.values().find(|c| c.token.id == row.token_id).cloned() else {
-            return vec![row.hash];
-        };
+        let Some(of) = known.stands_for(&row.token_id) else { return vec![row.hash] };
         let mut gone = Vec::new();
         loop {
             // A token with many makes room for itself, and signs nobody else out.
@@ -148,6 +162,7 @@ impl Access {
         let credential = Credential {
             token: of.token.clone(),
             hash: row.hash.clone(),
+            scope: of.scope,
             session_since: Some(row.created_at),
             expires_at: Some(of.expires_at.map_or(row.expires_at, |end| end.min(row.expires_at))),
             // It ends with its token.
@@ -210,6 +225,9 @@ impl Access {
         if credential.expires_at.is_some_and(|at| at <= now) {
             return Err(Denied::Expired);
         }
+        if credential.scope.is_none() {
+            return Err(Denied::Disabled);
+        }
         credential.used(now);
         Ok(Caller::known(credential))
     }
@@ -257,7 +275,12 @@ impl Access {
         self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
     }
 
-    /// A code that signs a browser in once, within ten minutes, as whoever has a token.
+    /// What people call a token or a person, by what its sessions stand for.
+    pub(crate) fn name_of(&self, id: &str) -> Option<String> {
+        self.read().stands_for(id).map(|credential| credential.token.who())
+    }
+
+    /// A code that signs a browser in once, within ten minutes, as whoever has a token, or as a person.
     ///
     /// # Errors
     /// The system has no random bits.
@@ -265,11 +288,12 @@ impl Access {
         self.codes.make(token_id)
     }
 
-    /// The token that a code stands for; it is used up.
+    /// The token or the person that a code stands for; it is used up.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<String> {
         let id = self.codes.take(code)?;
-        let token = self.token(&id)?.token;
-        (token.is_valid(crate::now()) && token.scope != Scope::Agent).then_some(id)
+        let of = self.read().stands_for(&id)?;
+        let is_valid = of.token.is_valid(crate::now()) && !of.ended.is_cancelled();
+        (is_valid && of.token.scope != Scope::Agent).then_some(id)
     }
 
     /// Notes that somebody tried to sign in and could not.

@@ -6,6 +6,7 @@ use crate::{
     audit::Audit,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
+    dataset_roots::DatasetRoots,
     evaluations::Evaluations,
     hub::Hub,
     inbox::Inbox,
@@ -13,6 +14,7 @@ use crate::{
     inspections::Inspections,
     leases::Leases,
     store::{Changed, CheckpointRow, Location, Store},
+    wait_reasons::WaitReasons,
 };
 use std::{
     ops::Deref,
@@ -40,11 +42,13 @@ pub struct Parts {
     /// Who may do what.
     pub(crate) access: Access,
     pub(crate) audit: Audit,
+    pub(crate) dataset_roots: DatasetRoots,
     /// When a client without a token last asked whether jobs can be stored, and the response.
     pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
+    pub(crate) wait_reasons: WaitReasons,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
     /// Rung when a job was deleted, of which there are rows yet.
@@ -79,8 +83,10 @@ impl App {
         App(Arc::new(Parts {
             access: Access::new(!config.no_auth),
             audit,
+            dataset_roots: DatasetRoots::new(&config),
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
+            wait_reasons: WaitReasons::default(),
             config,
             store,
             ingress,

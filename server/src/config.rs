@@ -5,6 +5,7 @@ use crate::{
     addresses::{Network, PublicUrl},
 };
 use std::{
+    borrow::Cow,
     net::{IpAddr, SocketAddr, TcpListener},
     path::PathBuf,
     sync::Arc,
@@ -70,10 +71,24 @@ pub struct ServeConfig {
     pub body_patience: Duration,
     /// Everybody who reaches the server may do everything. For loopback addresses alone.
     pub no_auth: bool,
+    /// Folders that datasets may come from, on the machines that have them. Empty: any folder where only this machine reaches the
+    /// server; elsewhere only admins register datasets.
+    pub dataset_roots: Vec<PathBuf>,
     /// Entries of the audit log that are kept.
     pub audit_entries: u32,
     /// Connections at once; as many as the process's file descriptors allow when absent.
     pub connections: Option<usize>,
+    /// Pictures that come with the program, for a server that has no dataset yet.
+    pub bundled: Option<Bundled>,
+}
+
+/// A dataset that is part of the program.
+#[derive(Debug, Clone, Copy)]
+pub struct Bundled {
+    /// It is registered under this name.
+    pub name: &'static str,
+    /// Names and contents of its files.
+    pub files: fn() -> Vec<(String, Cow<'static, [u8]>)>,
 }
 
 impl ServeConfig {
@@ -101,8 +116,10 @@ impl ServeConfig {
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),
             no_auth: false,
+            dataset_roots: Vec::new(),
             audit_entries: 100_000,
             connections: None,
+            bundled: None,
         }
     }
 }

@@ -51,7 +51,9 @@ async fn round(app: &App) -> Result<()> {
         skip_permanent_error(&job, expire(app, lease).await)?;
     }
     let mut reserved = HashSet::new();
-    for row in app.store.waiting().await? {
+    let waiting = app.store.waiting().await?;
+    app.wait_reasons.keep(&waiting.iter().map(|row| row.job.id.clone()).collect());
+    for row in waiting {
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
             let placed = place(app, &row, &mut reserved).await;
             if let Err(error) = &placed

@@ -2,6 +2,7 @@
 
 use crate::gate::{self, Needed};
 use axum::http::Method;
+use lockstep_protocol::access::Scope;
 use utoipa::openapi::{
     OpenApi, Ref, RefOr,
     content::ContentBuilder,
@@ -21,11 +22,16 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
             let needed = gate::needed(&method, Some(path));
             let is_safe = method == Method::GET;
             let mut refusals = common(is_safe, operation);
-            if let Needed::Scope(scope) = needed {
+            let scope = match needed {
+                Needed::Nothing => None,
+                Needed::Scope(scope) => Some(scope),
+                Needed::AdminOrPerson => Some(Scope::Read),
+            };
+            if let Some(scope) = scope {
                 refusals.push(("401", "No token, or one that is not valid"));
                 refusals.push((
                     "403",
-                    "The scope of the token does not suffice, or the request is a page's of another origin",
+                    "The scope of the token or the role of the person does not suffice, what is to be changed is somebody else's, or the request is a page's of another origin",
                 ));
                 let schemes = [BEARER, COOKIE].map(|name| SecurityRequirement::new(name, [scope.as_str()]));
                 operation.security = Some(schemes.into());

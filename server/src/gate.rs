@@ -4,6 +4,7 @@
 //! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
 //! can forget it.
 
+mod ownership;
 mod rules;
 
 pub(crate) use rules::{Needed, needed};
@@ -22,7 +23,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Redirect, Response},
 };
-use lockstep_protocol::access::Scope;
+use lockstep_protocol::{access::Scope, people::Role};
 
 /// Longest address in the audit log, in characters.
 const OBJECT_CHARS: usize = 300;
@@ -33,6 +34,10 @@ pub(crate) struct SignedIn {
     pub(crate) who: String,
     pub(crate) token_id: String,
 }
+
+/// Put on an answer by a handler: what the request was about, where its address does not say it. The audit log has both.
+#[derive(Debug, Clone)]
+pub(crate) struct Concerns(pub(crate) String);
 
 /// The name of the cookie: browsers send a host's cookies to all its ports, and another server may be there.
 pub(crate) fn cookie_name(app: &App) -> String {
@@ -57,8 +62,21 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     };
     match (&caller, needed) {
         (Some(caller), Needed::Scope(scope)) if !caller.may(scope) => return refused(caller, scope, &path),
-        (None, Needed::Scope(_)) => return asked_to_sign_in(&method, &path, &object),
+        (Some(caller), Needed::AdminOrPerson) if !caller.may(Scope::Admin) && caller.person().is_none() => {
+            return refused(caller, Scope::Admin, &path);
+        }
+        (None, Needed::Scope(_) | Needed::AdminOrPerson) => {
+            return asked_to_sign_in(&method, &path, &object);
+        }
         _ => {}
+    }
+    if let (Some(caller), Some(route)) = (&caller, &route)
+        && let Err(error) = ownership::check(&app, caller, &method, route, &mut request).await
+    {
+        return match is_for_programs(&path) {
+            true => error.into_response(),
+            false => PageError(error).into_response(),
+        };
     }
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
@@ -77,10 +95,14 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
                 (_, route) => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
             // A code or a token in an address must not be written down.
-            let object = if route.as_deref() == Some("/login") { path } else { object };
+            let mut object = if route.as_deref() == Some("/login") { path } else { object };
+            if let Some(Concerns(what)) = response.extensions().get::<Concerns>() {
+                object.push_str(": ");
+                object.extend(what.chars().take(OBJECT_CHARS));
+            }
             let (who, token_id) = match (signed_in, token) {
                 (Some(SignedIn { who, token_id }), _) => (who, token_id),
-                (None, Some(token)) => (token.name.clone(), token.id.clone()),
+                (None, Some(token)) => (token.who(), token.id.clone()),
                 (None, None) => Default::default(),
             };
             app.audit.put(AuditEntry {
@@ -127,6 +149,9 @@ fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another one".into(),
                 Denied::Expired => "that token has expired; ask for another one".into(),
+                Denied::Disabled => {
+                    "the person whose token that is may not use this server; ask an admin".into()
+                }
             })
         });
     }
@@ -176,8 +201,14 @@ pub(crate) fn login_address(back: &str) -> String {
 }
 
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
-    let (name, has) = caller.token().map_or(("", "none"), |token| (&token.name, token.scope.as_str()));
-    let detail = if scope == Scope::Agent {
+    let name = caller.token().map_or("", |token| &token.name);
+    let has = caller.scope().map_or("none", Scope::as_str);
+    let detail = if let Some(person) = caller.person().filter(|_| caller.session().is_some()) {
+        let roles = Role::ALL.into_iter().filter(|role| role.scope().allows(scope)).map(Role::as_str);
+        let roles = roles.collect::<Vec<_>>().join(" or ");
+        let what = if roles.is_empty() { "an agent's token".to_owned() } else { format!("the role {roles}") };
+        format!("this needs {what}, which {person} does not have; ask an admin")
+    } else if scope == Scope::Agent {
         format!(
             "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent --agent NAME`)"
         )

@@ -5,7 +5,7 @@
 use crate::store::{Changed, EventRow};
 use lockstep_protocol::{
     job::{Job, JobId},
-    stream::Frame,
+    stream::{Frame, Labels, Pace},
 };
 use std::{
     collections::{HashMap, VecDeque},
@@ -17,8 +17,8 @@ use tokio::sync::{Notify, broadcast, watch};
 /// Newest events kept for each watched job: so many, and together at most so large.
 const RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
-/// Between two updates of one job on the list.
-const LIST_EVERY: Duration = Duration::from_millis(250);
+/// Between two updates of one job on the list, and between two of its pace on its own stream.
+pub(crate) const LIST_EVERY: Duration = Duration::from_millis(250);
 /// Updates of the list that a reader may be behind before it is sent the whole list again.
 const LIST_BACKLOG: usize = 1024;
 
@@ -26,10 +26,12 @@ const LIST_BACKLOG: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
-    list: broadcast::Sender<Arc<str>>,
+    list: broadcast::Sender<Listed>,
     /// Jobs whose newest state has not been sent to the list's readers; `None` for a deleted one.
     unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
+    /// Held from reading a job's labels until they are published, so that the newest come last.
+    labelling: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -38,6 +40,19 @@ struct Watched {
     /// Without a gap.
     recent: VecDeque<Arc<EventRow>>,
     recent_bytes: usize,
+    /// With the newest event that was published.
+    pace: Option<Pace>,
+    /// Since the first subscription; `None` until somebody changes them.
+    labels: watch::Sender<Option<Labels>>,
+}
+
+/// A frame of the list, and who may read it.
+#[derive(Debug, Clone)]
+pub(crate) struct Listed {
+    pub(crate) text: Arc<str>,
+    pub(crate) owner: Option<Arc<str>>,
+    /// For its owner and admins alone.
+    pub(crate) private: bool,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -51,6 +66,7 @@ impl Hub {
             list: broadcast::channel(LIST_BACKLOG).0,
             unpublished: Mutex::default(),
             wake: Notify::new(),
+            labelling: tokio::sync::Mutex::default(),
         }
     }
 
@@ -72,19 +88,41 @@ impl Hub {
                     let Some(oldest) = watched.recent.pop_front() else { break };
                     watched.recent_bytes -= oldest.bytes();
                 }
+                watched.pace = Some(Pace::from(&changed.job));
                 watched.last_seq.send_replace(last.seq);
             }
         }
+        self.list_job(&changed.job, !changed.events.is_empty());
+    }
+
+    /// Tells the list of a job. One that comes with events is older than one with the same number that came without.
+    fn list_job(&self, job: &Job, with_events: bool) {
         let mut unpublished = lock(&self.unpublished);
-        let newer = match unpublished.get(&changed.job.id) {
-            Some(Some(job)) => job.last_seq <= changed.job.last_seq,
+        let newer = match unpublished.get(&job.id) {
+            Some(Some(before)) if with_events => before.last_seq < job.last_seq,
+            Some(Some(before)) => before.last_seq <= job.last_seq,
             Some(None) => false,
             None => true,
         };
         if newer {
-            unpublished.insert(changed.job.id.clone(), Some(changed.job.clone()));
+            // Notes may be long, and no list shows them.
+            unpublished.insert(job.id.clone(), Some(Job { notes: None, ..job.clone() }));
             self.wake.notify_one();
         }
+    }
+
+    /// Tells readers what people changed about a job that `read` reads: the list, and the job's own stream.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
+        let _newest_last = self.labelling.lock().await;
+        let job = read.await?;
+        if let Some(watched) = lock(&self.jobs).get(&job.id) {
+            watched.labels.send_replace(Some(Labels::from(&job)));
+        }
+        self.list_job(&job, false);
+        Ok(job)
     }
 
     /// Notifies subscribers that events up to `job.last_seq` are stored, although not all of them were published. Readers read
@@ -96,11 +134,14 @@ impl Hub {
                 watched.recent.clear();
                 watched.recent_bytes = 0;
             }
-            watched.last_seq.send_if_modified(|last| {
+            let moved = watched.last_seq.send_if_modified(|last| {
                 let behind = *last < job.last_seq;
                 *last = job.last_seq.max(*last);
                 behind
             });
+            if moved {
+                watched.pace = Some(Pace::from(job));
+            }
         }
     }
 
@@ -118,9 +159,11 @@ impl Hub {
             last_seq: watch::channel(0).0,
             recent: VecDeque::new(),
             recent_bytes: 0,
+            pace: None,
+            labels: watch::channel(None).0,
         });
-        let last_seq = watched.last_seq.subscribe();
-        Subscription { hub: self.clone(), id: id.clone(), last_seq }
+        let (last_seq, labels) = (watched.last_seq.subscribe(), watched.labels.subscribe());
+        Subscription { hub: self.clone(), id: id.clone(), last_seq, labels }
     }
 
     /// Whether anybody reads a job's stream.
@@ -129,7 +172,7 @@ impl Hub {
     }
 
     /// Frames of the list, from now.
-    pub(crate) fn list(&self) -> broadcast::Receiver<Arc<str>> {
+    pub(crate) fn list(&self) -> broadcast::Receiver<Listed> {
         self.list.subscribe()
     }
 
@@ -138,18 +181,28 @@ impl Hub {
         loop {
             self.wake.notified().await;
             for (id, job) in std::mem::take(&mut *lock(&self.unpublished)) {
+                let owner = job.as_ref().and_then(|job| job.owner.as_deref()).map(Arc::from);
+                let private = job.as_ref().is_some_and(|job| job.spec.private);
                 let frame = match job {
                     Some(job) => Frame::Job { job: Box::new(job) },
                     None => Frame::JobDeleted { id: id.to_string() },
                 };
                 if let Ok(text) = serde_json::to_string(&frame) {
                     // Nobody listening is no error.
-                    let _ = self.list.send(text.into());
+                    let _ = self.list.send(Listed { text: text.into(), owner, private });
                 }
             }
             tokio::time::sleep(LIST_EVERY).await;
         }
     }
+}
+
+/// What a reader of a job waits for.
+#[derive(Debug)]
+pub(crate) enum News {
+    Events,
+    Labels(Labels),
+    Deleted,
 }
 
 /// One reader of one job.
@@ -158,6 +211,7 @@ pub(crate) struct Subscription {
     hub: Arc<Hub>,
     id: JobId,
     last_seq: watch::Receiver<u64>,
+    labels: watch::Receiver<Option<Labels>>,
 }
 
 impl Subscription {
@@ -172,9 +226,24 @@ impl Subscription {
         (skip < recent.len()).then(|| recent.iter().skip(skip).cloned().collect())
     }
 
-    /// Waits until there is an event after `seq`. False when the job is deleted.
-    pub(crate) async fn wait(&mut self, seq: u64) -> bool {
-        self.last_seq.wait_for(|last| *last > seq).await.is_ok()
+    /// How fast and how far the job is, once anything has been published since the first subscription.
+    pub(crate) fn pace(&self) -> Option<Pace> {
+        lock(&self.hub.jobs).get(&self.id)?.pace
+    }
+
+    /// Waits until there is an event after `seq`, or somebody has changed the job's labels.
+    pub(crate) async fn wait(&mut self, seq: u64) -> News {
+        tokio::select! {
+            known = self.last_seq.wait_for(|last| *last > seq) => match known {
+                Ok(_) => News::Events,
+                Err(_) => News::Deleted,
+            },
+            changed = self.labels.changed() => match (changed, self.labels.borrow().clone()) {
+                (Ok(()), Some(labels)) => News::Labels(labels),
+                (Ok(()), None) => News::Events,
+                (Err(_), _) => News::Deleted,
+            },
+        }
     }
 }
 

@@ -59,7 +59,6 @@ fn go(
         (reason, _) => reason,
     });
     if !state.is_active() {
-        job.images_per_second = None;
         job.eta_secs = None;
     }
     match state {

@@ -7,9 +7,9 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, audit, checkpoints, datasets, evaluation,
-        events, fork, health, jobs, login, logs, metrics, metrics_query, pages, pictures, predict, projects,
-        stream, tokens,
+        agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
+        evaluation, events, fork, health, history, jobs, login, logs, metrics, metrics_query, pages, people,
+        people_pages, pictures, predict, projects, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -52,6 +52,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::check::validate))
         .routes(routes!(jobs::show, jobs::delete, annotations::change))
         .routes(routes!(attempts::list))
+        .routes(routes!(history::show))
         .routes(routes!(annotations::size))
         .routes(routes!(annotations::list))
         .routes(routes!(projects::list))
@@ -76,6 +77,7 @@ fn api() -> OpenApiRouter<App> {
                 .layer(DefaultBodyLimit::max(predict::BODY_BYTES)),
         )
         .routes(routes!(datasets::list, datasets::create))
+        .routes(routes!(bundled::register))
         .routes(routes!(datasets::inspect))
         .routes(routes!(pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
@@ -85,6 +87,9 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(agent_socket::socket))
         .routes(routes!(tokens::list, tokens::create))
         .routes(routes!(tokens::revoke))
+        .routes(routes!(people::list, people::create))
+        .routes(routes!(people::change, people::delete))
+        .routes(routes!(people::change_own))
         .routes(routes!(login::link))
         .routes(routes!(audit::list))
         .routes(routes!(stream::job_stream))
@@ -109,7 +114,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 12] {
+fn pages() -> [(&'static str, MethodRouter<App>); 16] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),
@@ -119,6 +124,10 @@ fn pages() -> [(&'static str, MethodRouter<App>); 12] {
         ("/datasets", get(pages::datasets).post(pages::add_dataset)),
         ("/machines", get(pages::machines)),
         ("/audit", get(pages::audit)),
+        ("/people", get(people_pages::all).post(people_pages::change)),
+        ("/account", get(people_pages::account).post(people_pages::change_account)),
+        ("/docs", get(docs::index)),
+        ("/docs/{*path}", get(docs::page)),
         ("/login", get(login::show).post(login::submit)),
         ("/logout", post(login::sign_out)),
         ("/static/{*path}", get(assets::asset)),

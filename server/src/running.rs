@@ -111,6 +111,7 @@ async fn ensure(
         scope,
         agent,
         agent_id,
+        owner: None,
         created_at: crate::now(),
         expires_at: None,
         revoked_at: None,

@@ -108,7 +108,11 @@ async fn open(
     let app = App::new(config, store, inbox, ingress, audit);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
-        app.access.load(app.store.tokens().await?, app.store.sessions(crate::now()).await?);
+        app.access.load(
+            app.store.people().await?,
+            app.store.tokens().await?,
+            app.store.sessions(crate::now()).await?,
+        );
         dispatch::restore(&app).await
     };
     restored.await.map_err(|error| ServeError::Database {

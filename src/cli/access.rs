@@ -1,10 +1,12 @@
 //! Which token a command shows to a server.
 
 use super::wrong;
+use lockstep_worker::host;
 use std::{
     fs,
     io::ErrorKind,
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -41,8 +43,33 @@ impl AccessArgs {
         let path = self.data_dir.join("token");
         match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            _ => from_file(&path).map(Some),
+            Ok(about) => {
+                let token = from_file(&path)?;
+                listens_for(server, about.uid(), &path).map(|()| Some(token))
+            }
+            Err(_) => from_file(&path).map(Some),
         }
+    }
+}
+
+/// Whether the account that has the token (or root) listens where `server` is on this machine: another account may have taken the
+/// port of a server that is away, and is not sent its token.
+///
+/// # Errors
+/// Another account listens there.
+fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
+    const ROOT: u32 = 0;
+    let Some((addresses, port)) = url(server).as_ref().and_then(addresses_of) else { return Ok(()) };
+    let owners: Vec<u32> =
+        addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect();
+    match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
+        None => Ok(()),
+        Some(uid) => Err(wrong(format!(
+            "{server}: another account of this machine (user id {uid}) listens there than the one that has {} (user id {owner}), so the \
+             token is not sent. Start the server again, or name its address with --server; if that account's server is meant, name a \
+             token for it with --token-file",
+            token.display()
+        ))),
     }
 }
 
@@ -68,11 +95,24 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
 
 /// Whether an address is this machine's loopback: a token of a data directory goes nowhere else.
 fn is_this_machine(server: &str) -> bool {
+    url(server).as_ref().is_some_and(|url| addresses_of(url).is_some())
+}
+
+fn url(server: &str) -> Option<reqwest::Url> {
     let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
-    let Ok(url) = reqwest::Url::parse(&with_scheme) else { return false };
+    reqwest::Url::parse(&with_scheme).ok()
+}
+
+/// Addresses and port of a URL whose host is this machine's loopback.
+fn addresses_of(url: &reqwest::Url) -> Option<(Vec<IpAddr>, u16)> {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
-    host.eq_ignore_ascii_case("localhost")
-        || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    let addresses = if host.eq_ignore_ascii_case("localhost") {
+        // Either may be connected to.
+        vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
+    } else {
+        vec![host.parse().ok().filter(IpAddr::is_loopback)?]
+    };
+    Some((addresses, url.port_or_known_default()?))
 }
 
 #[cfg(test)]

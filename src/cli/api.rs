@@ -216,6 +216,22 @@ impl Api {
         if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
     }
 
+    /// What the server finds wrong with a job, as pointers and details; none where it finds nothing or is not asked, be it
+    /// unreachable or of another opinion about who may ask.
+    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
+        let asked =
+            self.client.post(format!("{}/api/v1/jobs/validate", self.base)).json(document).send().await;
+        let Ok(answer) = asked else { return Vec::new() };
+        if answer.status() != StatusCode::UNPROCESSABLE_ENTITY {
+            return Vec::new();
+        }
+        let body: Value = answer.json().await.unwrap_or_default();
+        let errors = body.get("errors").and_then(Value::as_array).into_iter().flatten();
+        let part =
+            |error: &Value, key: &str| error.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
+    }
+
     /// Sends bytes as they are and reads the answer.
     ///
     /// # Errors

@@ -1,10 +1,15 @@
-//! `lockstep dataset`: registers, lists and prepares datasets.
+//! `lockstep dataset`: registers, fetches, lists and prepares datasets.
 
+mod download;
+mod get;
+mod known;
 mod prepare;
 
 use super::{
     api::{Api, ServerArgs, list},
-    block_on, output, wrong,
+    block_on,
+    confirm::confirmed,
+    output, wrong,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::dataset::{Dataset, DatasetInfo};
@@ -21,7 +26,7 @@ use std::{
 /// How often the progress of an inspection on this machine is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 
-/// Register, prepare, list, inspect and remove datasets
+/// Register, fetch, prepare, list, inspect and remove datasets
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -44,11 +49,16 @@ enum Action {
         /// The folder that the copy is written to; when absent, PATH-SIDE next to a folder PATH
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
+        /// Only you and admins see it
+        #[arg(long)]
+        private: bool,
         #[command(flatten)]
         pictures: prepare::Pictures,
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Download a public dataset, check it and register it
+    Get(get::Args),
     /// Write a copy to train from faster: shards of small pictures (no server needed; register it with `dataset add`)
     Prepare(prepare::Args),
     /// List the registered datasets
@@ -68,6 +78,9 @@ enum Action {
     Remove {
         /// A name
         name: String,
+        /// Do not ask for confirmation; needed where there is no terminal
+        #[arg(long, short)]
+        yes: bool,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -79,20 +92,22 @@ enum Action {
 /// Exit status 2 when the files are no dataset, there is none of the name, or jobs need it, with what is wrong.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::Add { name, path, prepare, to, pictures, server } => {
+        Action::Add { name, path, prepare, to, pictures, server, private } => {
             let mut path = lockstep_worker::data::canonical(&path)
                 .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
-            let dataset = block_on(register(&api, &json!({ "name": name, "path": path })))?;
+            let dataset =
+                block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
             if server.json {
                 return output::json(&dataset);
             }
             output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))?;
             broken_files(&dataset.info)
         }
+        Action::Get(args) => get::run(&args),
         Action::Prepare(args) => prepare::run(&args),
         Action::List { server } => {
             let api = server.api()?;
@@ -111,7 +126,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::table(["NAME", "FORMAT", "PICTURES", "PATH"], &rows)
         }
         Action::Inspect { dataset, server } => inspect(&dataset, &server),
-        Action::Remove { name, server } => remove(&name, &server),
+        Action::Remove { name, yes, server } => remove(&name, yes, &server),
     }
 }
 
@@ -151,17 +166,49 @@ fn unknown(name: &str) -> anyhow::Error {
     wrong(format!("no dataset is called {name}; `lockstep dataset list` shows those there are"))
 }
 
-fn remove(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
+fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
         // Names that are registered have nothing that means something in a URL.
         let Dataset { path, .. } = find(&api, name).await?.ok_or_else(|| unknown(name))?;
+        let question = format!(
+            "Remove {name}? Its files stay at {path}; jobs that trained on it are neither evaluated nor run again until a dataset is \
+             registered under this name."
+        );
+        confirmed(yes, question, format_args!("dataset {name}"))?;
         api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
         if server.json {
             return output::json(&json!({ "removed": name, "path": path }));
         }
         output::line(format_args!("{name} removed; its files stay at {path}"))
     })
+}
+
+/// Registers `path` as `name`, unless it is registered so already.
+///
+/// # Errors
+/// Exit status 2 when the name is another dataset's.
+pub(super) async fn register_as(
+    api: &Api,
+    name: &str,
+    path: &Path,
+    private: bool,
+) -> anyhow::Result<Dataset> {
+    match find(api, name).await? {
+        Some(there) if Path::new(&there.path) == path => Ok(there),
+        Some(other) => Err(wrong(format!(
+            "a dataset is already called {name} ({}); register this one under another name: lockstep dataset add OTHER {}",
+            other.path,
+            path.display()
+        ))),
+        None => register(api, &json!({ "name": name, "path": path, "private": private })).await,
+    }
+}
+
+/// The registered dataset that lies at `path`.
+pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
+    let answer: Value = api.get("/datasets").await?;
+    Ok(list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
 /// Polls until the inspection of the files is done, which takes minutes when there are many.
@@ -193,7 +240,7 @@ fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
 }
 
 /// Looks at files on this machine, and shows how far it is.
-fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
+pub(super) fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
     // The index is found by this name.
     let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = inspection_bar();
@@ -265,7 +312,7 @@ fn splits(info: &DatasetInfo) -> String {
     info.splits.iter().map(|s| format!("{} {}", s.samples, s.name)).collect::<Vec<_>>().join(", ")
 }
 
-fn sentence(info: &DatasetInfo) -> String {
+pub(super) fn sentence(info: &DatasetInfo) -> String {
     let size = match (info.height, info.width) {
         (0, _) | (_, 0) => "of several sizes".to_owned(),
         (height, width) => format!("of {width} x {height} pixels"),

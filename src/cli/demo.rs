@@ -2,6 +2,7 @@
 
 use super::{
     api::Api,
+    bundled::PICTURES,
     init_tracing,
     local_agent::Slots,
     output,
@@ -11,7 +12,6 @@ use super::{
 use anyhow::Context;
 use lockstep_protocol::Job;
 use lockstep_server::{ServeConfig, ServeError};
-use rust_embed::RustEmbed;
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -20,12 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A subset of Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), as IDX files.
-#[derive(RustEmbed)]
-#[folder = "assets/fashion-mnist/"]
-struct FashionMnist;
-
-const DATASET: &str = "fashion-mnist";
+const DATASET: &str = PICTURES.name;
 /// How long the local agent may take to join.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -128,13 +123,12 @@ async fn start(data_dir: Option<&Path>) -> anyhow::Result<(Server, PathBuf)> {
 fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
     let dir = data_dir.join("datasets").join(DATASET);
     fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
-    for name in FashionMnist::iter() {
-        let Some(file) = FashionMnist::get(&name) else { continue };
-        let path = dir.join(name.as_ref());
-        if fs::read(&path).is_ok_and(|there| there == *file.data) {
+    for (name, content) in (PICTURES.files)() {
+        let path = dir.join(name);
+        if fs::read(&path).is_ok_and(|there| there == *content) {
             continue;
         }
-        fs::write(&path, &file.data).with_context(|| path.display().to_string())?;
+        fs::write(&path, &content).with_context(|| path.display().to_string())?;
     }
     Ok(dir.canonicalize()?)
 }

@@ -41,6 +41,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {
+            watch::announce(&job);
             return watch::to_the_end(&api, job, args.server.json).await;
         }
         if args.server.json {

@@ -16,6 +16,9 @@ pub(crate) struct Args {
     /// Only jobs whose name contains this
     #[arg(long)]
     name: Option<String>,
+    /// Only jobs of this person, or of the token with this name
+    #[arg(long)]
+    owner: Option<String>,
     /// Only jobs of this project
     #[arg(long)]
     project: Option<String>,
@@ -49,6 +52,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let query = [
         ("state", Some(states.join(",")).filter(|states| !states.is_empty())),
         ("name", args.name),
+        ("owner", args.owner),
         ("project", args.project),
         ("tag", Some(args.tags.join(",")).filter(|tags| !tags.is_empty())),
         ("created_after", args.created_after),
@@ -69,10 +73,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
     let rows: Vec<_> = jobs.iter().map(row).collect();
-    output::table(["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "LOSS", "BEST"], &rows)
+    output::table(["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST"], &rows)
 }
 
-fn row(job: &Job) -> [String; 7] {
+fn row(job: &Job) -> [String; 8] {
     let progress = match (job.step, job.total_steps) {
         (_, 0) => String::new(),
         (step, total) => format!("{} %", step * 100 / total),
@@ -83,6 +87,7 @@ fn row(job: &Job) -> [String; 7] {
         job.state.to_string(),
         job.ranks.to_string(),
         progress,
+        job.images_per_second.map(|v| format!("{v:.0}")).unwrap_or_default(),
         job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),
         job.best.map(|best| format!("{:.1} %", best.value * 100.0)).unwrap_or_default(),
     ]

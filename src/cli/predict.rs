@@ -7,7 +7,7 @@ use super::{
     file, output, wrong,
 };
 use lockstep_protocol::{
-    Job,
+    Job, JobId,
     inspect::{Prediction, Probability},
 };
 use serde::Serialize;
@@ -79,9 +79,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         None if args.server.json => output::json(&predictions)?,
         _ => {
-            // A user who named no job sees which one was taken.
-            if let Some(by) = answering.as_ref().filter(|_| args.job.is_none()) {
-                output::warn(format_args!("{}, checkpoint {}", by.job, by.checkpoint));
+            if let Some(by) = &answering {
+                let best = if by.best { ", the best" } else { "" };
+                output::warn(format_args!("{} ({}), checkpoint {}{best}", by.job, by.job_id, by.checkpoint));
             }
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
                 output::line(line(prediction))?;
@@ -106,8 +106,11 @@ fn line(prediction: &Prediction) -> String {
 struct Answering {
     /// The job's name.
     job: String,
+    job_id: JobId,
     /// Epoch and step.
     checkpoint: String,
+    /// It is the job's best.
+    best: bool,
 }
 
 /// A prediction, and whose it is.
@@ -154,8 +157,9 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(A
         found.iter_mut().for_each(|p| p.name.clone_from(&name));
         predictions.extend(found);
     }
+    let best = checkpoint.info.best;
     let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
-    Ok((Answering { job: job.name, checkpoint }, predictions))
+    Ok((Answering { job: job.name, job_id: job.id, checkpoint, best }, predictions))
 }
 
 #[cfg(test)]

@@ -65,6 +65,10 @@ pub(crate) struct Args {
     /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
+    /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
+    /// by admins alone where other machines reach the server]
+    #[arg(long, value_name = "DIR")]
+    dataset_root: Vec<PathBuf>,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -86,6 +90,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("info");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
+    config.bundled = Some(super::bundled::PICTURES);
     config.tls = match (args.tls_cert, args.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig::Files { certificate, key }),
         _ => args.tls_own_ca.then_some(TlsConfig::OwnCa),
@@ -100,6 +105,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     });
     config.database = args.database;
     config.no_auth = args.no_auth;
+    config.dataset_roots = args.dataset_root;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),

@@ -87,8 +87,8 @@ fn lines(job: &Job) -> Vec<(String, String)> {
     if !job.tags.is_empty() {
         lines.push(("tags", job.tags.join(", ")));
     }
-    if !job.notes.is_empty() {
-        lines.push(("notes", job.notes.clone()));
+    if let Some(notes) = job.notes.clone().filter(|notes| !notes.is_empty()) {
+        lines.push(("notes", notes));
     }
     if let Some(flaw) = &job.unreadable {
         lines.push(("unreadable", flaw.clone()));

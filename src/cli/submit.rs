@@ -1,20 +1,26 @@
 //! `lockstep submit`: submits a job.
 
 use super::{
-    api::{ServerArgs, mistake},
-    block_on, file, output, watch, wrong,
+    api::{Api, ServerArgs, mistake},
+    block_on, dataset, file, output, watch, wrong,
 };
 use lockstep_protocol::{
     Job, JobSpec,
-    spec::{apply_set, from_json, shortened, toml_document},
+    spec::{SpecError, apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::{
+    io::{self, IsTerminal as _},
+    path::{Path, PathBuf},
+};
 
 /// What the server takes as a specification, too.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
 /// Submit a job
+///
+/// On a terminal its progress is shown until it ends; Ctrl-C ends that and not the job. Elsewhere, and with --detach, the job's id and
+/// address are printed. A data.dataset that is a path stands for the dataset that is registered there, and is registered if it is not.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -32,9 +38,12 @@ pub(crate) struct Args {
     /// Notes on it, in place of the file's
     #[arg(long)]
     notes: Option<String>,
-    /// Show its progress until it ends; exit with status 1 unless it succeeds
+    /// Show its progress until it ends, as on a terminal without --detach; exit with status 1 unless it succeeds
     #[arg(long)]
     watch: bool,
+    /// Print its id and address alone, as where there is no terminal
+    #[arg(long, conflicts_with = "watch")]
+    detach: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -46,15 +55,28 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
-    check(&args.job, &document)?;
-    let api = args.server.api()?;
+    let own = from_json(&document).err().unwrap_or_default();
+    let api = match args.server.api() {
+        Ok(api) => api,
+        Err(error) if own.is_empty() => return Err(error),
+        Err(_) => return check(&args.job, &document).map(drop),
+    };
+    // Somebody at a terminal wants to see it; a program reads the id.
+    let watches = args.watch
+        || !args.detach && !args.server.json && io::stdout().is_terminal() && io::stderr().is_terminal();
     block_on(async {
+        let named = name_dataset(&api, &mut document, own.is_empty()).await;
+        if !own.is_empty() {
+            return Err(all_mistakes(&api, &args.job, &document, &own).await);
+        }
+        named?;
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-        if args.watch {
+        if watches {
             if !args.server.json {
                 output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
             }
+            watch::announce(&job);
             return watch::to_the_end(&api, job, args.server.json).await;
         }
         if args.server.json {
@@ -81,6 +103,48 @@ fn label(document: &mut Value, args: &Args) {
     if let Value::Array(tags) = tags {
         tags.extend(args.tags.iter().map(|tag| Value::String(tag.clone())));
     }
+}
+
+/// A job with mistakes of its own, with those that only the server knows: all can be mended at once.
+async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError]) -> anyhow::Error {
+    let mut lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+    for (pointer, detail) in api.mistakes(document).await {
+        let line = mistake(&pointer, &detail);
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    wrong(mistaken(path, &lines))
+}
+
+/// Puts the name of the dataset that is registered at a path in the place of that path. One that is not is registered under the name
+/// of its folder if it `may` be: the file that `lockstep init` writes is for `train` and for this.
+pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
+    let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
+    let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
+    let Some(path) = given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
+    else {
+        return Ok(());
+    };
+    let found = match dataset::at(api, &path).await? {
+        Some(found) => found,
+        None if may && path.is_dir() => {
+            let name = dataset_name(&path);
+            output::warn(format_args!("registering {} as the dataset {name}", path.display()));
+            dataset::register_as(api, &name, &path, private).await?
+        }
+        None => return Ok(()),
+    };
+    *given = Value::String(found.name);
+    Ok(())
+}
+
+/// What a folder is registered as: its name, with what no dataset's name has left out.
+fn dataset_name(path: &Path) -> String {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let plain = name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' });
+    let plain: String = plain.skip_while(|c| *c == '.').take(100).collect();
+    if plain.is_empty() { "dataset".into() } else { plain }
 }
 
 /// Reads a TOML file and applies `sets`.

@@ -132,6 +132,9 @@ fn line(token: &Token) -> String {
     if let Some(agent) = &token.agent {
         add(format!("agent {agent}"));
     }
+    if let Some(owner) = &token.owner {
+        add(format!("of {owner}"));
+    }
     match (token.revoked_at, token.expires_at) {
         (Some(at), _) => add(format!("revoked {at}")),
         (None, Some(at)) => add(format!("expires {at}")),

@@ -53,18 +53,26 @@ struct Plan {
 /// # Errors
 /// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let document = submit::document(&args.job, &args.sets)?;
+    let mut document = submit::document(&args.job, &args.sets)?;
     let server = args.server.as_deref().unwrap_or(DEFAULT_SERVER);
     let api = Api::at(server, args.ca_file.as_deref(), args.access.token(server)?)?;
     let own = submit::check(&args.job, &document);
-    // No server knows a path: such a file is for `lockstep train`.
-    let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
-    let is_path = dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator));
-    let alone = args.server.is_none() && is_path;
-    if alone || (args.server.is_none() && !block_on(async { Ok(api.answers().await) })?) {
+    let is_path = |document: &Value| {
+        let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
+        dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
+    };
+    let asks = args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.answers().await) })?;
+    if asks {
+        block_on(submit::name_dataset(&api, &mut document, false))?;
+    }
+    if !asks || is_path(&document) {
         let spec = own?;
         here(&args.job, &spec)?;
-        let why = if alone {
+        let why = if asks {
+            "no dataset is registered at the path of data.dataset: `lockstep submit` registers it, and `lockstep train` takes the path; \
+             the server was not asked about the rest"
+                .to_owned()
+        } else if is_path(&document) {
             "data.dataset is a path, as `lockstep train` takes it: no server was asked".to_owned()
         } else {
             format!(

@@ -39,8 +39,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
+        announce(&job);
         to_the_end(&api, job, args.server.json).await
     })
+}
+
+/// Says what Ctrl-C does and what it does not.
+pub(crate) fn announce(job: &Job) {
+    if !job.state.is_final() {
+        output::warn(format_args!(
+            "Ctrl-C ends this display and not the job: `lockstep watch {0}` shows it again, `lockstep cancel {0}` stops it",
+            job.id
+        ));
+    }
 }
 
 /// Shows a job's progress until it is over, then how it ended. With `json`, every frame of its stream
@@ -192,7 +203,7 @@ struct Progress {
     step: u64,
     /// The newest loss of each rank.
     losses: BTreeMap<u32, f32>,
-    images_per_second: Option<f32>,
+    images_per_second: Option<f64>,
     last_line: Option<Instant>,
 }
 
@@ -215,7 +226,7 @@ impl Progress {
             total_steps: 0,
             step: job.step,
             losses: BTreeMap::new(),
-            images_per_second: None,
+            images_per_second: job.images_per_second,
             last_line: None,
         };
         this.plan(job.total_steps, job.steps_per_epoch, job.step);
@@ -235,7 +246,14 @@ impl Progress {
         if self.json {
             return output::line(serde_json::to_string(frame)?);
         }
-        let Frame::Event(event) = frame else { return Ok(()) };
+        let event = match frame {
+            Frame::Event(event) => event,
+            Frame::Progress(pace) => {
+                self.images_per_second = pace.images_per_second;
+                return Ok(());
+            }
+            _ => return Ok(()),
+        };
         match &event.body {
             EventBody::State { state, reason, .. } => {
                 if let Some(bar) = &self.bar {
@@ -251,15 +269,10 @@ impl Progress {
             }
             EventBody::Metrics { rank, name, steps, values, .. } => {
                 let Some((step, value)) = steps.last().zip(values.last()) else { return Ok(()) };
-                let value = value.unwrap_or(f32::NAN);
-                match name.as_str() {
-                    "loss" => {
-                        self.losses.insert(*rank, value);
-                        self.step = self.step.max(*step);
-                        self.moved()?;
-                    }
-                    "images_per_second" => self.images_per_second = Some(value),
-                    _ => {}
+                if name == "loss" {
+                    self.losses.insert(*rank, value.unwrap_or(f32::NAN));
+                    self.step = self.step.max(*step);
+                    self.moved()?;
                 }
             }
             EventBody::Evaluation { evaluation, .. } => {

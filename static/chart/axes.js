@@ -1,5 +1,7 @@
 // The frame around the data: grid, tick labels and the marks where an attempt starts.
 
+import { clockTicks, linearTicks } from "./scale.js";
+
 /** Draws grid and labels into `plot` ({left, top, right, bottom} in pixels). */
 export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colours }) {
   ctx.font = colours.font;
@@ -27,13 +29,12 @@ export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colo
   }
 }
 
-/** A thin mark with its number at the first step of every attempt but the first. */
+/** A thin mark with its number, and why, at the first step of every attempt but the first. */
 export function drawAttempts(ctx, plot, x, starts, colours) {
   ctx.font = colours.font;
-  for (const { attempt, at } of starts) {
-    const p = Math.round(x.to(at)) + 0.5;
-    if (!(p >= plot.left && p <= plot.right)) continue;
-    ctx.strokeStyle = colours.muted;
+  const marks = starts.map((start) => ({ ...start, p: Math.round(x.to(start.at)) + 0.5 })).filter(({ p }) => p >= plot.left && p <= plot.right).sort((a, b) => a.p - b.p);
+  marks.forEach(({ attempt, why, label = `attempt ${attempt}`, colour = colours.muted, p }, i) => {
+    ctx.strokeStyle = colour;
     ctx.globalAlpha = 0.7;
     ctx.setLineDash([2, 3]);
     ctx.beginPath();
@@ -42,16 +43,68 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
     ctx.stroke();
     ctx.setLineDash([]);
     ctx.globalAlpha = 1;
-    ctx.fillStyle = colours.muted;
+    ctx.fillStyle = colour;
     ctx.textBaseline = "top";
-    const right = p + 60 > plot.right;
-    ctx.textAlign = right ? "right" : "left";
-    ctx.fillText(`attempt ${attempt}`, right ? p - 4 : p + 4, plot.top + 2);
-  }
+    // On the side with more room, up to the next mark.
+    const left = p - (marks[i - 1]?.p ?? plot.left), right = (marks[i + 1]?.p ?? plot.right) - p, toLeft = i === marks.length - 1 && right < 120 && left > right;
+    const room = (toLeft ? left : right) - 10, words = fitting(ctx, label, why, room);
+    ctx.textAlign = toLeft ? "right" : "left";
+    if (words) ctx.fillText(words, toLeft ? p - 4 : p + 4, plot.top + 2);
+  });
+}
+
+/** As much of `label: why` as `room` pixels hold; at least the label's number. */
+function fitting(ctx, label, why, room) {
+  const fits = (text) => ctx.measureText(text).width <= room;
+  let cut = why ? `${label}: ${why}` : label;
+  if (fits(cut)) return cut;
+  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(cut = `${label}: ${why.slice(0, keep).trimEnd()}…`)) return cut;
+  if (fits(label)) return label;
+  const number = label.match(/\d+$/)?.[0] ?? "";
+  return fits(number) ? number : "";
 }
 
 /** Pixels that the widest of `labels` needs, at least `least`. */
 export function labelWidth(ctx, labels, colours, least) {
   ctx.font = colours.font;
   return Math.ceil(Math.max(least, ...labels.map((l) => ctx.measureText(l).width)));
+}
+
+/** What `draw` draws, but only from `left` to `right`. */
+export function within(ctx, left, right, draw) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(left, 0, right - left, ctx.canvas.height);
+  ctx.clip();
+  draw();
+  ctx.restore();
+}
+
+/** Ticks and labels of the horizontal axis. */
+export function xAxis(view, low, high, wanted) {
+  const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
+  if (view.axis === "time") {
+    const label = (s) => {
+      const two = (n) => String(Math.floor(n)).padStart(2, "0");
+      if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
+      return s >= 3600 ? `${Math.floor(s / 3600)}:${two(s % 3600 / 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`;
+    };
+    return { xTicks: clockTicks(low, high, wanted), xLabel: label };
+  }
+  if (view.axis === "epoch" && view.stepsPerEpoch) {
+    const k = view.stepsPerEpoch;
+    return { xTicks: linearTicks(low / k, high / k, wanted).map((e) => e * k), xLabel: (v) => grouped(v / k) };
+  }
+  return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
+}
+
+/** Where each attempt but the first starts. */
+export function attemptStarts(parts) {
+  const starts = new Map();
+  for (const { segment, xs } of parts) {
+    const before = starts.get(segment.attempt) ?? Infinity;
+    starts.set(segment.attempt, Math.min(before, xs[0]));
+  }
+  const sorted = [...starts].map(([attempt, at]) => ({ attempt, at })).sort((a, b) => a.attempt - b.attempt);
+  return sorted.slice(1);
 }

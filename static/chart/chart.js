@@ -7,10 +7,11 @@
 // What the reader does is drawn at once. New data is drawn ten times a second at most, and one chart a frame, the
 // one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
 
-import { drawAttempts, drawAxes, labelWidth } from "./axes.js";
+import { attemptStarts, drawAttempts, drawAxes, labelWidth, within, xAxis } from "./axes.js";
 import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
+import { withoutOutliers } from "./range.js";
 import { onThemeChange, palette } from "./palette.js";
-import { clockTicks, linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
+import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -35,6 +36,11 @@ export class Chart {
   drawnAt = 0;
   scale = "linear";
   smoothing = 0;
+  /** Fixed ends of the vertical axis, null for those that follow from the data; and whether outliers may go beyond it. */
+  ends = [null, null];
+  robust = false;
+  /** By attempt, what is said at the mark where it starts, next to its number. */
+  marks = new Map();
   /** Finer series of the zoomed part, by the series they stand in for; used while `detail.zoom` is the zoom. */
   detail = null;
   #drag = null;
@@ -43,10 +49,10 @@ export class Chart {
   /**
    * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
    * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: called with what is shown.
-   * `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `held`: nothing is drawn until `release()`.
+   * `empty()`: what is said instead of a drawing while there is no point. `xName()`, `yName()`: of the axes, with units, for saved pictures. `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `held`: nothing is drawn until `release()`.
    */
-  constructor(root, view, { label, layers, format, tick = format, describe, onNote, zero = false, limits, held = false }) {
-    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, zero, limits, held });
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, zero = false, limits, held = false }) {
+    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, zero, limits, held });
     this.canvas = root.appendChild(document.createElement("canvas"));
     this.over = root.appendChild(document.createElement("canvas"));
     this.tip = root.appendChild(document.createElement("div"));
@@ -83,7 +89,8 @@ export class Chart {
 
   /** The series to draw for `series`: a finer one of the zoomed part if it is here. */
   source(series) {
-    return (this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series)) || series;
+    const finer = this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series.base ?? series);
+    return finer ? series.over?.(finer) ?? finer : series;
   }
 
   /**
@@ -134,6 +141,8 @@ export class Chart {
     const colours = palette(), view = this.view;
     const gathered = this.#gather(), parts = gathered.flatMap((g) => g.parts);
 
+    if (!parts.length) return this.#nothing(ctx, width, height, colours);
+
     let low = Infinity, high = -Infinity;
     for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
     if (!(high > -Infinity)) { low = 0; high = 1; }
@@ -157,8 +166,11 @@ export class Chart {
       buckets = Math.max(buckets, held);
     }
     if (this.zero && this.scale === "linear" && bottom > 0) bottom = 0;
+    if (this.robust) [bottom, top] = this.#usual(gathered, low, high) ?? [bottom, top];
     let [y0, y1] = niceDomain(bottom, top, this.scale);
-    if (this.limits) [y0, y1] = [Math.max(y0, this.limits[0]), Math.min(y1, this.limits[1])];
+    [y0, y1] = [this.#end(0) ?? y0, this.#end(1) ?? y1];
+    if (y1 <= y0) y1 = y0 + (Math.abs(y0) || 1);
+    if (this.limits && this.ends.every((v) => v === null)) [y0, y1] = [Math.max(y0, this.limits[0]), Math.min(y1, this.limits[1])];
 
     const rows = Math.max(2, Math.floor(height / 52));
     const yTicks = this.scale === "log" ? logTicks(y0, y1, rows) : linearTicks(y0, y1, rows);
@@ -171,6 +183,7 @@ export class Chart {
     this.x = x;
     this.y = y;
     this.gathered = gathered;
+    this.lines = gathered.filter((g) => g.parts.length).map(({ layer }) => ({ label: layer.label, colour: colours[layer.colour] ?? layer.colour }));
 
     const axis = xAxis(view, low, high, Math.max(2, Math.floor((plot.right - plot.left) / 90)));
     drawAxes(ctx, plot, { x, y, yTicks, yLabel: this.tick, colours, ...axis });
@@ -178,7 +191,7 @@ export class Chart {
     ctx.beginPath();
     ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
     ctx.clip();
-    drawAttempts(ctx, plot, x, attemptStarts(parts), colours);
+    drawAttempts(ctx, plot, x, this.#starts(gathered, colours), colours);
     for (const { layer, parts } of gathered) this.#drawLayer(ctx, layer, parts, colours);
     ctx.restore();
 
@@ -186,9 +199,46 @@ export class Chart {
     const every = exact && buckets / pixels <= POINTS_A_PIXEL;
     this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
     this.root.dataset.drawn = String(shown);
+    delete this.root.dataset.empty;
+    this.canvas.setAttribute("aria-label", this.label);
     if (shown && !this.firstDrawnAt) { this.firstDrawnAt = performance.now(); performance.mark(`drawn ${this.label}`); }
     // The picture is on the screen with the next frame: how long a zoom took is known now.
     this.paintedAt = performance.now();
+  }
+
+  /** Words instead of axes from 0 to 1 that nothing is measured by. */
+  #nothing(ctx, width, height, colours) {
+    Object.assign(this, { plot: null, gathered: [] });
+    ctx.font = colours.font;
+    ctx.fillStyle = colours.muted;
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    const words = this.empty();
+    ctx.fillText(words, width / 2, height / 2);
+    this.canvas.setAttribute("aria-label", `${this.label}. ${words}`);
+    this.onNote?.("", { every: true, exact: true });
+    this.root.dataset.drawn = "0";
+    this.root.dataset.empty = words;
+    this.paintedAt = performance.now();
+  }
+
+  /** Where attempts start: of the job, or of each job with its name where layers are jobs. */
+  #starts(gathered, colours) {
+    if (!gathered.some(({ layer }) => layer.marks)) return attemptStarts(gathered.flatMap((g) => g.parts)).map((start) => ({ ...start, why: this.marks.get(start.attempt) }));
+    return gathered.flatMap(({ layer, parts }) => attemptStarts(parts).map(({ attempt, at }) => ({ attempt, at, label: `${layer.marks}: attempt ${attempt}`, colour: colours[layer.colour] ?? layer.colour })));
+  }
+
+  /** A fixed end, where it fits the scale. */
+  #end(which) { const v = this.ends[which]; return v === null || (this.scale === "log" && v <= 0) ? null : v; }
+
+  /** Where nearly all that is shown lies; null for too few to say. */
+  #usual(gathered, low, high) {
+    const values = [];
+    for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
+      const [from, to] = visible(segment, xs, low, high), stride = Math.max(1, Math.ceil((to - from) / 2000));
+      for (let i = from; i < to; i += stride) { const v = segment.mean[i]; if (Number.isFinite(v) && (this.scale === "linear" || v > 0)) values.push(v); }
+    }
+    return values.length < 20 ? null : withoutOutliers(Float64Array.from(values));
   }
 
   #drawLayer(ctx, layer, parts, colours) {
@@ -219,7 +269,7 @@ export class Chart {
   // --- crosshair and selection -------------------------------------------------------------------
 
   #drawOver() {
-    if (!this.plot) return;
+    if (!this.plot) { this.tip.hidden = true; return; }
     const ratio = devicePixelRatio || 1, ctx = this.over.getContext("2d"), { plot, x, y, view } = this;
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, this.over.width, this.over.height);
@@ -376,42 +426,4 @@ export class Chart {
     const i = Math.max(1, Math.min(part.segment.length - 1, part.segment.find(at, part.xs)));
     return Math.max(pixel, part.segment.length > 1 ? part.xs[i] - part.xs[i - 1] : pixel);
   }
-}
-
-function within(ctx, left, right, draw) {
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(left, 0, right - left, ctx.canvas.height);
-  ctx.clip();
-  draw();
-  ctx.restore();
-}
-
-/** Ticks and labels of the horizontal axis. */
-function xAxis(view, low, high, wanted) {
-  const grouped = (v) => String(Number(v.toPrecision(10))).replace(/\B(?=(\d{3})+(?!\d))/g, ",");
-  if (view.axis === "time") {
-    const label = (s) => {
-      const two = (n) => String(Math.floor(n)).padStart(2, "0");
-      if (high - low < wanted) return `${Number(s.toFixed(2))} s`;
-      return s >= 3600 ? `${Math.floor(s / 3600)}:${two(s % 3600 / 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`;
-    };
-    return { xTicks: clockTicks(low, high, wanted), xLabel: label };
-  }
-  if (view.axis === "epoch" && view.stepsPerEpoch) {
-    const k = view.stepsPerEpoch;
-    return { xTicks: linearTicks(low / k, high / k, wanted).map((e) => e * k), xLabel: (v) => grouped(v / k) };
-  }
-  return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
-}
-
-/** Where each attempt but the first starts. */
-function attemptStarts(parts) {
-  const starts = new Map();
-  for (const { segment, xs } of parts) {
-    const before = starts.get(segment.attempt) ?? Infinity;
-    starts.set(segment.attempt, Math.min(before, xs[0]));
-  }
-  const sorted = [...starts].map(([attempt, at]) => ({ attempt, at })).sort((a, b) => a.attempt - b.attempt);
-  return sorted.slice(1);
 }

@@ -3,41 +3,71 @@
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-const HEAD = 34;
+/** Pixels above and below the chart: title, legend and the vertical axis' name; the horizontal axis' name. */
+const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
+/** Lines that a legend names at most. */
+const NAMED = 24;
 
-function picture(chart, ctx, width, height, title) {
+/** What is written around the chart: where each name of the legend stands, and how high all of it is. */
+function around(chart, ctx, width) {
+  ctx.font = palette().font;
+  const lines = (chart.lines ?? []).slice(0, NAMED), more = (chart.lines?.length ?? 0) - lines.length;
+  if (more > 0) lines.push({ label: `and ${more} more`, colour: "transparent" });
+  let x = EDGE, row = 0;
+  const legend = lines.map(({ label, colour }) => {
+    const wide = 16 + ctx.measureText(label).width + 14;
+    if (x > EDGE && x + wide > width - EDGE) { x = EDGE; row++; }
+    const place = { label, colour, x, row };
+    x += wide;
+    return place;
+  });
+  const names = TITLE + (legend.length ? (row + 1) * ROW : 0);
+  return { legend, names, head: names + ROW, height: names + ROW + FOOT };
+}
+
+function frame(chart, ctx, width, height, title, { legend, names, head }) {
   const colours = palette();
   ctx.fillStyle = colours.card;
   ctx.globalAlpha = 1;
-  ctx.fillRect(0, 0, width, height + HEAD);
-  ctx.fillStyle = colours.text;
+  ctx.fillRect(0, 0, width, height + head + FOOT);
   ctx.font = colours.font;
-  ctx.textAlign = "left";
   ctx.textBaseline = "middle";
-  ctx.fillText(title, 12, HEAD / 2);
-  return colours;
+  ctx.textAlign = "left";
+  ctx.fillStyle = colours.text;
+  ctx.fillText(title, EDGE, TITLE / 2 + 2);
+  for (const { label, colour, x, row } of legend) {
+    const y = TITLE + row * ROW + ROW / 2;
+    if (colour !== "transparent") { ctx.fillStyle = colour; ctx.fillRect(x, y - 4, 9, 9); }
+    ctx.fillStyle = colours.text;
+    ctx.fillText(label, x + 15, y + 0.5);
+  }
+  ctx.fillStyle = colours.muted;
+  ctx.fillText(chart.yName(), EDGE, names + ROW / 2);
+  ctx.textAlign = "center";
+  ctx.fillText(chart.xName(), width / 2, head + height + FOOT / 2 - 3);
 }
 
 async function png(chart, title) {
   const { width, height } = chart.root.getBoundingClientRect(), ratio = 2;
-  const canvas = document.createElement("canvas");
+  const canvas = document.createElement("canvas"), ctx = canvas.getContext("2d"), edge = around(chart, ctx, width);
   canvas.width = width * ratio;
-  canvas.height = (height + HEAD) * ratio;
-  const ctx = canvas.getContext("2d");
+  canvas.height = (height + edge.height) * ratio;
   ctx.scale(ratio, ratio);
-  picture(chart, ctx, width, height, title);
-  ctx.translate(0, HEAD);
+  frame(chart, ctx, width, height, title, edge);
+  ctx.translate(0, edge.head);
   chart.paint(ctx, width, height);
+  chart.invalidate(true);
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
 function svg(chart, title) {
   const { width, height } = chart.root.getBoundingClientRect();
-  const measure = chart.canvas.getContext("2d");
-  const inner = new SvgContext(width, height, measure), outer = new SvgContext(width, height + HEAD, measure);
-  picture(chart, outer, width, height, title);
+  const measure = document.createElement("canvas").getContext("2d"), edge = around(chart, measure, width);
+  const inner = new SvgContext(width, height, measure), outer = new SvgContext(width, height + edge.height, measure);
+  frame(chart, outer, width, height, title, edge);
   chart.paint(inner, width, height);
-  const body = inner.toString().replace("<svg ", `<svg y="${HEAD}" `);
+  chart.invalidate(true);
+  const body = inner.toString().replace("<svg ", `<svg y="${edge.head}" `);
   return new Blob([outer.toString().replace("</svg>", `${body.trim()}</svg>`)], { type: "image/svg+xml" });
 }
 
@@ -68,6 +98,20 @@ export async function save(chart, kind, name, title) {
   link.download = `${name.replace(/[^\w.-]+/g, "-")}.${extension}`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+/** Where a chart's menus belong: among its controls, where it has any. */
+export function headOf(root) {
+  const head = root.closest(".card").querySelector(".card-head");
+  return head.querySelector(".controls") ?? head;
+}
+
+/** A chart's menus, which stay together. */
+export function tools(...menus) {
+  const box = document.createElement("div");
+  box.className = "tools";
+  box.append(...menus);
+  return box;
 }
 
 /** A small menu in a chart's head: every way to save it. `every`: address of the file of all points. */

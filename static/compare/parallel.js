@@ -32,7 +32,7 @@ export class Parallel {
       const kinds = [...new Set(values.map(written))].sort();
       return { name: key, at: values.map((v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(written(v)) / (kinds.length - 1))), ends: [kinds[0], kinds.at(-1)], words: values.map(written) };
     });
-    axes.push(numeric("final loss", jobs.map((j) => j.last.loss ?? NaN), value), numeric("best accuracy", jobs.map((j) => j.best?.value ?? NaN), percent));
+    axes.push(numeric("loss", jobs.map((j) => j.last.loss ?? NaN), value), numeric("best accuracy", jobs.map((j) => j.best?.value ?? NaN), percent));
     return axes;
   }
 

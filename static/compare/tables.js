@@ -1,28 +1,20 @@
 // Results to sort by, and settings side by side.
 
 import { byId, text } from "../page.js";
+import { cut } from "../cut.js";
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
+import { flat, written } from "../settings.js";
 
 const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date().toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
 /** Name, number to sort by, how it is written. */
 const COLUMNS = [
   ["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v],
-  ["final loss", (j) => j.last.loss ?? NaN, value], ["final accuracy", (j) => j.last.val_accuracy ?? NaN, percent], ["best accuracy", (j) => j.best?.value ?? NaN, percent],
-  ["images/s", (j) => (j.images_per_second ?? (took(j) ? j.step * batch(j) / took(j) : NaN)), rate], ["steps", (j) => j.step, count], ["time", took, clock],
+  ["loss", (j) => j.last.loss ?? NaN, value], ["val. accuracy", (j) => j.last.val_accuracy ?? NaN, percent], ["best accuracy", (j) => j.best?.value ?? NaN, percent],
+  ["images/s", (j) => j.images_per_second ?? NaN, rate], ["steps", (j) => j.step, count], ["time", took, clock],
 ];
 
-/** Pictures of one step over all ranks. */
-export function batch({ spec: { train, parallel } }) {
-  return train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : (train.batch_size ?? 32) * train.accumulate * parallel.ranks;
-}
-
-/** `train.lr` and its value, of every setting. */
-export function flat(spec, at = "") {
-  return Object.entries(spec).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) ? flat(v, `${at}${key}.`) : [[at + key, v]]));
-}
-
-export const written = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
+export { written };
 
 /** Settings by key, each with its value for every job; names do not count. */
 export function settings(jobs) {
@@ -37,12 +29,20 @@ export class Tables {
 
   setAll(all) { this.#all = all; if (this.jobs().length) this.draw(); }
 
-  draw() { this.#results(); this.#settings(); }
+  draw() {
+    const focused = byId("results-head").contains(document.activeElement) ? document.activeElement.textContent : null;
+    this.#results();
+    this.#settings();
+    if (focused) [...byId("results-head").querySelectorAll("button")].find((b) => b.textContent === focused)?.focus();
+  }
 
   #swatch(job) {
     const name = document.createElement("span"), mark = document.createElement("i");
     mark.className = `swatch bg-${this.colour(job.id)}`;
-    name.append(mark, Object.assign(document.createElement("a"), { href: `/jobs/${job.id}`, textContent: job.name }));
+    const link = Object.assign(document.createElement("a"), { href: `/jobs/${job.id}` });
+    name.className = "job-name";
+    cut(link, job.name);
+    name.append(mark, link);
     return name;
   }
 
@@ -74,6 +74,8 @@ export class Tables {
         if (i > 1) cell.className = "num";
         if (!i) cell.append(this.#swatch(job)); else text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : words(v));
         if (typeof v === "number") cell.title = String(v);
+        // What is newest is not final yet.
+        if (["loss", "val. accuracy"].includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(Object.assign(document.createElement("small"), { className: "muted", textContent: " so far" }));
         row.append(cell);
       });
       const cell = document.createElement("td"), button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "Leave out" });
@@ -87,7 +89,7 @@ export class Tables {
   }
 
   #settings() {
-    const jobs = this.jobs(), all = settings(jobs), shown = all.filter((r) => this.#all || r.different), head = document.createElement("tr");
+    const jobs = this.jobs(), all = settings(jobs), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different), head = document.createElement("tr");
     head.append(Object.assign(document.createElement("th"), { scope: "col", textContent: "setting" }));
     for (const job of jobs) { const th = document.createElement("th"); th.scope = "col"; th.append(this.#swatch(job)); head.append(th); }
     byId("settings-head").replaceChildren(head);

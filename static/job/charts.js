@@ -4,9 +4,12 @@ import { byId, press, text } from "../page.js";
 import { bytes, clock, count, millis, percent, plural, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
-import { saveMenu } from "../chart/export.js";
+import { headOf, saveMenu, tools } from "../chart/export.js";
+import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
+import { Speeds } from "../chart/speeds.js";
 import { View } from "../chart/view.js";
+import { pictures } from "./facts.js";
 import { colourOf } from "./ranks.js";
 
 /** What the last chart can show: label, how a value is written, and whether every rank has its own. */
@@ -37,12 +40,13 @@ export class Charts {
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
     // Nothing is drawn twice: drawing waits until their history is here.
-    const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, held: true, ...options });
+    const xName = () => ({ epoch: "epoch", time: "training time" }[view.axis] ?? "optimizer step"), empty = () => this.#empty();
+    const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, xName, empty, held: true, ...options });
     const of = (note) => note && `${note} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", format: value, layers: () => this.#perRank("loss"), onNote: (note) => text(byId("loss-note"), of(note)) }),
+      loss: make("loss", { label: "Loss of each rank", yName: () => "loss (cross-entropy)", format: value, layers: () => this.#perRank("loss"), onNote: (note) => text(byId("loss-note"), of(note)) }),
       accuracy: make("accuracy", {
-        label: "Accuracy in training and validation", format: percent, limits: [0, 1], tick: (v) => `${short(Number((v * 100).toFixed(3)))} %`,
+        label: "Accuracy in training and validation", yName: () => "accuracy (%)", format: percent, limits: [0, 1], tick: (v) => `${short(Number((v * 100).toFixed(3)))} %`,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
@@ -50,11 +54,15 @@ export class Charts {
         onNote: () => text(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: make("speed", {
-        label: "Images a second, of all ranks", format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: metrics.of("images_per_second") }],
-        onNote: (note) => text(byId("speed-note"), note),
+        label: "Images a second, of all ranks", yName: () => "images/s", format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
+        onNote: (note) => text(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", note].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", format: (v) => OTHERS[this.other][1](v), layers: () => this.#otherLayers(), zero: true, onNote: (note) => text(byId("lr-note"), note) }),
+      lr: make("lr", { label: "Another metric", yName: () => OTHERS[this.other][0].toLowerCase(), format: (v) => OTHERS[this.other][1](v), layers: () => this.#otherLayers(), zero: true, onNote: (note) => text(byId("lr-note"), note) }),
     };
+    for (const name of this.extra) {
+      const [label, format] = OTHERS[name];
+      this.all[name] = make(name, { label, yName: () => label.toLowerCase(), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
+    }
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());
   }
@@ -62,16 +70,42 @@ export class Charts {
   /** Whether the mean over ranks is what the first chart shows. */
   get meanFirst() { return this.lines === "mean" || this.metrics.ranks > RANK_COLOURS; }
 
+  /** How the attempt before each one ended, for the marks where attempts start. */
+  marks(reasons) {
+    for (const chart of Object.values(this.all)) chart.marks = reasons;
+    this.redraw(true);
+  }
+
   /** History is here: draws all. */
   release() { for (const chart of Object.values(this.all)) chart.release(); }
 
-  redraw(urgent = false) { for (const chart of Object.values(this.all)) chart.invalidate(urgent); }
+  /** Charts of what few jobs have; their cards are there once there is a point. */
+  get extra() {
+    const { train, parallel } = this.job().spec;
+    return ["auto", "fp16"].includes(train.precision) && parallel.device !== "cpu" ? ["loss_scale", "skipped_steps"] : [];
+  }
+
+  /** Metrics to read at the start, besides those of every page. */
+  get wanted() { return [this.other, ...this.extra]; }
+
+  redraw(urgent = false) {
+    for (const name of this.extra) byId(`${name}-card`).hidden = !this.metrics.of(name).segments.length;
+    for (const chart of Object.values(this.all)) chart.invalidate(urgent);
+  }
 
   /** Buckets to ask for, of a metric. */
   points(name) { return (this.all[name] ?? this.all.lr).pixels; }
 
   /** Metrics that are shown, the first one first. */
-  get shown() { return ["loss", "accuracy", "images_per_second", this.other]; }
+  get shown() { return ["loss", "accuracy", "step_ms", ...this.wanted]; }
+
+  /** What stands in a chart without a point. */
+  #empty() {
+    const { state, started_at } = this.job();
+    if (state === "queued" && !started_at) return "Nothing yet: the job waits for slots.";
+    if (["failed", "cancelled"].includes(state)) return `No point: the job ${state === "failed" ? "failed" : "was cancelled"} before the first one.`;
+    return state === "succeeded" ? "This job has no point of it." : "No point yet.";
+  }
 
   #describe(x) {
     const step = this.view.stepAt(x), parts = [], epoch = this.job().steps_per_epoch;
@@ -99,7 +133,6 @@ export class Charts {
   #controls() {
     const { loss } = this.all, { view } = this;
     const groups = {
-      smooth: ["0", (v) => { loss.smoothing = Number(v); }],
       scale: ["linear", (v) => { loss.scale = v; }],
       axis: ["step", (v) => view.setAxis(v)],
       lines: ["ranks", (v) => { this.lines = v; }],
@@ -111,6 +144,7 @@ export class Charts {
       const wanted = buttons.find((b) => b.dataset[key] === read(key, usual));
       if (wanted && wanted.dataset[key] !== usual) choose(wanted);
     }
+    smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
     const metric = byId("other-metric");
     for (const [name, [label]] of Object.entries(OTHERS)) metric.add(new Option(label, name, false, name === this.other));
     metric.addEventListener("change", async () => {
@@ -127,8 +161,8 @@ export class Charts {
     for (const [name, chart] of Object.entries(this.all)) {
       const title = () => `${this.job().name} · ${chart === this.all.lr ? OTHERS[this.other][0] : chart.label}`;
       const metricOf = () => (chart === this.all.lr ? this.other : name);
-      chart.root.closest(".card").querySelector(".card-head").append(saveMenu(chart, () => `${this.job().name}-${metricOf()}`, title,
-        `/api/v1/jobs/${this.job().id}/metrics.csv${name === "lr" ? "" : `?name=${name}`}`));
+      headOf(chart.root).append(tools(rangeMenu(chart, name, name === "accuracy" ? 0.01 : 1), saveMenu(chart, () => `${this.job().name}-${metricOf()}`, title,
+        `/api/v1/jobs/${this.job().id}/metrics.csv${name === "lr" ? "" : `?name=${name}`}`)));
     }
   }
 

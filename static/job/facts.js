@@ -9,10 +9,19 @@ const QUIET_MS = 15_000;
 
 export const isFinal = (state) => FINAL.includes(state);
 
+/** Pictures of one step over all ranks. */
+export function pictures({ batch, spec: { train, parallel } }) {
+  if (batch) return batch.global_batch_size;
+  return train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : (train.batch_size ?? 32) * train.accumulate * parallel.ranks;
+}
+
 export class Facts {
   /** When the newest step was seen; null until one is. */
   #movedAt = Date.now();
   #step = 0;
+  #said = "";
+  /** `{ place, reason }` while the job waits. */
+  queue = null;
 
   constructor(job, metrics, ranks) {
     Object.assign(this, { job, metrics, ranks });
@@ -30,7 +39,6 @@ export class Facts {
     if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
     const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
     const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
-    const speed = metrics.of("images_per_second").recent(20) || job.images_per_second;
     const done = isFinal(job.state);
 
     fact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
@@ -45,9 +53,10 @@ export class Facts {
       fact("left", clock((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000), "");
     } else {
       label("left", "Left");
-      const left = job.state === "running" ? this.#left(total - step, speed, now) : null;
+      const left = job.state === "running" ? job.eta_secs : null;
       fact("left", left === null ? "–" : clock(left), "");
     }
+    const speed = job.images_per_second;
     fact("speed", speed ? rate(speed) : "–", speed && job.ranks > 1 ? `${rate(speed / job.ranks)} a rank` : "");
     const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
     fact("loss", last == null ? "–" : value(last), "");
@@ -61,19 +70,6 @@ export class Facts {
     const share = total ? Math.floor(100 * step / total) : 0;
     document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;
     this.#banner(now, step);
-  }
-
-  #left(steps, speed, now) {
-    if (!speed || steps < 0) return this.job.eta_secs;
-    const batch = this.globalBatch();
-    const since = Math.min(5, (now - this.#movedAt) / 1000);
-    return Math.max(0, steps * batch / speed - since);
-  }
-
-  globalBatch() {
-    const { train, parallel } = this.job.spec;
-    if (train.batch_size == null && train.global_batch_size != null) return train.global_batch_size;
-    return (train.batch_size ?? 32) * train.accumulate * parallel.ranks;
   }
 
   #accuracy() {
@@ -98,6 +94,9 @@ export class Facts {
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
     text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
+    text(byId("project-name"), job.project);
+    byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
+    byId("job-tags").replaceChildren(...job.tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
     if (job.started_at) {
       const started = job.started_at, at = new Date(started), today = at.toDateString() === new Date().toDateString();
       text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(started).slice(0, 5)}`);
@@ -108,14 +107,25 @@ export class Facts {
   #banner(now, step) {
     const found = this.#trouble(now, step), band = byId("banner");
     band.hidden = !found;
-    if (!found) return;
+    if (!found) { this.#said = ""; text(byId("banner-status"), ""); return; }
     const { tone, what, why, link = ["#panels", "Log"] } = found;
     band.dataset.tone = tone;
     text(byId("banner-what"), what);
     text(byId("banner-why"), why ?? "");
+    // Without what counts up: that would be read out again every second.
+    const said = `${what} ${why ?? ""}`.trim(), steady = said.replace(/\d[\d:,.]*/g, "");
+    if (steady !== this.#said) { this.#said = steady; text(byId("banner-status"), said); }
     const a = byId("banner-link");
     a.setAttribute("href", link[0]);
     text(a, link[1]);
+  }
+
+  /** Its place, and what it waits for now: its own reason may say how its last attempt ended. */
+  #waiting(reason) {
+    const { queue } = this, now = queue?.reason?.words;
+    if (!queue && !reason) return null;
+    const why = now && reason && now !== reason && this.job.attempt ? `${now}. Before: ${reason}` : now ?? reason;
+    return { tone: "warn", what: queue ? `Waiting, number ${queue.place} in the queue.` : "Waiting.", why, link: ["/machines", "Machines"] };
   }
 
   #trouble(now, step) {
@@ -125,7 +135,7 @@ export class Facts {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
       case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
-      case "queued": return reason ? { tone: "warn", what: "Waiting.", why: reason, link: ["/machines", "Machines"] } : null;
+      case "queued": return this.#waiting(reason);
       case "running": break;
       case "paused": return { tone: "warn", what: "Paused.", why: reason || "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
       default: return null;

@@ -4,7 +4,7 @@ import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
 
 /** What the page always needs, the first chart's first; `MEANS` are also kept as the mean over ranks. */
-const NAMES = ["loss", "accuracy", "images_per_second", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
+const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
 const GPU = ["gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"];
 const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", ...GPU]);
 /** Buckets kept on the page, all ranks of a metric together. */

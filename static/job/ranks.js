@@ -134,11 +134,11 @@ export class Ranks {
     return said === "failed" || said === "finished" ? said : "ended";
   }
 
-  /** `cause`: why the job ended, where it did. */
-  draw(live, cause = null) {
+  /** `cause`: why the job ended, where it did. `speed`: of all ranks together; a step has as many pictures of each. */
+  draw(live, cause = null, speed = null) {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}`);
+    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s` : ""}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
@@ -153,7 +153,6 @@ export class Ranks {
       if (report) {
         const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
-        if (report.images_per_second > 0) about.push(`${rate(report.images_per_second)} img/s`);
       } else about.push(live ? "not heard of yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));
       about.push(...this.#gpu(r));

@@ -1,6 +1,7 @@
 // A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
 
 import { byId, text } from "../page.js";
+import { cut } from "../cut.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
 export const FINAL = ["succeeded", "failed", "cancelled"];
@@ -13,18 +14,18 @@ export function blank(job) {
   return row;
 }
 
-export function fill(row, job, tags = []) {
+export function fill(row, job) {
   const at = (name) => row.querySelector(`[data-f="${name}"]`);
   row.dataset.state = job.state;
   at("state").dataset.state = job.state;
   at("bar").dataset.state = job.state;
   text(at("state"), job.state);
-  text(at("name"), job.name);
+  cut(at("name"), job.name);
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
+  at("about").title = job.spec.data.dataset;
   text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
-  text(at("reason"), job.reason ?? "");
-  at("reason").title = job.reason ?? "";
+  cut(at("reason"), job.reason ?? "");
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
   text(at("progress"), progress(job));
@@ -35,7 +36,7 @@ export function fill(row, job, tags = []) {
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(at("age"), age(Date.parse(job.created_at), Date.now()));
   at("age").title = job.created_at;
-  const box = at("tags"), key = tags.join("\n");
+  const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   box.replaceChildren(...tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));

@@ -15,7 +15,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=settings`, "/compare", "/nowhere"];
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=history`, "/jobs?columns=progress,loss,train.lr,val_loss", `/jobs/${done.id}?tab=settings`, "/compare", "/docs", "/docs/team", "/docs/reference/job-file", "/docs/reference/command-line", "/docs/reference/rest", "/nowhere"];
 /** A page that is none says so with its status. */
 const expected = [/404/];
 
@@ -136,7 +136,9 @@ describe("a chart", () => {
     await page.keyboard.press("0");
     assert.equal(await page.evaluate(() => window.lockstep.view.zoom), null);
 
-    for (const name of ["smooth 0.6", "log", "epoch", "time"]) {
+    await page.getByLabel("Smoothing").fill("0.6");
+    assert.equal(await page.evaluate(() => window.lockstep.charts.loss.smoothing), 0.6);
+    for (const name of ["log", "epoch", "time"]) {
       await page.getByRole("button", { name, exact: true }).click();
       assert.equal(await page.getByRole("button", { name, exact: true }).getAttribute("aria-pressed"), "true");
     }

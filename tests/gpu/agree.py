@@ -95,11 +95,10 @@ every_steps = 1
         sys.exit(f"{name}: {done.stdout[-1000:]}{done.stderr[-1000:]}{texts[0][-1000:]}")
     if words not in texts[0]:
         sys.exit(f"{name}: the log does not say {words!r}\n{texts[0][-1000:]}")
-    epoch_steps = int(re.search(r"(\d+) an epoch", texts[0]).group(1))
     told = [dict() for _ in texts]
     for rank, text in enumerate(texts):
-        for epoch, step, loss in re.findall(r"epoch: (\d+) step: (\d+), loss is ([0-9.]+)", text):
-            told[rank][(int(epoch) - 1) * epoch_steps + int(step)] = float(loss)
+        for step, loss in re.findall(r" step: (\d+), loss is ([0-9.]+)", text):
+            told[rank][int(step)] = float(loss)
     if any(len(each) != a.steps for each in told):
         sys.exit(f"{name}: {[len(each) for each in told]} losses instead of {a.steps}\n{texts[0][-1000:]}")
     shutil.rmtree(folder)

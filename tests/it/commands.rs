@@ -100,7 +100,8 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
         server.cli(&["submit", file, "--set", "name=left", "--set", "train.steps=1000000", "--json"]);
     let left = submitted.json()["id"].as_str().expect("an id").to_owned();
     server.job_when(&left, "it trains", |job| job["step"].as_u64() > Some(3)).await;
-    server.cli(&["delete", &left]).wrong(&["running"]);
+    server.cli(&["delete", "--yes", &left]).wrong(&["running"]);
+    server.cli(&["delete", &left]).wrong(&[&left, "no terminal", "--yes"]);
     // A script whose variable is not set names no job, and a letter or two name none either.
     server.cli(&["delete", ""]).wrong(&["the name is empty"]);
     server.cli(&["delete", &left[..3]]).wrong(&["no job is called"]);
@@ -109,7 +110,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let watched = server.cli(&["watch", &left]);
     watched.fails(1, &[]);
     assert!(watched.stdout.contains("cancelled"), "{}", watched.stdout);
-    // A terminal is asked, and takes no answer for an answer; a script is not.
+    // A terminal is asked, and takes no answer for an answer; a script says yes itself.
     for (answer, status, words) in [("\n", 2, "stays as it is"), ("no\n", 2, "stays as it is")] {
         let (code, said) = on_a_terminal(&server, &["delete", &left], answer);
         assert_eq!(code, status, "{said}");
@@ -124,7 +125,9 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let again = server.cli(&["submit", file, "--set", "priority=-9", "--set", "name=again", "--json"]).json();
     let again = again["id"].as_str().expect("an id");
     server.cli(&["cancel", again]).ok();
-    assert!(server.cli(&["delete", "again"]).ok().contains(again), "as scripts do it");
+    server.cli(&["delete", "again", "--json"]).wrong(&["--yes"]);
+    server.cli(&["show", again]).ok();
+    assert!(server.cli(&["delete", "again", "--yes"]).ok().contains(again), "as scripts do it");
     // The log is for people: words, and no structures of the program.
     let logs = fs::read_dir(server.folder().path()).expect("a folder").flatten();
     let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("serve."));
@@ -139,7 +142,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
 }
 
 /// A command whose standard streams are a terminal that somebody types `typed` into; its exit status, and all it shows.
-fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
+pub(crate) fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
     // Types once a question is there, as the terminal drops nothing but a person would not answer before it either.
     const TERMINAL: &str = "import os, pty, sys\n\
         typed, seen, pid_fd = sys.argv[1].encode(), b'', pty.fork()\n\

@@ -82,7 +82,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     );
     let id = server.submit(&long).await;
     server.until("it trains", async |server| server.job(&id).await["state"] == "running").await;
-    server.cli(&["dataset", "remove", "pets"]).wrong(&[&id, "long", "running", "cancel it first"]);
+    server.cli(&["dataset", "remove", "pets", "--yes"]).wrong(&[&id, "long", "running", "cancel it first"]);
     server.cli(&["cancel", &id]).ok();
     assert_eq!(server.ended(&id).await["state"], "cancelled");
 
@@ -90,7 +90,8 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     for name in ["pet", "", "pets/", &format!("../jobs/{id}")] {
         server.cli(&["dataset", "remove", name]).wrong(&["no dataset is called", "dataset list"]);
     }
-    let removed = server.cli(&["dataset", "remove", "pets"]);
+    server.cli(&["dataset", "remove", "pets"]).wrong(&["pets stays as it is", "--yes"]);
+    let removed = server.cli(&["dataset", "remove", "pets", "--yes"]);
     assert!(removed.ok().contains("pets removed; its files stay at ") && removed.stdout.contains("hub"));
     assert!(Path::new(&hub).join("data").is_dir());
     assert!(server.cli(&["dataset", "list"]).ok().contains("no datasets"));
@@ -102,7 +103,7 @@ async fn a_dataset_is_removed_when_no_job_needs_it() {
     server.cli(&["retry", &id]).ok();
     server.cli(&["cancel", &id]).ok();
     server.ended(&id).await;
-    let gone = server.cli(&["dataset", "remove", "pets", "--json"]).json();
+    let gone = server.cli(&["dataset", "remove", "pets", "-y", "--json"]).json();
     assert_eq!(gone["removed"], "pets");
     server.stop().await;
 }

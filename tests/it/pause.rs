@@ -154,7 +154,7 @@ async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
 
     // The fork keeps its checkpoint when the origin goes.
     let kept = server.job_dir(same["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
-    server.cli(&["delete", &id]).ok();
+    server.cli(&["delete", &id, "--yes"]).ok();
     assert!(fs::metadata(kept).is_ok());
 
     let same_id = same["id"].as_str().expect("an id").to_owned();

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use lockstep_web::{datasets, job, jobs, layout, machines, submit};
 use std::{fs, path::PathBuf};
 
-const VIEWER: layout::Viewer = layout::Viewer { signed_in: true, is_admin: true };
+const VIEWER: layout::Viewer = layout::Viewer { signed_in: true, is_admin: true, is_person: true };
 const URL: &str = "http://127.0.0.1:7070";
 
 fn sample(
@@ -40,8 +40,9 @@ fn sample(
         failure: None,
         project: "default".into(),
         tags: Vec::new(),
-        notes: String::new(),
+        notes: None,
         parent: None,
+        owner: Some("ada".into()),
         unreadable: None,
         batch: None,
         warnings: Vec::new(),
@@ -150,6 +151,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         size_bytes: Some(566_000_000),
         server_url: URL.into(),
         now,
+        may_change: true,
         viewer: VIEWER,
     };
     write("job.html", page.render()?)?;
@@ -181,6 +183,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             unlabelled: Vec::new(),
         },
         added_at: now - SignedDuration::from_hours(3),
+        owner: Some("ada".into()),
+        private: false,
     }];
     let page = datasets::DatasetsPage {
         datasets: sets.clone(),

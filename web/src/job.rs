@@ -55,6 +55,8 @@ pub struct JobPage {
     pub now: Timestamp,
     /// Who looks.
     pub viewer: Viewer,
+    /// Whether who looks may change it.
+    pub may_change: bool,
 }
 
 impl JobPage {

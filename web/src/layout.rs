@@ -28,6 +28,8 @@ pub enum Nav {
     Datasets,
     /// `/machines`.
     Machines,
+    /// `/people`, for admins.
+    People,
     /// `/audit`, for those who may see it.
     Audit,
     /// A page of its own, such as an error.
@@ -39,13 +41,15 @@ pub enum Nav {
 pub struct Viewer {
     /// There is a session to end.
     pub signed_in: bool,
-    /// Sees the audit log.
+    /// Sees the audit log, and people.
     pub is_admin: bool,
+    /// Has a page of its own: a person, not a program's token.
+    pub is_person: bool,
 }
 
 impl Viewer {
     /// Who has not signed in, or need not.
-    pub const NOBODY: Viewer = Viewer { signed_in: false, is_admin: false };
+    pub const NOBODY: Viewer = Viewer { signed_in: false, is_admin: false, is_person: false };
 }
 
 /// The bar at the top of a page.
@@ -70,10 +74,17 @@ impl Bar {
             ("/compare", "Compare", Nav::Compare),
             ("/datasets", "Datasets", Nav::Datasets),
             ("/machines", "Machines", Nav::Machines),
+            ("/people", "People", Nav::People),
             ("/audit", "Audit", Nav::Audit),
         ];
-        let shown = all.into_iter().filter(|(_, _, nav)| *nav != Nav::Audit || self.viewer.is_admin);
+        let is_for_admins = |nav: &Nav| matches!(nav, Nav::People | Nav::Audit);
+        let shown = all.into_iter().filter(|(_, _, nav)| !is_for_admins(nav) || self.viewer.is_admin);
         shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
+    }
+
+    /// Whether a person looks, who has a page of its own.
+    pub fn is_person(self) -> bool {
+        self.viewer.is_person
     }
 
     /// Whether there is a session to end.
@@ -133,9 +144,10 @@ mod tests {
     }
 
     #[test]
-    fn the_audit_log_is_linked_for_admins_alone() {
-        let shown = |is_admin| Nav::Jobs.seen_by(Viewer { signed_in: true, is_admin }).entries();
-        assert!(shown(false).iter().all(|(address, _, _)| *address != "/audit"));
+    fn people_and_the_audit_log_are_linked_for_admins_alone() {
+        let shown =
+            |is_admin| Nav::Jobs.seen_by(Viewer { signed_in: true, is_admin, is_person: true }).entries();
+        assert!(shown(false).iter().all(|(address, _, _)| !["/people", "/audit"].contains(address)));
         assert_eq!(shown(true).last(), Some(&("/audit", "Audit", false)));
         assert_eq!(shown(true).first(), Some(&("/jobs", "Jobs", true)));
     }

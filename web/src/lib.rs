@@ -9,7 +9,10 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
+//! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
 //! | `GET /login` | [`login::LoginPage`] | |
+//! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
+//! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |
 //! | anything that failed | [`layout::MessagePage`] | |
 //!
@@ -19,10 +22,12 @@
 pub mod audit;
 pub mod compare;
 pub mod datasets;
+pub mod docs;
 pub mod job;
 pub mod jobs;
 pub mod layout;
 pub mod login;
 pub mod machines;
 pub mod numbers;
+pub mod people;
 pub mod submit;

@@ -11,6 +11,12 @@ pub struct LoginPage {
     pub next: String,
     /// Why the last attempt failed; empty for none.
     pub error: String,
+    /// The name that stands in the form.
+    pub name: String,
+    /// There are people, who sign in by name and password.
+    pub has_people: bool,
+    /// An admin's token looks and there is nobody yet: the form is for the first person.
+    pub setup: bool,
 }
 
 impl LoginPage {

@@ -55,10 +55,10 @@ impl SubmitPage {
         let named = PRESETS.iter().find(|p| Some(p.key) == preset);
         let fitting = || match dataset {
             Some(name) => PRESETS.iter().find(|p| wants(p, name)),
-            None => PRESETS.iter().find(|p| datasets.iter().any(|d| wants(p, &d.name))),
+            None => PRESETS.iter().find(|p| p.dataset(&datasets).is_some()),
         };
         let mut form = match named.or_else(fitting) {
-            Some(preset) => preset_form(preset, slots),
+            Some(preset) => preset_form(preset, slots, &datasets),
             None => {
                 let mut form = DEFAULTS.clone();
                 form.set("name", "my-first-job");
@@ -132,6 +132,10 @@ impl FieldView {
         self.field.kind == Kind::Switch
     }
 
+    fn is_lines(&self) -> bool {
+        self.field.kind == Kind::Lines
+    }
+
     fn is_dataset(&self) -> bool {
         self.field.kind == Kind::Dataset
     }
@@ -165,7 +169,8 @@ impl SubmitTemplate<'_> {
 
     /// Key, title, words about it, and the fields it sets as JSON for the script.
     fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, String)> {
-        let values = |p| serde_json::to_string(&preset_form(p, self.page.slots).values).unwrap_or_default();
+        let form = |p| preset_form(p, self.page.slots, &self.page.datasets);
+        let values = |p| serde_json::to_string(&form(p).values).unwrap_or_default();
         PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
     }
 
@@ -371,7 +376,7 @@ mod tests {
     #[test]
     fn presets_are_specifications() {
         for preset in &PRESETS {
-            let document = preset_form(preset, 8).document();
+            let document = preset_form(preset, 8, &[]).document();
             let spec: Result<JobSpec, _> = serde_json::from_value(document);
             assert!(spec.is_ok(), "{}: {spec:?}", preset.key);
         }

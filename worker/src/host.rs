@@ -1,5 +1,9 @@
 //! Facts of this machine and process, and files that others read while they are written.
 
+mod listener_owner;
+
+pub use listener_owner::listener_owners;
+
 use std::{
     ffi::c_int,
     fs::{self, File},

@@ -348,7 +348,7 @@ impl LossLines {
         Self { every_steps, last: None }
     }
 
-    /// The line of a step (from 1; within its epoch, as is the custom), if it gets one.
+    /// The line of a step, which counts from the run's beginning as it does everywhere else, if it gets one.
     pub fn line(&mut self, epoch: u32, step: u64, steps_per_epoch: u64, loss: f32) -> Option<String> {
         let due = match self.every_steps {
             0 => {
@@ -357,7 +357,7 @@ impl LossLines {
                 if rested {
                     self.last = Some(now);
                 }
-                rested || step == steps_per_epoch
+                rested || step.is_multiple_of(steps_per_epoch)
             }
             n => step.is_multiple_of(n),
         };

@@ -211,6 +211,7 @@ impl Run<'_> {
                 total_steps: total,
                 steps_per_epoch: self.plan.steps_per_epoch,
                 start_step: self.step,
+                train_samples: self.data.shape.train_samples,
             });
         }
         // The previous run was asked to stop when an evaluation was due; it is done now.

@@ -17,6 +17,9 @@ pub enum AttemptEvent {
         total_steps: u64,
         steps_per_epoch: u64,
         start_step: u64,
+        /// Pictures of the training split; 0 where an earlier version does not say.
+        #[serde(default)]
+        train_samples: u64,
     },
     Metrics {
         rank: u32,

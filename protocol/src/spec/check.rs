@@ -23,6 +23,15 @@ use std::fmt::Write as _;
 /// Every mistake in it, those of old names first, the others in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
 /// types, values out of range, combinations that cannot work.
 pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
+    match read(document) {
+        (Some(spec), errors) if errors.is_empty() => Ok(spec),
+        (_, errors) => Err(errors),
+    }
+}
+
+/// As [`from_json`], and what a document with mistakes comes to without them: each key that has one has its default, or the recipe's
+/// value. Others can look for what is wrong with the rest.
+pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
     renamed::accept(&mut document, &mut errors);
@@ -45,11 +54,11 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
             if errors.is_empty() {
                 errors.push(SpecError { pointer: String::new(), detail: e.to_string() });
             }
-            return Err(errors);
+            return (None, errors);
         }
     };
     check_combinations(&spec, &mut errors);
-    if errors.is_empty() { Ok(spec) } else { Err(errors) }
+    (Some(spec), errors)
 }
 
 /// Reads a specification from TOML.

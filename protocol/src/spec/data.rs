@@ -34,10 +34,14 @@ pub struct DataSpec {
     /// largest centred square is scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resize_size: Option<u32>,
+    /// Mirror half of the training pictures left to right.
     pub horizontal_flip: bool,
+    /// Turn half of the training pictures upside down, by mirroring them.
     pub vertical_flip: bool,
     /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
     pub color_jitter: [f32; 4],
+    /// A policy that chooses operations on a training picture: `trivial` is one of any strength (torchvision's
+    /// `TrivialAugmentWide()`), `rand` two of strength 9 (`RandAugment(2, 9)`).
     pub augment: Augment,
     /// The probability that a random rectangle is 0 after normalisation (torchvision's `RandomErasing`).
     pub random_erasing: f32,

@@ -72,9 +72,13 @@ const MAX_STEPS: i64 = 1_000_000_000;
 /// The highest learning rate.
 pub(super) const MAX_LR: f64 = 1e4;
 /// Brightness, contrast and saturation may become so many times more.
-const JITTER: f64 = 10.0;
+pub(super) const JITTER: f64 = 10.0;
 /// mixup and cutmix: beyond it lambda is a half.
 const MAX_ALPHA: f64 = 100.0;
+/// The highest loss scale.
+pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
+/// Epochs that a list may name.
+pub(super) const EPOCHS_LISTED: usize = 1000;
 
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
@@ -94,6 +98,7 @@ pub const KEYS: &[Section] = &[
             ("project", Kind::Project),
             ("tags", Kind::Tags),
             ("notes", Kind::Notes),
+            ("private", Kind::Bool),
         ],
     },
     Section {
@@ -301,7 +306,7 @@ impl Kind {
                     value.as_array().and_then(|l| l.iter().map(Value::as_u64).collect());
                 match epochs {
                     Some(list)
-                        if list.len() <= 1000
+                        if list.len() <= EPOCHS_LISTED
                             && list.iter().all(|e| (1..=100_000).contains(e))
                             && list.is_sorted_by(|a, b| a < b) =>
                     {
@@ -323,7 +328,7 @@ impl Kind {
             },
             Kind::LossScale => match value {
                 Value::String(word) if word == "dynamic" => Ok(()),
-                Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f <= 1e9) => Ok(()),
+                Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f <= MAX_LOSS_SCALE) => Ok(()),
                 _ => is("\"dynamic\" or a positive number such as 1024"),
             },
         }
@@ -350,7 +355,7 @@ fn one_of(words: &[&str]) -> String {
 }
 
 /// `1,000,000`.
-fn grouped(n: i64) -> String {
+pub(super) fn grouped(n: i64) -> String {
     let digits = n.unsigned_abs().to_string();
     let mut out = String::from(if n < 0 { "-" } else { "" });
     for (i, digit) in digits.chars().enumerate() {

@@ -8,7 +8,11 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSpec {
+    /// The network: torchvision's under its name there (`resnet18` to `wide_resnet101_2`), or one of the CIFAR family of He et al.
+    /// 2015 (`resnet20` to `resnet110`), which is for pictures of about 32 pixels.
     pub arch: Arch,
+    /// The first layers: `imagenet` is a 7x7 convolution of stride 2 and max pooling, `cifar` a 3x3 convolution of stride 1. `auto` is
+    /// `cifar` for the CIFAR family and for inputs below 96 pixels.
     pub stem: Stem,
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,

@@ -182,6 +182,11 @@ impl Recipe {
         self.settings().keys
     }
 
+    /// The learning rate, and the pictures a step that it is for.
+    pub fn lr_for(self) -> (f64, f64) {
+        self.settings().lr
+    }
+
     /// The learning rate for the job's pictures a step.
     pub fn lr(self, spec: &JobSpec) -> f64 {
         let (lr, pictures) = self.settings().lr;

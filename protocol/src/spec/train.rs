@@ -26,10 +26,15 @@ pub struct TrainSpec {
     /// a multiple of `ranks` x `accumulate`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub global_batch_size: Option<u32>,
+    /// The rule that weights follow: PyTorch's SGD (`momentum`, `nesterov`) and `AdamW` (`adamw`); `lars` and `lamb` have
+    /// layer-wise adaptive rates for large batches.
     pub optimizer: OptimizerKind,
+    /// The highest learning rate of the run; `schedule` says how it moves. With a recipe that of the recipe, in proportion to the
+    /// pictures of a step.
     pub lr: f32,
     /// For `momentum`, `nesterov` and `lars`.
     pub momentum: f32,
+    /// L2 penalty as in PyTorch's optimizers; of `adamw` and `lamb` apart from the gradient.
     pub weight_decay: f32,
     /// False leaves batch norm's parameters and biases out of weight decay, and with `lamb` out of layer-wise
     /// adaptation, too (`lars` always leaves them out of both).
@@ -40,6 +45,8 @@ pub struct TrainSpec {
     pub beta2: f64,
     /// `adamw` and `lamb`: what is added to the square root that the mean is divided by.
     pub epsilon: f64,
+    /// How the learning rate moves: not at all, by `gamma` at `milestones`, along half a cosine down to `final_lr_fraction`, or up to
+    /// `lr` and down again.
     pub schedule: ScheduleKind,
     /// Linear warm-up from 0, in epochs, before the schedule proper.
     pub warmup_epochs: f32,
@@ -57,6 +64,7 @@ pub struct TrainSpec {
     /// `final_lr_share` in files of the last version.
     #[serde(alias = "final_lr_share")]
     pub final_lr_fraction: f32,
+    /// The share of a label that is spread over all classes (PyTorch's `CrossEntropyLoss`).
     pub label_smoothing: f32,
     /// mixup (Zhang et al. 2018), torchvision's `RandomMixUp`: each picture of a step is `lambda` times itself plus `1 -
     /// lambda` times the one before it in the step, and so is its target; `lambda` is drawn for each step from
@@ -75,11 +83,15 @@ pub struct TrainSpec {
     pub ema_steps: u64,
     /// Micro-batches a step.
     pub accumulate: u32,
+    /// Arithmetic of the convolutions. `auto` is on a GPU the fastest that keeps fp32's accuracy, and fp32 on CPU cores, which have no
+    /// other.
     pub precision: Precision,
+    /// With `fp16`: what the loss is multiplied by before the backward pass; `dynamic` finds it.
     pub loss_scale: LossScale,
     /// The same bits in every run on GPUs, too, where that costs a few percent of the speed. CPU ranks always give the
     /// same.
     pub deterministic: bool,
+    /// Of initial weights, the order of pictures and their augmentation.
     pub seed: u64,
 }
 

@@ -1,21 +1,40 @@
-//! Attempts to sign in that failed, counted by address. A right token or code is always taken, so nobody is kept out by the attempts
-//! of others behind the same address: what is limited is guessing, and what guessing writes into logs.
+//! Attempts to sign in that failed, counted by address and by name.
+//!
+//! A right token or code is always taken, so nobody is kept out by the attempts of others behind the same address: there, what is
+//! limited is guessing, and what guessing writes into logs. A password is dear to check and may be guessed from many addresses, so an
+//! attempt with one is counted before it is checked, and refused unchecked beyond the limit. So that guessing does not keep a
+//! person out, an address from which the person has signed in before (since the server's start) is counted by itself.
 
 use std::{
     collections::HashMap,
+    hash::Hash,
     net::{IpAddr, Ipv6Addr},
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
-/// Failures within [`WINDOW`] that are answered as what they are; those after them are answered 429.
+/// Failures of an address within [`WINDOW`] that are answered as what they are; those after them are answered 429.
 pub(super) const MOST: u32 = 10;
+/// Failures for a name, from all addresses together.
+pub(super) const MOST_OF_A_NAME: u32 = 30;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Addresses that are remembered. With more of them at once, all that fails is answered 429.
 const ADDRESSES: usize = 10_000;
+/// Names that are remembered, and addresses that people have signed in from; of more, the oldest are forgotten.
+const NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
-pub(super) struct Attempts(Mutex<HashMap<IpAddr, (u32, Instant)>>);
+pub(super) struct Attempts(Mutex<Counters>);
+
+type Counts<K> = HashMap<K, (u32, Instant)>;
+
+#[derive(Debug, Default)]
+struct Counters {
+    addresses: Counts<IpAddr>,
+    names: Counts<String>,
+    /// Names and addresses that they have signed in from.
+    familiar: Counts<(String, IpAddr)>,
+}
 
 /// Whoever has one IPv6 address has 2^64 of them.
 fn network(address: IpAddr) -> IpAddr {
@@ -27,22 +46,116 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-impl Attempts {
-    pub(super) fn failed(&self, from: IpAddr) -> Result<(), Duration> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let from = network(from);
-        if known.len() >= ADDRESSES && !known.contains_key(&from) {
-            known.retain(|_, (_, since)| since.elapsed() < WINDOW);
-            if known.len() >= ADDRESSES {
+/// How long to wait until a counter begins anew, if it is full.
+fn full<K: Hash + Eq>(counts: &Counts<K>, key: &K, most: u32) -> Option<Duration> {
+    let (count, since) = counts.get(key)?;
+    let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
+    (*count >= most).then_some(left)
+}
+
+fn add<K: Hash + Eq>(counts: &mut Counts<K>, key: K) -> (u32, Instant) {
+    let counter = counts.entry(key).or_insert_with(|| (0, Instant::now()));
+    if counter.1.elapsed() >= WINDOW {
+        *counter = (0, Instant::now());
+    }
+    counter.0 = counter.0.saturating_add(1);
+    *counter
+}
+
+fn take_back<K: Hash + Eq>(counts: &mut Counts<K>, key: &K) {
+    if let Some((count, _)) = counts.get_mut(key) {
+        *count = count.saturating_sub(1);
+    }
+}
+
+/// Makes room for one more.
+fn forget_oldest<K: Hash + Eq + Clone>(counts: &mut Counts<K>, most: usize) {
+    while counts.len() >= most {
+        let oldest = counts.iter().min_by_key(|(_, (_, since))| *since).map(|(key, _)| key.clone());
+        let Some(oldest) = oldest else { return };
+        counts.remove(&oldest);
+    }
+}
+
+impl Counters {
+    /// # Errors
+    /// There are too many addresses.
+    fn make_room(&mut self, from: IpAddr) -> Result<(), Duration> {
+        if self.addresses.len() >= ADDRESSES && !self.addresses.contains_key(&from) {
+            self.addresses.retain(|_, (_, since)| since.elapsed() < WINDOW);
+            if self.addresses.len() >= ADDRESSES {
                 return Err(WINDOW);
             }
         }
-        let (count, since) = known.entry(from).or_insert_with(|| (0, Instant::now()));
-        if since.elapsed() >= WINDOW {
-            (*count, *since) = (0, Instant::now());
+        Ok(())
+    }
+}
+
+impl Attempts {
+    fn counters(&self) -> std::sync::MutexGuard<'_, Counters> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a failure with a token or a code.
+    pub(super) fn failed(&self, from: IpAddr) -> Result<(), Duration> {
+        let mut counters = self.counters();
+        let from = network(from);
+        counters.make_room(from)?;
+        let (count, since) = add(&mut counters.addresses, from);
+        if count <= MOST { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
+    }
+
+    /// Counts an attempt with a name and a password, before it is checked; whether the person has signed in from there before.
+    pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
+        let mut counters = self.counters();
+        let from = network(from);
+        let pair = (name.to_owned(), from);
+        if counters.familiar.contains_key(&pair) {
+            if let Some(wait) = full(&counters.familiar, &pair, MOST) {
+                return Err(wait);
+            }
+            add(&mut counters.familiar, pair);
+            return Ok(true);
         }
-        *count = count.saturating_add(1);
-        if *count <= MOST { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
+        counters.make_room(from)?;
+        let waits = [full(&counters.addresses, &from, MOST), full(&counters.names, &pair.0, MOST_OF_A_NAME)];
+        if let Some(wait) = waits.into_iter().flatten().max() {
+            return Err(wait);
+        }
+        if !counters.names.contains_key(name) {
+            forget_oldest(&mut counters.names, NAMES);
+        }
+        add(&mut counters.addresses, from);
+        add(&mut counters.names, pair.0);
+        Ok(false)
+    }
+
+    /// The attempt that was counted last was with the right password.
+    pub(super) fn succeeded(&self, name: &str, from: IpAddr) {
+        let mut counters = self.counters();
+        let from = network(from);
+        let pair = (name.to_owned(), from);
+        if counters.familiar.contains_key(&pair) {
+            take_back(&mut counters.familiar, &pair);
+        } else {
+            take_back(&mut counters.addresses, &from);
+            take_back(&mut counters.names, &pair.0);
+            forget_oldest(&mut counters.familiar, NAMES);
+            counters.familiar.insert(pair, (0, Instant::now()));
+        }
+    }
+
+    /// The attempt that was counted last was not checked.
+    pub(super) fn not_checked(&self, name: &str, from: IpAddr) {
+        let mut counters = self.counters();
+        let from = network(from);
+        let pair = (name.to_owned(), from);
+        if counters.familiar.contains_key(&pair) {
+            take_back(&mut counters.familiar, &pair);
+        } else {
+            take_back(&mut counters.addresses, &from);
+            take_back(&mut counters.names, &pair.0);
+        }
     }
 }
 
@@ -59,9 +172,10 @@ mod tests {
         }
         let wait = attempts.failed(here).expect_err("one too many");
         assert!(wait <= WINDOW && wait > Duration::ZERO, "{wait:?}");
+        assert!(attempts.begin("ada", here).is_err(), "passwords are counted with them");
         assert_eq!(attempts.failed(there), Ok(()), "another address");
         if let Some(long_ago) = Instant::now().checked_sub(WINDOW) {
-            attempts.0.lock().unwrap().get_mut(&here).unwrap().1 = long_ago;
+            attempts.counters().addresses.get_mut(&here).unwrap().1 = long_ago;
             assert_eq!(attempts.failed(here), Ok(()), "a minute later");
         }
     }
@@ -73,9 +187,62 @@ mod tests {
             assert_eq!(attempts.failed(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
         assert!(attempts.failed([255, 0, 0, 1].into()).is_err());
+        assert!(attempts.begin("ada", [255, 0, 0, 1].into()).is_err());
         let one: IpAddr = "2001:db8::1".parse().unwrap();
         assert_eq!(network(one), network("2001:db8::2".parse().unwrap()));
         assert_ne!(network(one), network("2001:db8:0:1::1".parse().unwrap()));
         assert_eq!(network("::ffff:10.0.0.1".parse().unwrap()), IpAddr::from([10, 0, 0, 1]));
+    }
+
+    #[test]
+    fn a_name_is_guessed_from_many_addresses_no_more_often_than_its_limit() {
+        let attempts = Attempts::default();
+        let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
+        for n in 0..MOST_OF_A_NAME {
+            assert_eq!(attempts.begin("ada", address(n)), Ok(false), "{n}");
+        }
+        assert!(attempts.begin("ada", address(MOST_OF_A_NAME)).is_err(), "one past it");
+        assert_eq!(attempts.begin("bob", address(0)), Ok(false), "another name");
+        if let Some(long_ago) = Instant::now().checked_sub(WINDOW) {
+            attempts.counters().names.get_mut("ada").unwrap().1 = long_ago;
+            assert_eq!(attempts.begin("ada", address(MOST_OF_A_NAME)), Ok(false), "a minute later");
+        }
+    }
+
+    #[test]
+    fn where_a_person_has_signed_in_before_guesses_of_others_do_not_count() {
+        let attempts = Attempts::default();
+        let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
+        for n in 0..100 {
+            assert_eq!(attempts.begin("ada", office), Ok(n > 0), "right passwords are not limited");
+            attempts.succeeded("ada", office);
+        }
+        for _ in 0..MOST {
+            assert_eq!(attempts.begin("bob", office), Ok(false));
+        }
+        assert!(attempts.begin("bob", office).is_err());
+        for n in 3..200 {
+            let _ = attempts.begin("ada", [10, 0, 0, n].into());
+        }
+        assert!(attempts.begin("ada", elsewhere).is_err(), "her name is being guessed");
+        for n in 0..MOST {
+            assert_eq!(attempts.begin("ada", office), Ok(true), "{n}");
+        }
+        assert!(attempts.begin("ada", office).is_err(), "there, too, ten guesses and no more");
+        attempts.not_checked("ada", office);
+        assert_eq!(attempts.begin("ada", office), Ok(true), "one of them was none");
+    }
+
+    #[test]
+    fn names_that_are_remembered_have_an_end() {
+        let attempts = Attempts::default();
+        for n in 0..=NAMES as u32 {
+            let from = IpAddr::from((n / 5).to_be_bytes());
+            assert_eq!(attempts.begin(&format!("n{n}"), from), Ok(false));
+            attempts.succeeded(&format!("n{n}"), from);
+        }
+        let counters = attempts.counters();
+        assert_eq!((counters.names.len(), counters.familiar.len()), (NAMES, NAMES));
+        assert!(!counters.names.contains_key("n0") && counters.names.contains_key("n1"), "the oldest went");
     }
 }

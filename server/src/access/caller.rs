@@ -14,6 +14,8 @@ pub(crate) struct Credential {
     /// As it was stored.
     pub(super) token: Token,
     pub(super) hash: String,
+    /// What it allows now, within what its owner may do; `None` while the owner may nothing.
+    pub(super) scope: Option<Scope>,
     /// When the browser signed in, for a session.
     pub(super) session_since: Option<Timestamp>,
     pub(super) expires_at: Option<Timestamp>,
@@ -75,12 +77,48 @@ impl Caller {
 
     /// Whether this is enough where `needed` is asked for.
     pub(crate) fn may(&self, needed: Scope) -> bool {
-        self.0.as_ref().is_none_or(|c| c.token.scope.allows(needed))
+        self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
+    }
+
+    /// What it may do now; none under `--no-auth`.
+    pub(crate) fn scope(&self) -> Option<Scope> {
+        self.0.as_ref().and_then(|c| c.scope)
+    }
+
+    /// The person, signed in or by a token of its own.
+    pub(crate) fn person(&self) -> Option<&str> {
+        self.token().and_then(|token| token.owner.as_deref())
+    }
+
+    /// Whose the jobs and datasets are that it makes: a person's or a token's name; none under `--no-auth`.
+    pub(crate) fn owner(&self) -> Option<&str> {
+        self.token().map(|token| token.owner.as_deref().unwrap_or(&token.name))
     }
 
     /// The token, also of a session; none under `--no-auth`.
     pub(crate) fn token(&self) -> Option<&Token> {
         self.0.as_ref().map(|c| &c.token)
+    }
+
+    /// Whether nothing is hidden from it: an admin, or anybody under `--no-auth`.
+    pub(crate) fn sees_all(&self) -> bool {
+        self.may(Scope::Admin)
+    }
+
+    /// Whether it sees what is private or not, and somebody's.
+    pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
+        !private || self.sees_all() || self.owns(owner)
+    }
+
+    /// Whether something is its own.
+    pub(crate) fn owns(&self, owner: Option<&str>) -> bool {
+        owner.is_some() && owner == self.owner()
+    }
+
+    /// As whom it is shown lists: without what is private to others. `None` sees all.
+    pub(crate) fn sees_as(&self) -> Option<String> {
+        // A caller without a name has no scope to come here with; it sees what is nobody's.
+        (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
     }
 
     /// The hash of the session that this comes by.

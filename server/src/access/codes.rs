@@ -36,6 +36,12 @@ impl Codes {
         Ok(secret.text)
     }
 
+    /// Codes of a token or a person are no longer good.
+    pub(super) fn forget(&self, token_id: &str) {
+        let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        codes.retain(|_, code| code.token_id != token_id);
+    }
+
     pub(super) fn take(&self, code: &str) -> Option<String> {
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let code = codes.remove(&secret::hash(code))?;
@@ -54,6 +60,9 @@ mod tests {
         assert_eq!(codes.take("another"), None);
         assert_eq!(codes.take(&code).as_deref(), Some("t"));
         assert_eq!(codes.take(&code), None, "it was used");
+        let (mine, other) = (codes.make("t").unwrap(), codes.make("u").unwrap());
+        codes.forget("t");
+        assert_eq!((codes.take(&mine), codes.take(&other).as_deref()), (None, Some("u")));
 
         let late = codes.make("t").unwrap();
         let long_ago = Instant::now().checked_sub(LIFE);

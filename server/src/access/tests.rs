@@ -7,6 +7,7 @@ fn row(id: &str, scope: Scope, secret: &Secret) -> TokenRow {
         scope,
         agent: None,
         agent_id: None,
+        owner: None,
         created_at: crate::now(),
         expires_at: None,
         revoked_at: None,

@@ -114,6 +114,7 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
 
 /// Sets the reason why a queued job waits.
 pub(super) async fn store_wait_reason(app: &App, row: &JobRow, why: Reason) -> Result<()> {
+    app.wait_reasons.set(&row.job.id, why.clone());
     // Looked at before anything is written: the queue is gone through twice a second.
     let known = row.job.reason.as_deref() == Some(why.words());
     if known || lifecycle::waits(&mut row.clone(), &why).is_ok_and(|events| events.is_empty()) {

@@ -9,6 +9,8 @@ pub(crate) enum Needed {
     /// It is open to everybody.
     Nothing,
     Scope(Scope),
+    /// An admin, or a person for what is its own: the handler tells the two apart.
+    AdminOrPerson,
 }
 
 /// Which methods a rule is for.
@@ -19,10 +21,10 @@ enum Methods {
 }
 
 use Methods::{All, Safe};
-use Needed::{Nothing, Scope as S};
+use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 15] = [
+const RULES: [(Methods, &str, Needed); 20] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/static/{*path}", Nothing),
@@ -31,11 +33,17 @@ const RULES: [(Methods, &str, Needed); 15] = [
     // Whoever is signed in may leave, and get a link with what they may do already.
     (All, "/logout", S(Scope::Read)),
     (All, "/api/v1/login-links", S(Scope::Read)),
+    // Everybody's own password.
+    (All, "/account", S(Scope::Read)),
+    (All, "/api/v1/password", S(Scope::Read)),
     // An agent's connection reports results and learns where files are: nobody else speaks there.
     (All, "/api/v1/agent/socket", S(Scope::Agent)),
     // Who may do what, and who did what.
-    (All, "/api/v1/tokens", S(Scope::Admin)),
-    (All, "/api/v1/tokens/{id}", S(Scope::Admin)),
+    (All, "/api/v1/tokens", AdminOrPerson),
+    (All, "/api/v1/tokens/{id}", AdminOrPerson),
+    (All, "/api/v1/people", S(Scope::Admin)),
+    (All, "/api/v1/people/{name}", S(Scope::Admin)),
+    (All, "/people", S(Scope::Admin)),
     (All, "/api/v1/audit", S(Scope::Admin)),
     (All, "/audit", S(Scope::Admin)),
     // Machines are everybody's.

@@ -2,13 +2,15 @@
 
 use super::{
     extract::{Path, Query},
+    jobs,
     list::{List, ListParams, Listed},
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
 };
-use axum::{Json, extract::State, http::StatusCode};
+use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
 use lockstep_protocol::agent::{Machine, Slot};
 use serde::Serialize;
@@ -61,7 +63,7 @@ pub(crate) struct SlotUse {
     pub(super) slot: Slot,
     #[schema(value_type = Option<String>)]
     pub(super) job: Option<lockstep_protocol::JobId>,
-    /// Which of its ranks.
+    /// Which of the job's ranks holds it. The job is absent, and the rank is not, where the job is private to somebody else.
     pub(super) rank: Option<u32>,
 }
 
@@ -72,9 +74,10 @@ pub(crate) struct SlotUse {
     responses((status = 200, body = AgentList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<Listed<Agent>>> {
-    Ok(Json(LIST.page(all(&app).await?, &params)?))
+    Ok(Json(LIST.page(all(&app, &caller).await?, &params)?))
 }
 
 /// Let a machine take no new work
@@ -107,7 +110,8 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 ///
 /// # Errors
 /// The store's.
-pub(super) async fn all(app: &App) -> Result<Vec<Agent>> {
+pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
+    let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
     let agents = app.store.agents().await?.into_iter().map(|row| {
         let now = online.iter().find(|a| a.row.id == row.id);
@@ -115,7 +119,9 @@ pub(super) async fn all(app: &App) -> Result<Vec<Agent>> {
         let row = now.map_or(row, |a| a.row.clone());
         let mut in_use = app.leases.slots_in_use(&row.id);
         let slots = row.slots.into_iter().map(|slot| match in_use.remove(&slot.index) {
-            Some((job, rank)) => SlotUse { job: Some(job), rank: Some(rank), slot },
+            Some((job, rank)) => {
+                SlotUse { job: Some(job).filter(|job| !hidden.contains(job)), rank: Some(rank), slot }
+            }
             None => SlotUse { job: None, rank: None, slot },
         });
         let slots = slots.collect();

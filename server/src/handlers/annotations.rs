@@ -5,11 +5,12 @@ use super::{
     jobs, pages,
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     store::Annotation,
 };
-use axum::{Json, extract::State};
+use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -39,8 +40,14 @@ pub(crate) struct Change {
 
 /// Notes and tags
 #[utoipa::path(get, path = "/annotations", tag = "jobs", responses((status = 200, body = Annotations)))]
-pub(crate) async fn list(State(app): State<App>) -> Result<Json<Annotations>> {
-    let all = app.store.annotations().await?;
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<Annotations>> {
+    let mut all = app.store.annotations().await?;
+    for hidden in jobs::hidden_from(&app, &caller).await? {
+        all.remove(&hidden);
+    }
     Ok(Json(Annotations { jobs: all.into_iter().map(|(id, a)| (id.to_string(), a)).collect() }))
 }
 
@@ -86,6 +93,8 @@ pub(crate) async fn change(
     if let Some(project) = change.project.filter(|project| *project != job.project) {
         app.store.set_project(&id, &project).await?;
     }
+    // Pages that are open show it, too.
+    app.hub.labelled(jobs::find(&app, id.as_str())).await?;
     Ok(Json(annotation))
 }
 

@@ -7,12 +7,13 @@ use super::{
     list::{List, ListParams},
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Code, Error, Problem, Result},
     store::StoreError,
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::State,
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
@@ -64,6 +65,19 @@ pub(crate) struct NewDataset {
     pub(crate) name: String,
     /// Absolute, on the machines that train on it.
     pub(crate) path: String,
+    /// Only its owner and admins see it.
+    #[serde(default)]
+    pub(crate) private: bool,
+}
+
+/// The datasets that a caller sees.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn seen_by(app: &App, caller: &Caller) -> Result<Vec<Dataset>> {
+    let mut datasets = app.store.datasets().await?;
+    datasets.retain(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
+    Ok(datasets)
 }
 
 /// Register a dataset
@@ -75,10 +89,11 @@ pub(crate) struct NewDataset {
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitFor>,
     Body(new, _): Body<NewDataset>,
 ) -> Result<Response> {
-    let dataset = match register(&app, new, wait.patience()?).await? {
+    let dataset = match register(&app, &caller, new, wait.patience()?).await? {
         Registered::Done(dataset) => dataset,
         Registered::UnderWay(under_way) => return Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
     };
@@ -102,7 +117,12 @@ pub(crate) enum Registered {
 ///
 /// # Errors
 /// Every mistake, with its field.
-pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> Result<Registered> {
+pub(crate) async fn register(
+    app: &App,
+    caller: &Caller,
+    new: NewDataset,
+    patience: Duration,
+) -> Result<Registered> {
     let mut errors = Vec::new();
     let mut mistake = |pointer: &str, detail: &str| {
         errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
@@ -114,11 +134,16 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
     {
         mistake("/name", &name_mistake(&new.name));
     }
-    if new.name == "inspect" {
-        mistake("/name", "is taken: /api/v1/datasets/inspect inspects a folder; choose another name");
+    if ["inspect", "bundled"].contains(&new.name.as_str()) {
+        mistake(
+            "/name",
+            "is taken: /api/v1/datasets/inspect and /datasets/bundled are calls; choose another name",
+        );
     }
     if let Some(detail) = path_mistake(&new.path) {
         mistake("/path", detail);
+    } else if let Err(detail) = app.dataset_roots.check_asked(&new.path, caller).await {
+        mistake("/path", &detail);
     }
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
@@ -131,12 +156,29 @@ pub(crate) async fn register(app: &App, new: NewDataset, patience: Duration) -> 
         return Err(Error::Of(Code::NameTaken, detail));
     }
     let (path, info) = match inspections::inspect(app, new.path, patience).await? {
-        Inspected::Done { path, info } => (path, checked(*info)?),
+        Inspected::Done { path, info } => {
+            found(app, &path)?;
+            (path, checked(*info)?)
+        }
         Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
     };
-    let dataset = Dataset { name: new.name, path, info, added_at: crate::now() };
+    let dataset = Dataset {
+        name: new.name,
+        path,
+        info,
+        added_at: crate::now(),
+        owner: caller.owner().map(str::to_owned),
+        private: new.private,
+    };
     app.store.add_dataset(&dataset).await?;
     Ok(Registered::Done(Box::new(dataset)))
+}
+
+/// # Errors
+/// The files are where datasets may not come from.
+fn found(app: &App, path: &str) -> Result<()> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+    app.dataset_roots.check_found(path).map_err(mistake)
 }
 
 fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
@@ -180,15 +222,20 @@ pub(crate) struct InspectedFolder {
     responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(wait): Query<WaitFor>,
     Body(folder, _): Body<Folder>,
 ) -> Result<Response> {
-    let mistake = path_mistake(&folder.path);
+    let mistake = match path_mistake(&folder.path) {
+        Some(detail) => Some(detail.to_owned()),
+        None => app.dataset_roots.check_asked(&folder.path, &caller).await.err(),
+    };
     if let Some(detail) = mistake {
-        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: detail.into() }]));
+        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]));
     }
     match inspections::inspect(&app, folder.path, wait.patience()?).await? {
         Inspected::Done { path, info } => {
+            found(&app, &path)?;
             Ok(Json(InspectedFolder { path, info: checked(*info)? }).into_response())
         }
         Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
@@ -230,10 +277,11 @@ fn path_mistake(path: &str) -> Option<&'static str> {
     responses((status = 200, body = DatasetList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    tagged(&headers, &LIST.page(app.store.datasets().await?, &params)?)
+    tagged(&headers, &LIST.page(seen_by(&app, &caller).await?, &params)?)
 }
 
 /// Show a dataset
@@ -254,12 +302,21 @@ pub(crate) async fn show(
 /// is registered under it.
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
-pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
+pub(crate) async fn delete(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<StatusCode> {
     match app.store.remove_dataset(&name).await {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
         Err(error @ StoreError::DatasetInUse(_)) => {
             let mut jobs = app.store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
+            let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
+            if !jobs.iter().all(seen) {
+                let detail = "jobs of others train on it, some of them private; ask an admin which";
+                return Err(Error::Conflict(detail.into(), None));
+            }
             Err(match jobs.first() {
                 // They may have ended since.
                 Some(_) => Error::Of(Code::DatasetInUse, needed_by(&jobs)),

@@ -3,11 +3,13 @@
 
 use super::{
     checkpoints::{self, Weights},
+    datasets,
     extract::{Path, Query, job_id},
     fit::{self, Trained},
     jobs, submission,
 };
 use crate::{
+    access::Caller,
     agent_requests,
     agents::{QueuePosition, RequestError},
     app::App,
@@ -17,7 +19,7 @@ use crate::{
     store::CheckpointRow,
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::State,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -95,18 +97,26 @@ pub(crate) struct Which {
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
 pub(crate) async fn evaluation(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(which): Query<Which>,
 ) -> Result<Response> {
     let job = jobs::find(&app, &id).await?;
     let rows = app.store.checkpoints(&job_id(&id)?).await?;
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
+    // Another dataset may have the name of its own by now.
+    if let Some(owned) = app.store.owned_dataset(&job.spec.data.dataset).await?
+        && which.dataset.is_none()
+        && !caller.sees(owned.private, owned.owner.as_deref())
+    {
+        return Err(refused(format!("the dataset {:?} is no longer registered", job.spec.data.dataset)));
+    }
     let of = if which.weights == Weights::Ema { "-ema" } else { "" };
     let other = match which.dataset.as_deref() {
         None => None,
         // As a file's name it is safe: no other can be registered.
         Some(name) => {
-            let datasets = app.store.datasets().await?;
+            let datasets = datasets::seen_by(&app, &caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
             Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
         }

@@ -2,6 +2,7 @@
 //! header of its file; the dataset's classes are stored since it was registered. No dataset is opened here.
 
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Result},
     regular,
@@ -128,9 +129,13 @@ pub(super) fn mistakes(
 ///
 /// # Errors
 /// That it is not registered, or what of it does not fit.
-pub(super) async fn check_newest(app: &App, job: &Job) -> Result<()> {
+pub(super) async fn check_newest(app: &App, caller: &Caller, job: &Job) -> Result<()> {
     let name = &job.spec.data.dataset;
-    let Some(dataset) = app.store.dataset(name).await? else {
+    // A private one may have been registered since under this name.
+    let usable = |dataset: &Dataset| {
+        !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
+    };
+    let Some(dataset) = app.store.dataset(name).await?.filter(usable) else {
         // In any other state that is what forbids it, and what is said.
         let could = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
         let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");

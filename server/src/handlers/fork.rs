@@ -9,13 +9,14 @@ use super::{
     submission, to_the_end,
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     lifecycle::Fork,
     store::CheckpointRow,
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::{OriginalUri, State},
     http::{HeaderMap, header},
     response::{IntoResponse, Response},
@@ -64,13 +65,14 @@ pub(crate) struct ForkRequest {
         (status = 422, body = Problem, description = "Settings that are wrong or do not fit, or a checkpoint that is damaged")))]
 pub(crate) async fn fork(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
-    let key = jobs::idempotency_key(&headers, &uri, &bytes)?;
-    if let Some(job) = jobs::made_before(&app, key.as_ref()).await? {
+    let key = jobs::idempotency_key(&app, &caller, &headers, &uri, &bytes)?;
+    if let Some(job) = jobs::made_before(&app, &caller, key.as_ref()).await? {
         let at = format!("/api/v1/jobs/{}", job.id);
         return Ok((axum::http::StatusCode::OK, [(header::LOCATION, at)], Json(job)).into_response());
     }
@@ -99,7 +101,7 @@ pub(crate) async fn fork(
     if !gives_validation {
         choose_validation_anew(&app, &source, &mut document).await?;
     }
-    let Checked { spec, dataset, warnings } = jobs::check(&app, &document, false).await?;
+    let Checked { spec, dataset, warnings } = jobs::check(&app, &caller, &document, false).await?;
     let trained = Trained::of(&app.checkpoint_dir(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);
     let total = spec.total_steps(jobs::training_samples(&spec, &dataset));
@@ -114,7 +116,8 @@ pub(crate) async fn fork(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let (status, mut job) = to_the_end(async move { make(&app, &source, from, spec, key).await }).await?;
+    let (status, mut job) =
+        to_the_end(async move { make(&app, &caller, &source, from, spec, key).await }).await?;
     job.warnings = warnings;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
@@ -122,6 +125,7 @@ pub(crate) async fn fork(
 /// The new job, with the checkpoint in its folder.
 async fn make(
     app: &App,
+    caller: &Caller,
     source: &Job,
     from: CheckpointRow,
     spec: JobSpec,
@@ -148,7 +152,7 @@ async fn make(
     };
     let reason = Reason::new(ReasonCode::Forked, facts);
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
-    jobs::store(app, new, spec, key, Some(Fork { reason, parent, checkpoint })).await
+    jobs::store(app, caller, new, spec, key, Some(Fork { reason, parent, checkpoint })).await
 }
 
 /// Another recipe would change nothing but the name: every key has its value already.

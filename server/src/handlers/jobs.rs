@@ -15,18 +15,31 @@ use super::{
     fit, to_the_end,
 };
 use crate::{
+    access::Caller,
     app::App,
     dispatch::{self, Wish},
     error::{Error, Problem, Result},
     lifecycle,
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::State,
     http::{HeaderMap, StatusCode},
     response::Response,
 };
-use lockstep_protocol::Job;
+use lockstep_protocol::{Job, JobId};
+use std::collections::HashSet;
+
+/// Jobs that a caller does not see.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn hidden_from(app: &App, caller: &Caller) -> Result<HashSet<JobId>> {
+    match caller.sees_as() {
+        None => Ok(HashSet::new()),
+        Some(name) => Ok(app.store.jobs_hidden_from(&name).await?.into_iter().collect()),
+    }
+}
 
 /// One job.
 ///
@@ -35,6 +48,18 @@ use lockstep_protocol::Job;
 pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
     let row = app.store.job(&job_id(id)?).await?;
     row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))
+}
+
+/// One job that is named elsewhere than in the path, where the gate sees it.
+///
+/// # Errors
+/// 404 when there is none that the caller sees.
+pub(super) async fn seen(app: &App, caller: &Caller, id: &str) -> Result<Job> {
+    let job = find(app, id).await?;
+    match caller.sees(job.spec.private, job.owner.as_deref()) {
+        true => Ok(job),
+        false => Err(Error::NotFound("no job has this id".into())),
+    }
 }
 
 /// Show a job
@@ -79,9 +104,10 @@ pub(crate) async fn pause(State(app): State<App>, Path(id): Path<String>) -> Res
         (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
 pub(crate) async fn resume(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&app, &find(&app, &id).await?).await?;
+    fit::check_newest(&app, &caller, &find(&app, &id).await?).await?;
     let at = crate::now();
     let changed =
         app.store.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at))).await?;
@@ -95,8 +121,12 @@ pub(crate) async fn resume(
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
     responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over"),
         (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
-pub(crate) async fn retry(State(app): State<App>, Path(id): Path<String>) -> Result<(StatusCode, Json<Job>)> {
-    fit::check_newest(&app, &find(&app, &id).await?).await?;
+pub(crate) async fn retry(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    fit::check_newest(&app, &caller, &find(&app, &id).await?).await?;
     let at = crate::now();
     let changed = app.store.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::retry(row, at))).await?;
     app.announce(&changed);

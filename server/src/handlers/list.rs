@@ -84,6 +84,11 @@ impl Fields {
         Ok(Some(Self(named.collect::<Result<_>>()?)))
     }
 
+    /// Whether a field is asked for.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.0.contains(&name)
+    }
+
     fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
         // Through text, so that an f32 of 0.1 stays 0.1.
         let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;

@@ -1,13 +1,18 @@
-//! Signing in and out in a browser: with a link's code, or with a token that is pasted.
+//! Signing in and out in a browser: with a name and a password, with a link's code, or with a token that is pasted.
 
-use super::{extract::PageQuery, pages::Page, server_url::ServerUrl};
+use super::{
+    extract::PageQuery,
+    pages::Page,
+    people::{self, NewPerson},
+    server_url::ServerUrl,
+};
 use crate::{
-    access::{Caller, SESSION_LIFE, Secret},
+    access::{Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
     app::App,
     error::{Error, PageError, Problem, Result},
     gate::{SignedIn, set_cookie},
     ingress::Peer,
-    store::SessionRow,
+    store::{PersonRow, SessionRow},
 };
 use axum::{
     Extension, Form, Json,
@@ -16,7 +21,7 @@ use axum::{
     response::{Html, IntoResponse, Redirect, Response},
 };
 use jiff::Timestamp;
-use lockstep_protocol::access::Scope;
+use lockstep_protocol::{access::Scope, people::Role};
 use lockstep_web::login::LoginPage;
 use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, time::Duration};
@@ -41,6 +46,13 @@ pub(crate) struct LoginForm {
     #[serde(default)]
     token: String,
     #[serde(default)]
+    name: String,
+    #[serde(default)]
+    password: Password,
+    /// Makes the first person, as an admin.
+    #[serde(default)]
+    setup: bool,
+    #[serde(default)]
     next: Option<String>,
 }
 
@@ -53,7 +65,13 @@ fn way_back(next: Option<&str>) -> &str {
     next.filter(is_ours).unwrap_or("/jobs")
 }
 
-/// `GET /login`: with a code, signs in; else the form.
+/// Whether this is an admin where there is nobody yet: one who may make the first person.
+fn may_set_up(app: &App, caller: Option<&Caller>) -> bool {
+    let is_admin = caller.is_some_and(|caller| caller.may(Scope::Admin));
+    is_admin && app.access.is_required() && !app.access.has_people()
+}
+
+/// `GET /login`: with a code, signs in; else the form, or the one for the first person.
 pub(crate) async fn show(
     State(app): State<App>,
     caller: Option<Extension<Caller>>,
@@ -63,8 +81,11 @@ pub(crate) async fn show(
     let next = way_back(query.next.as_deref());
     let Some(code) = &query.code else {
         return match caller {
+            Some(Extension(caller)) if query.next.is_none() && may_set_up(&app, Some(&caller)) => {
+                set_up_form("", StatusCode::OK, "")
+            }
             Some(_) => Ok(Redirect::to(next).into_response()),
-            None => form(next, None),
+            None => form(&app, next, "", None),
         };
     };
     match app.access.take_login_code(code) {
@@ -83,10 +104,22 @@ pub(crate) async fn show(
 /// `POST /login`
 pub(crate) async fn submit(
     State(app): State<App>,
+    caller: Option<Extension<Caller>>,
     Extension(peer): Extension<Peer>,
     Form(input): Form<LoginForm>,
 ) -> Page {
     let next = way_back(input.next.as_deref());
+    if input.setup {
+        return set_up(&app, caller.as_deref(), &peer, input).await;
+    }
+    let name = input.name.trim();
+    if !name.is_empty() {
+        return match app.access.by_password(name, input.password, peer.address).await {
+            Ok(row) => Ok(sign_in_person(&app, &peer, &row, next).await?),
+            Err(NotSignedIn::Wrong) => form(&app, next, name, Some("The name or the password is wrong.")),
+            Err(other) => Err(PageError(people::refusal(other, peer.address))),
+        };
+    }
     let caller = app.access.by_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => Ok(sign_in(&app, &peer, &token.id, next).await?),
@@ -102,8 +135,45 @@ pub(crate) async fn submit(
     }
 }
 
-fn form(next: &str, error: Option<&str>) -> Page {
-    let page = LoginPage { next: next.to_owned(), error: error.unwrap_or_default().to_owned() };
+/// Makes the first person, an admin, and signs it in.
+async fn set_up(app: &App, caller: Option<&Caller>, peer: &Peer, input: LoginForm) -> Page {
+    if !may_set_up(app, caller) {
+        let detail = "only an admin's token makes the first person, and only where there is nobody yet";
+        return Err(PageError(Error::Forbidden(detail.into())));
+    }
+    let name = input.name.trim().to_owned();
+    let new = NewPerson { name: name.clone(), role: Role::Admin, password: input.password };
+    match people::add(app, new, true).await {
+        Ok(row) => Ok(sign_in_person(app, peer, &row, "/people").await?),
+        Err(Error::Invalid(mistakes)) => {
+            let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
+            let error = each.collect::<Vec<_>>().join("; ");
+            set_up_form(&name, StatusCode::UNPROCESSABLE_ENTITY, &error)
+        }
+        Err(other) => Err(PageError(other)),
+    }
+}
+
+fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
+    let page = LoginPage {
+        next: "/jobs".into(),
+        error: error.to_owned(),
+        name: name.to_owned(),
+        has_people: false,
+        setup: true,
+    };
+    let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
+    Ok((status, Html(html)).into_response())
+}
+
+fn form(app: &App, next: &str, name: &str, error: Option<&str>) -> Page {
+    let page = LoginPage {
+        next: next.to_owned(),
+        error: error.unwrap_or_default().to_owned(),
+        name: name.to_owned(),
+        has_people: app.access.has_people(),
+        setup: false,
+    };
     let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
     let status = if error.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
     Ok((status, Html(html)).into_response())
@@ -111,12 +181,22 @@ fn form(next: &str, error: Option<&str>) -> Page {
 
 fn failed(app: &App, from: IpAddr, next: &str, why: &str) -> Page {
     match app.access.sign_in_failed(from) {
-        Ok(()) => form(next, Some(why)),
-        Err(wait) => Err(PageError(Error::TooMany(
-            format!("too many attempts to sign in from {}; try again in {} s", from, wait.as_secs() + 1),
-            wait.as_secs() + 1,
-        ))),
+        Ok(()) => form(app, next, "", Some(why)),
+        Err(wait) => Err(PageError(people::too_often(from, wait))),
     }
+}
+
+/// Signs a person in whose password was right a moment ago.
+///
+/// # Errors
+/// The person has changed since, or the store's.
+pub(super) async fn sign_in_person(app: &App, peer: &Peer, row: &PersonRow, next: &str) -> Result<Response> {
+    // Nobody changes the password, or disables the person, between this check and the session.
+    let _one_at_a_time = app.access.changing.lock().await;
+    if app.access.person(&row.person.name).as_ref() != Some(row) {
+        return Err(Error::Unauthorized("this person was changed a moment ago; sign in again".into()));
+    }
+    sign_in(app, peer, &row.principal(), next).await
 }
 
 async fn sign_in(app: &App, peer: &Peer, token_id: &str, next: &str) -> Result<Response> {
@@ -132,7 +212,7 @@ async fn sign_in(app: &App, peer: &Peer, token_id: &str, next: &str) -> Result<R
     for gone in app.access.put_session(session) {
         app.store.remove_session(&gone).await?;
     }
-    let who = app.access.token(token_id).map(|row| row.token.name).unwrap_or_default();
+    let who = app.access.name_of(token_id).unwrap_or_default();
     let mut response = Redirect::to(next).into_response();
     if let Some(cookie) = set_cookie(app, peer, &secret.text, SESSION_LIFE.as_secs()) {
         response.headers_mut().insert(header::SET_COOKIE, cookie);

@@ -6,11 +6,12 @@ use super::{
     metrics::{self, Metrics, MetricsQuery},
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     metrics::query,
 };
-use axum::{Json, extract::State};
+use axum::{Extension, Json, extract::State};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
@@ -63,6 +64,7 @@ pub(crate) struct JobMetrics {
     responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; it is named")))]
 pub(crate) async fn find(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(asked): Query<JobsMetricsQuery>,
 ) -> Result<Json<JobsMetrics>> {
     let mut ids: Vec<&str> = Vec::new();
@@ -90,7 +92,7 @@ pub(crate) async fn find(
     let filter = MetricsQuery::of(asked.name.clone(), asked.ranks.clone(), asked.from, asked.to).filter()?;
     let mut found = Vec::new();
     for id in &ids {
-        let job = jobs::find(&app, id).await.map_err(|error| match error {
+        let job = jobs::seen(&app, &caller, id).await.map_err(|error| match error {
             Error::NotFound(_) => {
                 Error::NotFound(format!("no job has the id {:?}", lockstep_protocol::spec::shortened(id)))
             }

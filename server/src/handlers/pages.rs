@@ -20,7 +20,7 @@ use axum::{
     http::StatusCode,
     response::{Html, IntoResponse, Redirect, Response},
 };
-use lockstep_protocol::access::Scope;
+use lockstep_protocol::{access::Scope, spec::JobSpec};
 use lockstep_web::{
     audit as audit_views, compare, datasets as dataset_views, job as job_views, jobs as jobs_views,
     layout::Viewer, machines, submit,
@@ -32,14 +32,18 @@ const ROWS: u32 = 25;
 
 pub(super) type Page = Result<Response, PageError>;
 
-fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
+pub(super) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
     let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
     Ok(Html(html).into_response())
 }
 
 /// Who looks at a page.
-fn viewer(caller: &Caller) -> Viewer {
-    Viewer { signed_in: caller.session().is_some(), is_admin: caller.may(Scope::Admin) }
+pub(super) fn viewer(caller: &Caller) -> Viewer {
+    Viewer {
+        signed_in: caller.session().is_some(),
+        is_admin: caller.may(Scope::Admin),
+        is_person: caller.person().is_some(),
+    }
 }
 
 /// `GET /`
@@ -55,20 +59,29 @@ pub(crate) async fn jobs(
     PageQuery(query): PageQuery<ListQuery>,
 ) -> Page {
     // An invalid filter in the address shows everything.
-    let mut filter = query.filter().unwrap_or_default();
+    let mut filter = query
+        .filter(&caller)
+        .unwrap_or_else(|_| JobFilter { seen_by: caller.sees_as(), ..JobFilter::default() });
     if query.limit.is_none() {
         filter.limit = ROWS;
     }
     let page = app.store.jobs(&filter).await?;
     let any = !page.jobs.is_empty()
-        || !app.store.jobs(&JobFilter { limit: 1, ..JobFilter::default() }).await?.jobs.is_empty();
+        || !app
+            .store
+            .jobs(&JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() })
+            .await?
+            .jobs
+            .is_empty();
     html(
         jobs_views::JobsPage {
             jobs: page.jobs,
             filter: jobs_views::JobFilter {
-                state: filter.states.first().copied(),
+                states: filter.states,
                 name: filter.name.unwrap_or_default(),
                 project: filter.project.unwrap_or_default(),
+                tag: filter.tags.join(","),
+                owner: filter.owner.unwrap_or_default(),
             },
             any,
             next: query.next_cursor(page.next.as_ref())?,
@@ -96,7 +109,7 @@ pub(crate) async fn new_job(
     ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<NewJobQuery>,
 ) -> Page {
-    let datasets = app.store.datasets().await?;
+    let datasets = datasets::seen_by(&app, &caller).await?;
     let mut page = submit::SubmitPage::fresh(
         query.preset.as_deref(),
         query.dataset.as_deref(),
@@ -106,9 +119,10 @@ pub(crate) async fn new_job(
     );
     page.viewer = viewer(&caller);
     if let Some(id) = &query.from {
-        let job = jobs::find(&app, id).await?;
+        let job = jobs::seen(&app, &caller, id).await?;
         jobs::check_readable(&job)?;
-        page.form = submit::Form::from_spec(&job.spec);
+        let tags = job.tags.clone();
+        page.form = submit::Form::from_spec(&JobSpec { tags, ..job.spec });
     }
     html(page.render())
 }
@@ -125,10 +139,10 @@ pub(crate) async fn submit_job(
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
     let form = submit::Form::from_pairs(pairs);
-    match jobs::submit(&app, &form.document(), None).await {
+    match jobs::submit(&app, &caller, &form.document(), None).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
-            let datasets = app.store.datasets().await?;
+            let datasets = datasets::seen_by(&app, &caller).await?;
             let page = submit::SubmitPage {
                 form,
                 mistakes,
@@ -185,6 +199,9 @@ pub(crate) async fn job(
         .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
         .collect();
     let attempts = app.store.attempts(&id).await?;
+    let may_change = !app.access.has_people()
+        || caller.sees_all()
+        || (caller.may(Scope::Submit) && caller.owns(job.owner.as_deref()));
     let folder = app.job_dir(&id);
     let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
     html(
@@ -197,6 +214,7 @@ pub(crate) async fn job(
             server_url,
             now: crate::now(),
             viewer: viewer(&caller),
+            may_change,
         }
         .render(),
     )
@@ -237,7 +255,7 @@ async fn datasets_page(
     server_url: String,
     form: dataset_views::DatasetForm,
 ) -> Page {
-    let datasets = app.store.datasets().await?;
+    let datasets = datasets::seen_by(app, caller).await?;
     html(
         dataset_views::DatasetsPage { datasets, form, server_url, now: crate::now(), viewer: viewer(caller) }
             .render(),
@@ -253,7 +271,7 @@ pub(crate) async fn add_dataset(
 ) -> Page {
     let (name, path) = (new.name.clone(), new.path.clone());
     let mut form = dataset_views::DatasetForm { name, path, ..Default::default() };
-    let status = match datasets::register(&app, new, LONGEST_WAIT).await {
+    let status = match datasets::register(&app, &caller, new, LONGEST_WAIT).await {
         Ok(Registered::Done(_)) => return Ok(Redirect::to("/datasets").into_response()),
         Ok(Registered::UnderWay(under_way)) => {
             form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
@@ -283,7 +301,7 @@ pub(crate) async fn machines(
     ServerUrl(server_url): ServerUrl,
 ) -> Page {
     let mut cards = Vec::new();
-    for agent in agents::all(&app).await? {
+    for agent in agents::all(&app, &caller).await? {
         let mut slots = Vec::new();
         for held in agent.slots {
             let holder = match held.job {
@@ -292,7 +310,11 @@ pub(crate) async fn machines(
                     job_name: row.job.name,
                     rank: held.rank.unwrap_or(0),
                 }),
-                None => None,
+                None => held.rank.map(|rank| machines::Holder {
+                    job_id: String::new(),
+                    job_name: "private".into(),
+                    rank,
+                }),
             };
             slots.push((held.slot, holder));
         }

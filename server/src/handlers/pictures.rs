@@ -5,11 +5,12 @@ use super::{
     jobs,
 };
 use crate::{
+    access::Caller,
     agent_requests,
     app::App,
     error::{Error, Problem, Result},
 };
-use axum::{Json, extract::State};
+use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{Pick, Samples},
@@ -47,6 +48,7 @@ pub(crate) struct SamplesQuery {
     responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_dataset(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<SamplesQuery>,
 ) -> Result<Json<Samples>> {
@@ -57,7 +59,7 @@ pub(crate) async fn of_dataset(
     let pick = match &query.augmented {
         None => Pick::Stored { split, class: query.class, offset: query.offset, limit },
         Some(id) => {
-            let spec = jobs::find(&app, id).await?.spec;
+            let spec = jobs::seen(&app, &caller, id).await?.spec;
             Pick::Seen {
                 data: Box::new(spec.data),
                 seed: spec.train.seed,
@@ -88,6 +90,7 @@ pub(crate) struct IndicesQuery {
     responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_job(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(query): Query<IndicesQuery>,
 ) -> Result<Json<Samples>> {
@@ -95,6 +98,8 @@ pub(crate) async fn of_job(
     jobs::check_readable(&job)?;
     let spec = job.spec;
     let dataset = app.store.dataset(&spec.data.dataset).await?;
+    // Another may have its name by now.
+    let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
     let places: std::result::Result<Vec<u64>, _> =

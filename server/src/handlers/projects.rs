@@ -5,11 +5,12 @@ use super::{
     list::{List, ListParams, Listed},
 };
 use crate::{
+    access::Caller,
     app::App,
     error::{Problem, Result},
     store::ProjectRow,
 };
-use axum::{Json, extract::State};
+use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -67,13 +68,14 @@ impl From<ProjectRow> for Project {
 
 /// List projects
 ///
-/// With how many of their jobs are in each state. `sort`: `name`, `jobs`, `newest`. They have no time of creation of their own.
+/// With how many of their jobs are in each state; jobs that are private to others do not count. `sort`: `name`, `jobs`, `newest`. They have no time of creation of their own.
 #[utoipa::path(get, path = "/projects", tag = "jobs", params(ListParams),
     responses((status = 200, body = ProjectList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<Listed<Project>>> {
-    let rows = app.store.projects().await?;
+    let rows = app.store.projects(caller.sees_as().as_deref()).await?;
     Ok(Json(LIST.page(rows.into_iter().map(Project::from).collect(), &params)?))
 }

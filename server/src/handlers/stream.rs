@@ -5,7 +5,7 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    hub::Subscription,
+    hub::{LIST_EVERY, News, Subscription},
     store::{EventRow, JobFilter, JobRow},
 };
 use axum::{
@@ -18,13 +18,14 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame};
+use lockstep_protocol::Job;
+use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, Pace};
 use serde::Deserialize;
 use std::{
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
-use tokio::sync::broadcast::error::RecvError;
+use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
 /// Pings detect proxies and sleeping laptops whose connection is dead.
@@ -57,7 +58,8 @@ fn accept(
 
 /// A job's events, live
 ///
-/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events.
+/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
+/// `progress` with the job's speed and time left, and `changed` when somebody changes its tags, notes, priority or project.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
@@ -241,8 +243,11 @@ async fn follow(
     // for that number would withhold every event until it is reached.
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
-    reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq, last_seq }).await?;
+    let pace = Pace::from(&row.job);
+    let job = Box::new(Job { notes: None, ..row.job });
+    reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
+    let (mut told, mut due) = (Some(pace), Instant::now());
     loop {
         if let Some(events) = subscription.after(reader.sent) {
             for event in &events {
@@ -281,14 +286,23 @@ async fn follow(
         }
         loop {
             let sent = reader.sent;
+            let news = subscription.pace().filter(|pace| live && told != Some(*pace));
+            if let Some(pace) = news
+                && Instant::now() >= due
+            {
+                reader.frame(&Frame::Progress(pace)).await?;
+                (told, due) = (Some(pace), Instant::now() + LIST_EVERY);
+                continue;
+            }
             tokio::select! {
-                known = subscription.wait(sent) => {
-                    if !known {
+                news = subscription.wait(sent) => match news {
+                    News::Events => break,
+                    News::Labels(labels) => reader.frame(&Frame::Changed(labels)).await?,
+                    News::Deleted => {
                         reader.close(1000, "the job was deleted").await;
                         return Ok(());
                     }
-                    break;
-                }
+                },
                 closed = &mut reader.closed => {
                     reader.ended(closed).await;
                     return Ok(());
@@ -301,6 +315,7 @@ async fn follow(
                     reader.close(1001, "the server is stopping").await;
                     return Ok(());
                 }
+                () = tokio::time::sleep_until(due), if news.is_some() => {}
                 () = tokio::time::sleep(PING_EVERY) => reader.ping().await?,
             }
         }
@@ -335,12 +350,15 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
     loop {
         tokio::select! {
             frame = list.recv() => match frame {
-                Ok(text) => reader.send(Message::Text(Arc::<str>::as_ref(&text).into()), None).await?,
+                Ok(listed) if !reader.caller.sees(listed.private, listed.owner.as_deref()) => {}
+                Ok(listed) => {
+                    reader.send(Message::Text(Arc::<str>::as_ref(&listed.text).into()), None).await?;
+                }
                 Err(RecvError::Closed) => return Ok(()),
                 // It fell behind: jobs are sent in their current state, so the newest list replaces all that it missed.
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
-                    let filter = JobFilter { limit: REPLAY, ..JobFilter::default() };
+                    let filter = JobFilter { limit: REPLAY, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
                     let page = app.store.jobs(&filter).await.map_err(|_| Gone)?;
                     for job in page.jobs {
                         reader.frame(&Frame::Job { job: Box::new(job) }).await?;

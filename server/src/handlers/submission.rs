@@ -1,7 +1,7 @@
 //! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
 //! matter before the job runs.
 
-use crate::{agent_requests, agents::RequestError, app::App, dispatch, error::Result};
+use crate::{access::Caller, agent_requests, agents::RequestError, app::App, dispatch, error::Result};
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
@@ -10,7 +10,10 @@ use lockstep_protocol::{
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
-use std::time::Duration;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 /// For an agent to read a file's header. One that does not answer, as those of before do not, leaves it to the ranks.
 const HEADER: Duration = Duration::from_secs(5);
@@ -64,7 +67,12 @@ pub(super) enum Weights {
 ///
 /// # Errors
 /// The database.
-pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> Result<Weights> {
+pub(super) async fn pretrained(
+    app: &App,
+    caller: &Caller,
+    spec: &JobSpec,
+    dataset: &Dataset,
+) -> Result<Weights> {
     let Some(given) = &spec.model.pretrained else { return Ok(Weights::Fit) };
     let mistake =
         |detail: String| Ok(Weights::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
@@ -74,8 +82,19 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
                 .into(),
         );
     }
+    if !caller.sees_all() && is_below(&app.config.data_dir, given).await {
+        return mistake(
+            "is a file of the server's own data directory, where private weights are, too: give the checkpoint's id instead".into(),
+        );
+    }
     let weights = if dispatch::is_checkpoint_id(given) {
-        match app.store.checkpoint(given).await? {
+        let row = app.store.checkpoint(given).await?;
+        let job = match &row {
+            Some(row) => app.store.owned_job(&row.job).await?,
+            None => None,
+        };
+        let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
+        match row.filter(|_| is_seen) {
             Some(row) => app.checkpoint_dir(&row).to_string_lossy().into_owned(),
             None => {
                 return mistake(format!(
@@ -109,4 +128,16 @@ pub(super) async fn pretrained(app: &App, spec: &JobSpec, dataset: &Dataset) -> 
     Ok(Weights::NotChecked(format!(
         "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
     )))
+}
+
+/// Whether a path leads into a folder, links followed.
+async fn is_below(folder: &Path, path: &str) -> bool {
+    let (folder, path) = (folder.to_owned(), PathBuf::from(path));
+    // A file system that does not respond must not hold up others.
+    let looked = tokio::task::spawn_blocking(move || {
+        let folder = folder.canonicalize()?;
+        Ok::<_, std::io::Error>(path.canonicalize()?.starts_with(folder))
+    });
+    // What is not there on this machine is not in its folder.
+    matches!(looked.await, Ok(Ok(true)))
 }

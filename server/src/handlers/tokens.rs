@@ -5,12 +5,12 @@ use super::{
     list::{Key, List, ListParams, Listed},
 };
 use crate::{
-    access::Secret,
+    access::{Caller, Secret},
     app::App,
     error::{Error, Problem, Result},
     store::TokenRow,
 };
-use axum::{Json, extract::State, http::StatusCode};
+use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     access::{Scope, Token},
     limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
@@ -21,27 +21,30 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use utoipa::ToSchema;
 
+/// Valid tokens of one person: nobody uses up those of all.
+const TOKENS_OF_A_PERSON: usize = 50;
+
 /// A token to be made.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewToken {
     /// What people call it: 1 to 100 characters.
-    name: String,
-    scope: Scope,
+    pub(super) name: String,
+    pub(super) scope: Scope,
     /// For the scope `agent`: the agent's name, or its id. A name that no agent has had yet is bound to the first new agent that
     /// joins under it.
     #[serde(default)]
-    agent: Option<String>,
+    pub(super) agent: Option<String>,
     /// Seconds until it expires; never when absent.
     #[serde(default)]
-    expires_in_secs: Option<u64>,
+    pub(super) expires_in_secs: Option<u64>,
 }
 
 /// A token that was made.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MadeToken {
     /// The token itself. It is shown this once: the server keeps only its hash.
-    secret: String,
+    pub(super) secret: String,
     #[serde(flatten)]
     token: Token,
 }
@@ -85,24 +88,46 @@ const LIST: List<Token> = List {
 
 /// List tokens
 ///
-/// `sort`: `created`, `name`, `last_used`, `expires`.
+/// Admins see every token, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
 #[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams),
     responses((status = 200, body = TokenList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<Listed<Token>>> {
-    Ok(Json(LIST.page(app.access.tokens(), &params)?))
+    Ok(Json(LIST.page(seen_by(&app, &caller), &params)?))
+}
+
+/// The tokens that a caller may see and revoke.
+pub(super) fn seen_by(app: &App, caller: &Caller) -> Vec<Token> {
+    let mut tokens = app.access.tokens();
+    tokens.retain(|token| is_seen(token, caller));
+    tokens
+}
+
+fn is_seen(token: &Token, caller: &Caller) -> bool {
+    caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
 
 /// Make a token
+///
+/// A person's token is its own: it allows at most what the request that made it may do, and for no longer, and ends with the person.
+/// Other tokens, for programs and machines, are an admin's to make.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
-    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 1000 valid ones"),
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 1000 valid ones, or a person has the name"),
         (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Body(new, _): Body<NewToken>,
 ) -> Result<(StatusCode, Json<MadeToken>)> {
+    Ok((StatusCode::CREATED, Json(make(&app, &caller, new).await?)))
+}
+
+/// # Errors
+/// A mistake in it, or more than the caller may give.
+pub(super) async fn make(app: &App, caller: &Caller, new: NewToken) -> Result<MadeToken> {
     let mistake = |pointer: &str, detail: String| {
         Err(Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }]))
     };
@@ -117,7 +142,7 @@ pub(crate) async fn create(
         return mistake("/expires_in_secs", format!("must be 1 to {longest} ({TOKEN_DAYS} days)"));
     }
     let (agent, agent_id) = match (new.scope, &new.agent) {
-        (Scope::Agent, Some(agent)) => match agent_named(&app, agent).await? {
+        (Scope::Agent, Some(agent)) => match agent_named(app, agent).await? {
             Some(found) => found,
             None => return mistake("/agent", "must have 1 to 100 plain characters".into()),
         },
@@ -127,7 +152,38 @@ pub(crate) async fn create(
         (_, Some(_)) => return mistake("/agent", "only a token of the scope agent is an agent's".into()),
         (_, None) => (None, None),
     };
+    if let Some(has) = caller.scope()
+        && !has.allows(new.scope)
+        && !caller.may(Scope::Admin)
+    {
+        return mistake("/scope", format!("can be {has} at most, as you may do no more than that"));
+    }
+    let now = crate::now();
+    let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
+    let until = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
+    if until.is_some_and(|until| expires_at.is_none_or(|at| at > until)) {
+        let detail = "must end no later than the token that you make it with; sign in with your password to make others";
+        return mistake("/expires_in_secs", detail.into());
+    }
+    // A machine's is nobody's: it goes on when a person leaves.
+    let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
     let _one_at_a_time = app.access.changing.lock().await;
+    if let Some(owner) = &owner
+        && app.access.person(owner).is_none_or(|row| row.person.disabled_at.is_some())
+    {
+        return Err(Error::Forbidden(format!("{owner} may not use this server any more")));
+    }
+    if owner.is_none() && new.scope != Scope::Agent && app.access.person(&new.name).is_some() {
+        let detail = format!("{:?} is a person, who makes tokens of its own; choose another name", new.name);
+        return Err(Error::Conflict(detail, None));
+    }
+    let is_its = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
+    if app.access.tokens().iter().filter(|token| is_its(token)).count() >= TOKENS_OF_A_PERSON {
+        return Err(Error::Conflict(
+            format!("you have {TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"),
+            None,
+        ));
+    }
     if app.access.valid_tokens() >= TOKENS {
         return Err(Error::Conflict(
             format!("there are {TOKENS} valid tokens already; revoke some that nobody needs"),
@@ -135,22 +191,22 @@ pub(crate) async fn create(
         ));
     }
     let secret = Secret::token()?;
-    let now = crate::now();
     let token = Token {
         id: uuid::Uuid::now_v7().simple().to_string(),
         name: new.name,
         scope: new.scope,
         agent,
         agent_id,
+        owner,
         created_at: now,
-        expires_at: new.expires_in_secs.map(|secs| now + Duration::from_secs(secs)),
+        expires_at,
         revoked_at: None,
         last_used_at: None,
     };
     let row = TokenRow { token: token.clone(), hash: secret.hash };
     app.store.put_token(&row).await?;
     app.access.put_token(row);
-    Ok((StatusCode::CREATED, Json(MadeToken { secret: secret.text, token })))
+    Ok(MadeToken { secret: secret.text, token })
 }
 
 type AgentNames = (Option<String>, Option<String>);
@@ -175,14 +231,25 @@ async fn agent_named(app: &App, agent: &str) -> Result<Option<AgentNames>> {
 /// At once: requests with it are refused, and its websockets, sessions and links end.
 #[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
-pub(crate) async fn revoke(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
+pub(crate) async fn revoke(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    end(&app, &caller, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// # Errors
+/// There is no such token that the caller sees.
+pub(super) async fn end(app: &App, caller: &Caller, id: &str) -> Result<()> {
     let _one_at_a_time = app.access.changing.lock().await;
-    let found = app.access.token(&id).ok_or_else(|| Error::NotFound("no token has this id".into()));
-    let mut row = found?;
+    let found = app.access.token(id).filter(|row| is_seen(&row.token, caller));
+    let mut row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
     if row.token.revoked_at.is_none() {
         row.token.revoked_at = Some(crate::now());
         app.store.put_token(&row).await?;
         app.access.put_token(row);
     }
-    Ok(StatusCode::NO_CONTENT)
+    Ok(())
 }

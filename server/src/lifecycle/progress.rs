@@ -1,6 +1,6 @@
 //! Where a job's newest values and its sparkline come from.
 
-use lockstep_protocol::metric::MetricColumn;
+use lockstep_protocol::{metric::MetricColumn, throughput::Throughput};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -20,6 +20,8 @@ pub struct Progress {
     pub(super) checkpoint: Option<u64>,
     /// Whether the newest attempt has trained; none of one that an earlier version began.
     pub(super) trained: Option<bool>,
+    /// Of the newest attempt that has trained.
+    pub(super) speed: Throughput,
 }
 
 impl Progress {

@@ -8,6 +8,7 @@ use lockstep_protocol::{
     metric::{self, MetricColumn},
     reason::{Facts, Reason, ReasonCode},
     stream::EventBody,
+    throughput::Throughput,
 };
 use std::collections::BTreeMap;
 
@@ -37,11 +38,12 @@ pub fn report(
     let attempt = row.job.attempt;
     let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
     Ok(match event {
-        AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
+        AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples } => {
             let job = &mut row.job;
             (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
             job.epoch = epoch_of(start_step + 1, steps_per_epoch);
             row.progress.restart_at(start_step, total_steps);
+            row.progress.speed = Throughput::new(&job.spec, train_samples);
             row.progress.trained = Some(true);
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
@@ -61,7 +63,7 @@ pub fn report(
         }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
             let columns = columns.into_iter().filter(is_column);
-            columns
+            let events = columns
                 .map(|column| {
                     note(row, rank, &column);
                     EventBody::Metrics {
@@ -72,7 +74,9 @@ pub fn report(
                         values: column.values.into_iter().map(|v| v.is_finite().then_some(v)).collect(),
                     }
                 })
-                .collect()
+                .collect();
+            note_speed(row);
+            events
         }
         AttemptEvent::Log { rank, mut lines } if has(row, rank) && !lines.is_empty() => {
             lines.iter_mut().for_each(|line| shorten(&mut line.text, LINE_BYTES));
@@ -195,14 +199,16 @@ fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
             job.last.accuracy = mean(&row.progress.accuracy);
         }
         "lr" => job.last.lr = value,
-        "images_per_second" => {
-            let speed = value.filter(|v| *v > 0.0);
-            let left = job.total_steps.saturating_sub(job.step) as f64 * job.spec.global_batch_size() as f64;
-            job.images_per_second = speed;
-            job.eta_secs = speed.map(|speed| left / speed);
-        }
+        "step_ms" if rank == 0 => row.progress.speed.add(&column.steps, &column.values),
         _ => {}
     }
+}
+
+/// The speed and the time left, after points of any rank. The speed of an earlier attempt stays until the first step of this one.
+fn note_speed(row: &mut JobRow) {
+    let (job, speed) = (&mut row.job, &row.progress.speed);
+    job.images_per_second = speed.images_per_second().or(job.images_per_second);
+    job.eta_secs = speed.secs_left(job.step, job.total_steps).filter(|_| job.state.is_active());
 }
 
 fn ended(

@@ -21,10 +21,12 @@ mod values;
 pub use error::{Result, StoreError};
 pub use location::Location;
 
+pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    Cursor, EventRow, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter,
-    MetricPage, NewJob, Page, Place, ProjectRow, Report, SessionRow, SortBy, SortValue, Stored, TokenRow,
+    Cursor, EventRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
+    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, Place, ProjectRow, Report, SessionRow, SortBy,
+    SortValue, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -79,6 +81,8 @@ pub trait Store: Send + Sync + 'static {
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
+    /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
+    async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// Jobs that wait for slots, in the order in which they get them.
     async fn waiting(&self) -> Result<Vec<JobRow>>;
     /// Jobs that are not over.
@@ -169,11 +173,24 @@ pub trait Store: Send + Sync + 'static {
     /// Moves a job to another project, in its specification too.
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
     /// Every project, with how many of its jobs are in each state; by name.
-    async fn projects(&self) -> Result<Vec<ProjectRow>>;
+    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
     /// Ids of drained agents: they take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
+
+    /// Every person, by name.
+    async fn people(&self) -> Result<Vec<PersonRow>>;
+    /// Stores a person, in place of the one with this name, and removes the person's sessions.
+    async fn put_person(&self, person: &PersonRow) -> Result<()>;
+    /// Removes a person and the person's sessions, and revokes the person's tokens.
+    async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()>;
+    /// Whose a job is; `None` when there is none or it was deleted.
+    async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>>;
+    /// Jobs that are private to others than this person or token.
+    async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>>;
+    /// Whose a dataset is.
+    async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>>;
 
     /// Every token, also those that are no longer valid, in the order in which they were made.
     async fn tokens(&self) -> Result<Vec<TokenRow>>;

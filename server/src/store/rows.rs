@@ -3,17 +3,22 @@
 mod access;
 mod attempts;
 mod events;
+mod history;
 mod job_list;
 mod jobs;
 mod metrics;
+mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
+pub use history::HistoryRows;
 pub use job_list::{Cursor, JobFilter, JobSort, Page, ProjectRow, SortBy, SortValue};
 pub use jobs::{Changed, Created, NewJob};
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
+pub(crate) use people::principal;
+pub use people::{Owned, PersonRow};
 
 use jiff::Timestamp;
 use lockstep_protocol::{

@@ -2,6 +2,10 @@
 
 mod agents;
 mod audit;
+mod guessing;
+mod owners;
+mod people;
+mod roles;
 mod routes;
 mod sessions;
 mod tokens;

@@ -203,7 +203,7 @@ pub fn info() -> DatasetInfo {
 }
 
 pub fn running(total_steps: u64, start_step: u64) -> AttemptEvent {
-    AttemptEvent::Running { total_steps, steps_per_epoch: total_steps / 2, start_step }
+    AttemptEvent::Running { total_steps, steps_per_epoch: total_steps / 2, start_step, train_samples: 0 }
 }
 
 pub fn losses(rank: u32, steps: std::ops::RangeInclusive<u64>) -> AttemptEvent {

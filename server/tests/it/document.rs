@@ -9,6 +9,7 @@ use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
     inspect::{ModelEvaluation, Prediction, Samples},
 };
+use lockstep_server::Bundled;
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -94,8 +95,12 @@ async fn answer_all(mut agent: Agent) {
 }
 
 /// A job that has run and left a checkpoint, its files and all.
-async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
-    let id = server.submit(|_| {}).await.id.to_string();
+pub async fn a_job(
+    server: &TestServer,
+    agent: &mut Agent,
+    change: impl FnOnce(&mut Value),
+) -> (String, String) {
+    let id = server.submit(change).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let checkpoint = CheckpointInfo {
         epoch: 1,
@@ -124,9 +129,11 @@ async fn a_job(server: &TestServer, agent: &mut Agent) -> (String, String) {
 
 #[tokio::test]
 async fn what_is_answered_is_documented() {
-    let server = TestServer::new().await;
+    let files = || vec![("pictures".to_owned(), b"pixels"[..].into())];
+    let bundled = Bundled { name: "bundled", files };
+    let server = TestServer::with(|c| c.bundled = Some(bundled)).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent).await;
+    let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
     let answering = tokio::spawn(answer_all(agent));
     let (_, document) = server.get("/openapi.json").await;
     let calls: Vec<(String, String, Value)> = document["paths"]
@@ -229,6 +236,7 @@ async fn what_is_answered_is_documented() {
         "/jobs/{id}/logs",
         "/jobs/{id}/checkpoints",
         "/jobs/{id}/attempts",
+        "/jobs/{id}/history",
         "/jobs/{id}/evaluation",
         "/datasets",
         "/datasets/{name}",
@@ -238,12 +246,16 @@ async fn what_is_answered_is_documented() {
     ] {
         good("get", path, &job, None, 200).await;
     }
-    for path in ["/tokens", "/audit"] {
+    let person = json!({"name": "pictures", "role": "viewer", "password": "correct horse"});
+    good("post", "/people", "", Some(person), 201).await;
+    good("patch", "/people/{name}", "", Some(json!({"role": "member"})), 200).await;
+    for path in ["/tokens", "/audit", "/people"] {
         good("get", path, "", None, 200).await;
     }
     let token = json!({"name": "t", "scope": "read"});
     let token = good("post", "/tokens", "", Some(token), 201).await;
     good("delete", "/tokens/{id}", token["id"].as_str().unwrap(), None, 204).await;
+    good("delete", "/people/{name}", "", None, 204).await;
     good("post", "/login-links", "", None, 201).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
@@ -258,6 +270,10 @@ async fn what_is_answered_is_documented() {
     let made = made["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", made, None, 202).await;
     good("post", "/jobs/{id}/retry", &job, None, 202).await;
+    // The questions above may have registered them already.
+    let bundled = v1("/datasets/bundled");
+    let (status, answer) = held.ask("post", &bundled, &bundled, |r| r).await;
+    assert!([201, 409].contains(&status), "{answer}");
     let ask = |name: &'static str| move |r: RequestBuilder| r.header("idempotency-key", name).json(&spec());
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 201);
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 200);
@@ -337,12 +353,13 @@ async fn what_is_answered_is_documented() {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
     }
 
-    // Sockets are opened elsewhere, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
+    // Sockets are opened elsewhere, a person changes its password there, an evaluation is waited for 20 s before it is 202 and an inspection of a dataset for two
     // minutes, forks with a key are jobs.
     let elsewhere = |call: &str, status: u16| {
         status == 101
             || (call, status) == ("get /api/v1/jobs/{id}/evaluation", 202)
-            || (["post /api/v1/datasets", "post /api/v1/datasets/inspect"].contains(&call) && status == 202)
+            || (call, status) == ("post /api/v1/password", 204)
+            || (call.starts_with("post /api/v1/datasets") && status == 202)
             || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)
     };
     for (method, path, operation) in &calls {

@@ -9,11 +9,13 @@ mod test_server;
 
 mod access;
 mod databases;
+mod dataset_roots;
 mod datasets;
 mod deletion;
 mod dispatching;
 mod document;
 mod fits;
+mod history;
 mod ingest;
 mod life;
 mod limits;

@@ -22,7 +22,7 @@ fn spec(name: &str) -> JobSpec {
 }
 
 fn dataset(added_at: jiff::Timestamp) -> Dataset {
-    Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at }
+    Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false }
 }
 
 async fn scenario(store: &dyn Store) {
@@ -35,6 +35,7 @@ async fn scenario(store: &dyn Store) {
         at,
         idempotency: Some((key.into(), request.into())),
         fork: None,
+        owner: None,
     };
     // Of a job and the removal of its dataset only one is done.
     assert!(

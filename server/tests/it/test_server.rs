@@ -265,8 +265,18 @@ impl Stream {
         Self(timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap().0)
     }
 
-    /// The next frame; `Err` with code and reason when the server closes.
+    /// The next frame but those that are no part of the record (`progress`); `Err` with code and reason when the server closes.
     pub async fn next(&mut self) -> Result<Value, (u16, String)> {
+        loop {
+            let frame = self.frame().await?;
+            if frame["type"] != "progress" {
+                return Ok(frame);
+            }
+        }
+    }
+
+    /// The next frame of any kind.
+    pub async fn frame(&mut self) -> Result<Value, (u16, String)> {
         loop {
             match timeout(DEADLINE, self.0.next()).await.expect("the stream continues") {
                 Some(Ok(Message::Text(text))) => return Ok(serde_json::from_str(&text).unwrap()),

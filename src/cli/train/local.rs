@@ -48,13 +48,16 @@ pub(super) enum Ended {
 /// # Errors
 /// A process cannot be started, or what a rank records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
+    let Some(RankConfig { start, .. }) = configs.first() else {
+        anyhow::bail!("there are no ranks to start")
+    };
     block_on(async {
         let mut command = Command {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
             hangup: if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) },
             interrupted: false,
-            show: Show::new(),
+            show: Show::new(&start.spec),
         };
         // What this command can see of its end (a closed pipe, an error) ends them, too; SIGKILL it cannot.
         let mut ranks = RankGroup::new(Orphans::Terminate);
@@ -177,7 +180,7 @@ fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -
 /// No thread can be had, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
-    let mut show = Show::new();
+    let mut show = Show::new(&config.start.spec);
     let mut reason = None;
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;

@@ -2,15 +2,17 @@
 
 use super::super::output;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use lockstep_protocol::agent::AttemptEvent;
+use lockstep_protocol::{JobSpec, agent::AttemptEvent, throughput::Throughput};
 use std::{collections::BTreeMap, io::IsTerminal};
 
 /// What ranks have said so far.
 pub(super) struct Show {
+    spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
     losses: BTreeMap<u32, f32>,
-    images_per_second: f32,
+    /// As the server counts it.
+    speed: Throughput,
     /// The accuracy of the newest validation, 0 to 1.
     pub(super) accuracy: Option<f64>,
     /// Optimizer steps done, by the rank that is furthest.
@@ -18,7 +20,7 @@ pub(super) struct Show {
 }
 
 impl Show {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(spec: &JobSpec) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
@@ -26,10 +28,11 @@ impl Show {
             bar
         });
         Self {
+            spec: spec.clone(),
             bar,
             steps_per_epoch: 0,
             losses: BTreeMap::new(),
-            images_per_second: 0.0,
+            speed: Throughput::default(),
             accuracy: None,
             step: 0,
         }
@@ -39,7 +42,8 @@ impl Show {
     pub(super) fn see(&mut self, events: Vec<AttemptEvent>) {
         for event in events {
             match event {
-                AttemptEvent::Running { total_steps, steps_per_epoch, start_step } => {
+                AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples } => {
+                    self.speed = Throughput::new(&self.spec, train_samples);
                     self.steps_per_epoch = steps_per_epoch;
                     self.step = self.step.max(start_step);
                     if let Some(bar) = &self.bar {
@@ -56,7 +60,7 @@ impl Show {
                         self.step = self.step.max(*step);
                         match column.name.as_str() {
                             "loss" => drop(self.losses.insert(rank, *value)),
-                            "images_per_second" => self.images_per_second = *value,
+                            "step_ms" if rank == 0 => self.speed.add(&column.steps, &column.values),
                             _ => {}
                         }
                     }
@@ -90,10 +94,8 @@ impl Show {
         let loss = self.losses.values().sum::<f32>() / self.losses.len() as f32;
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
         let accuracy = self.accuracy.map(|a| format!(", accuracy {:.1} %", a * 100.0)).unwrap_or_default();
-        bar.set_message(format!(
-            "epoch {epoch}, loss {loss:.4}{accuracy}, {:.0} images/s",
-            self.images_per_second
-        ));
+        let speed = self.speed.images_per_second().map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
+        bar.set_message(format!("epoch {epoch}, loss {loss:.4}{accuracy}{speed}"));
     }
 
     pub(super) fn finish(&self) {

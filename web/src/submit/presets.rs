@@ -1,12 +1,15 @@
 //! Starting points for the form.
 
 use super::form::{DEFAULTS, Form};
+use lockstep_protocol::dataset::{Dataset, DatasetInfo};
 
 /// A starting point for the form.
 pub(super) struct Preset {
     pub(super) key: &'static str,
     pub(super) title: &'static str,
     pub(super) about: &'static str,
+    /// Side, channels and number of classes of the pictures that it is made for, by which they are found under another name.
+    pub(super) pictures: (u32, u32, usize),
     /// Ranks at most; fewer when there are fewer slots.
     pub(super) ranks: u32,
     /// What differs from the defaults.
@@ -18,6 +21,7 @@ pub(super) const PRESETS: [Preset; 3] = [
         key: "fashion-mnist",
         title: "Fashion-MNIST, quick start",
         about: "ResNet-20, 5 epochs, a minute or so on two CPU cores",
+        pictures: (28, 1, 10),
         ranks: 2,
         values: &[
             ("name", "fashion-resnet20"),
@@ -36,6 +40,7 @@ pub(super) const PRESETS: [Preset; 3] = [
         key: "cifar10",
         title: "CIFAR-10, one cycle",
         about: "ResNet-18, 16 epochs, made for a GPU",
+        pictures: (32, 3, 10),
         ranks: 4,
         values: &[
             ("name", "cifar-resnet18"),
@@ -54,6 +59,7 @@ pub(super) const PRESETS: [Preset; 3] = [
         key: "tutorial",
         title: "The distributed tutorial",
         about: "ResNet-50 at 224 pixels on CIFAR-10, batch 32 a rank, 10 epochs",
+        pictures: (32, 3, 10),
         ranks: 8,
         values: &[
             ("name", "tutorial-resnet50"),
@@ -68,11 +74,27 @@ pub(super) const PRESETS: [Preset; 3] = [
     },
 ];
 
-pub(super) fn preset_form(preset: &Preset, slots: u32) -> Form {
+impl Preset {
+    /// The registered dataset that it trains on: by its name, else the first one with such pictures.
+    pub(super) fn dataset<'a>(&self, datasets: &'a [Dataset]) -> Option<&'a str> {
+        let called = |d: &&Dataset| self.values.contains(&("data.dataset", d.name.as_str()));
+        let fits = |d: &&Dataset| {
+            let DatasetInfo { height, width, channels, classes, .. } = &d.info;
+            height == width && (*height, *channels, classes.len()) == self.pictures
+        };
+        let found = datasets.iter().find(called).or_else(|| datasets.iter().find(fits));
+        found.map(|d| d.name.as_str())
+    }
+}
+
+pub(super) fn preset_form(preset: &Preset, slots: u32, datasets: &[Dataset]) -> Form {
     let mut form = DEFAULTS.clone();
     form.set("parallel.ranks", preset.ranks.min(slots).max(1).to_string());
     for (key, value) in preset.values {
         form.set(key, *value);
+    }
+    if let Some(dataset) = preset.dataset(datasets) {
+        form.set("data.dataset", dataset);
     }
     form
 }

@@ -1,7 +1,10 @@
 //! The address of the server, and how a connection to it begins.
 
-use crate::tls;
-use std::path::{Path, PathBuf};
+use crate::{host, tls};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::{Path, PathBuf},
+};
 use tokio_tungstenite::{
     Connector,
     tungstenite::{
@@ -63,5 +66,20 @@ impl Address {
 
     pub(super) fn request(&self) -> &Request {
         &self.request
+    }
+
+    /// The accounts that listen where the server is to be, when that is this machine's loopback; none where nobody does, or
+    /// the server is elsewhere.
+    pub(super) fn listeners(&self) -> Vec<u32> {
+        let uri = self.request.uri();
+        let addresses: Vec<IpAddr> = match uri.host().unwrap_or_default().trim_matches(['[', ']']) {
+            // Either may be connected to.
+            host if host.eq_ignore_ascii_case("localhost") => {
+                vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
+            }
+            host => host.parse().ok().filter(IpAddr::is_loopback).into_iter().collect(),
+        };
+        let port = uri.port_u16().unwrap_or(if uri.scheme_str() == Some("wss") { 443 } else { 80 });
+        addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect()
     }
 }

@@ -151,6 +151,21 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
+/// Reasons for which there is no connection that are told until there is one again.
+const COMPLAINTS: usize = 16;
+
+/// Whether those who listen where the server was are its account, or root: another account of this machine may have taken the port of a
+/// server that is away, and gets no token.
+fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
+    const ROOT: u32 = 0;
+    match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
+        None => Ok(()),
+        Some(uid) => {
+            Err(format!("another account (user id {uid}) listens there now, which is not sent the token"))
+        }
+    }
+}
+
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
@@ -191,10 +206,17 @@ impl Agent {
     async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut pause = RETRY.0;
-        let mut complained = false;
+        // Why there is no connection, each reason once.
+        let mut complaints = Vec::new();
+        // Of the server that first accepted this agent, where it is on this machine.
+        let mut owners = Vec::new();
         loop {
             let asked = Instant::now();
-            let connecting = Session::connect(request);
+            let listeners = request.listeners();
+            let connecting = async {
+                same_account(&listeners, &owners)?;
+                Session::connect(request).await
+            };
             let session = tokio::select! {
                 session = connecting => session,
                 let_go = signals.next() => {
@@ -206,7 +228,7 @@ impl Agent {
             };
             let lost = match session {
                 Ok(session) => {
-                    complained = false;
+                    complaints.clear();
                     match session.run(self, &mut signals).await {
                         Outcome::End => return self.result(),
                         Outcome::Refused(reason) => {
@@ -216,6 +238,9 @@ impl Agent {
                         Outcome::Lost { reason, welcomed } => {
                             if welcomed {
                                 pause = RETRY.0;
+                                if owners.is_empty() {
+                                    owners = listeners;
+                                }
                             }
                             reason
                         }
@@ -230,8 +255,9 @@ impl Agent {
                     reason
                 }
             };
-            if !std::mem::replace(&mut complained, true) {
+            if complaints.len() < COMPLAINTS && !complaints.contains(&lost) {
                 tracing::warn!(%server, %lost, "no connection to the server; trying on");
+                complaints.push(lost);
             }
             if self.wait(jittered(pause), &mut signals).await == Turn::End {
                 return self.result();

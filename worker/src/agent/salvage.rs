@@ -83,7 +83,12 @@ mod tests {
         }
         let mut reported = Reported::default();
         assert_eq!(reported.unreported(&at, 1000), [], "it never ran");
-        let running = AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 20 };
+        let running = AttemptEvent::Running {
+            total_steps: 200,
+            steps_per_epoch: 200,
+            start_step: 20,
+            train_samples: 0,
+        };
         reported.note(&running);
         reported.note(&AttemptEvent::Checkpoint(checkpoint::info(&at.join(folder_name(1, 40))).unwrap()));
         let model = at.join(folder_name(1, 60)).join(MODEL);
@@ -101,7 +106,12 @@ mod tests {
     fn what_a_stop_without_a_checkpoint_loses_is_counted() {
         let mut reported = Reported::default();
         assert_eq!(reported.lost(7, &[]), None, "it never ran");
-        reported.note(&AttemptEvent::Running { total_steps: 200, steps_per_epoch: 200, start_step: 0 });
+        reported.note(&AttemptEvent::Running {
+            total_steps: 200,
+            steps_per_epoch: 200,
+            start_step: 0,
+            train_samples: 0,
+        });
         assert_eq!(reported.lost(0, &[]), None);
         let said = reported.lost(7, &[]).unwrap();
         assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");

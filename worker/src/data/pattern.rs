@@ -63,6 +63,9 @@ pub(super) fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> 
 fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
     let wrong =
         || format!("has {{{inside}}}, which is neither a range such as {{000..127}} nor a list {{a,b}}");
+    if inside.contains('/') {
+        return Err(format!("has {{{inside}}}: a choice is a part of a file's name, without /"));
+    }
     let Some((first, last)) = inside.split_once("..") else {
         return if inside.contains(',') && !inside.contains('{') {
             Ok(inside.split(',').map(str::to_owned).collect())

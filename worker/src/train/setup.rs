@@ -249,6 +249,7 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
     if let Some(object) = shared.as_object_mut() {
         object.remove("name");
         object.remove("priority");
+        object.remove("private");
     }
     let mut about = BTreeMap::from([
         ("format".into(), "pt".into()),

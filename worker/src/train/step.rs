@@ -90,8 +90,7 @@ impl Run<'_> {
         if result.samples > 0 {
             observer.metric("loss", step, result.loss);
             observer.metric("accuracy", step, result.correct as f32 / result.samples as f32);
-            let step_in_epoch = (step - 1) % plan.steps_per_epoch + 1;
-            if let Some(line) = self.lines.line(epoch, step_in_epoch, plan.steps_per_epoch, result.loss) {
+            if let Some(line) = self.lines.line(epoch, step, plan.steps_per_epoch, result.loss) {
                 observer.log(&line);
             }
         }

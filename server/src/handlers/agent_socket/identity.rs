@@ -12,16 +12,27 @@ pub(super) async fn check(app: &App, caller: &Caller, agent: &AgentRow) -> Resul
     let _one_at_a_time = app.access.changing.lock().await;
     // As it is now: an earlier connection may have bound it.
     let bound = app.access.token(&token.id).ok_or("its token is no longer known")?;
+    let failed = |error: crate::store::StoreError| error.to_string();
+    let others = app.store.agents().await.map_err(failed)?;
     match &bound.token.agent_id {
-        Some(id) if *id == agent.id => return Ok(()),
+        Some(id) if *id == agent.id => {
+            let has_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;
+            // An admin gave the token for this name, or nobody else has it.
+            let is_free = bound.token.agent.as_deref() == Some(&agent.name) || !others.iter().any(has_name);
+            return is_free.then_some(()).ok_or_else(|| {
+                format!(
+                    "{:?} is the name of another machine; give this agent another with --name",
+                    agent.name
+                )
+            });
+        }
         Some(_) => return Err(other_agents(&token.name, agent)),
         None => {}
     }
     if bound.token.revoked_at.is_some() {
         return Err("its token was revoked".into());
     }
-    let failed = |error: crate::store::StoreError| error.to_string();
-    let known = app.store.agents().await.map_err(failed)?.iter().any(|row| row.id == agent.id);
+    let known = others.iter().any(|row| row.id == agent.id);
     if known || app.access.has_agent(&agent.id) || bound.token.agent.as_deref() != Some(&agent.name) {
         return Err(other_agents(&token.name, agent));
     }

@@ -2,15 +2,17 @@
 //! are slots for its ranks.
 
 use crate::{
+    access::Caller,
     app::App,
     dispatch::{device_for, slots_for},
     error::{Error, Problem, Result},
     handlers::{
+        datasets,
         extract::Document,
         submission::{self, Weights},
     },
 };
-use axum::{Json, extract::State};
+use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     JobSpec,
     dataset::Dataset,
@@ -37,8 +39,12 @@ pub(crate) struct Plan {
 /// Check a specification without submitting it
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
     responses((status = 200, body = Plan), (status = 422, body = Problem)))]
-pub(crate) async fn validate(State(app): State<App>, Document(document, _): Document) -> Result<Json<Plan>> {
-    let Checked { spec, dataset, warnings } = check(&app, &document, true).await?;
+pub(crate) async fn validate(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Document(document, _): Document,
+) -> Result<Json<Plan>> {
+    let Checked { spec, dataset, warnings } = check(&app, &caller, &document, true).await?;
     let samples = training_samples(&spec, &dataset);
     Ok(Json(Plan {
         samples,
@@ -61,19 +67,19 @@ pub(in crate::handlers) struct Checked {
 
 /// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
 /// whether the weights that it is to begin with fit.
-pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool) -> Result<Checked> {
-    let (mut errors, mut not_checked) = (Vec::new(), None);
-    let mut spec = match spec::from_json(document) {
-        Ok(spec) => Some(spec),
-        Err(found) => {
-            errors = found;
-            None
-        }
-    };
+pub(in crate::handlers) async fn check(
+    app: &App,
+    caller: &Caller,
+    document: &Value,
+    begins: bool,
+) -> Result<Checked> {
+    let mut not_checked = None;
+    // Also of a document with mistakes: people mend all at once.
+    let (mut spec, mut errors) = spec::read(document);
+    let own = Own(errors.iter().map(|e| e.pointer.clone()).collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
-    // Also of a document with other mistakes: people mend all at once.
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
-    let datasets = app.store.datasets().await?;
+    let datasets = datasets::seen_by(app, caller).await?;
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
     if dataset.is_none() && !name.is_empty() {
         errors.push(at("/data/dataset", no_dataset(name, &datasets)));
@@ -82,13 +88,24 @@ pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool
         let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
         submission::choose_validation(spec, dataset, given);
     }
-    if let Some(spec) = &spec {
+    if let Some(spec) = &spec
+        && !own.concern(&["/parallel", "/train/precision"])
+    {
         errors.extend(slots_mistake(app, spec));
     }
     if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
-        errors.extend(dataset_mistakes(spec, dataset));
-        if begins {
-            match submission::pretrained(app, spec, dataset).await? {
+        // Its evaluations and its page show pictures.
+        if dataset.private && !spec.private {
+            let detail = format!(
+                "must be true: the dataset {} is private, and so is what shows its pictures",
+                dataset.name
+            );
+            errors.push(at("/private", detail));
+        }
+        let found = dataset_mistakes(spec, dataset);
+        errors.extend(found.into_iter().filter(|mistake| !own.may_cause(mistake)));
+        if begins && !own.concern(&["/model", "/data", "/train/recipe"]) {
+            match submission::pretrained(app, caller, spec, dataset).await? {
                 Weights::Fit => {}
                 Weights::Mistake(mistake) => errors.push(mistake),
                 Weights::NotChecked(warning) => not_checked = Some(warning),
@@ -102,6 +119,30 @@ pub(in crate::handlers) async fn check(app: &App, document: &Value, begins: bool
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
+    }
+}
+
+/// Pointers of a document's own mistakes. Their keys have other values in the specification that is checked than its writer meant.
+struct Own(Vec<String>);
+
+impl Own {
+    /// Whether one of them is at one of these places, or below it.
+    fn concern(&self, places: &[&str]) -> bool {
+        let at = |pointer: &str, place: &str| {
+            pointer.strip_prefix(place).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.0.iter().any(|pointer| places.iter().any(|place| at(pointer, place)))
+    }
+
+    /// Whether a mistake of the job as it is checked may be none of the job that was meant.
+    fn may_cause(&self, mistake: &SpecError) -> bool {
+        match mistake.pointer.as_str() {
+            "/train/batch_size" | "/train/global_batch_size" => {
+                self.concern(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
+            }
+            // A recipe sets sizes, means and what measures.
+            pointer => self.concern(&[pointer, "/train/recipe", "/data/image_size"]),
+        }
     }
 }
 

@@ -2,14 +2,15 @@
 
 use super::check::{Checked, check};
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     handlers::{extract::Document, to_the_end},
     lifecycle::Fork,
-    store::{Annotation, Created, NewJob},
+    store::{Annotation, Created, NewJob, StoreError},
 };
 use axum::{
-    Json,
+    Extension, Json,
     extract::{OriginalUri, State},
     http::{HeaderMap, StatusCode, Uri, header},
     response::{IntoResponse, Response},
@@ -33,12 +34,13 @@ const MAX_KEY_BYTES: usize = 255;
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
     Document(document, bytes): Document,
 ) -> Result<Response> {
-    let key = idempotency_key(&headers, &uri, &bytes)?;
-    let (status, job) = to_the_end(async move { submit(&app, &document, key).await }).await?;
+    let key = idempotency_key(&app, &caller, &headers, &uri, &bytes)?;
+    let (status, job) = to_the_end(async move { submit(&app, &caller, &document, key).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
@@ -48,14 +50,15 @@ pub(crate) async fn create(
 /// Every mistake in it.
 pub(crate) async fn submit(
     app: &App,
+    caller: &Caller,
     document: &Value,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
-    if let Some(job) = made_before(app, key.as_ref()).await? {
+    if let Some(job) = made_before(app, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let Checked { spec, warnings, .. } = check(app, document, true).await?;
-    let (status, mut job) = store(app, JobId::generate(), spec, key, None).await?;
+    let Checked { spec, warnings, .. } = check(app, caller, document, true).await?;
+    let (status, mut job) = store(app, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))
 }
@@ -64,11 +67,15 @@ pub(crate) async fn submit(
 /// since, such as a file that is gone, is no reason to refuse what was accepted.
 pub(in crate::handlers) async fn made_before(
     app: &App,
+    caller: &Caller,
     key: Option<&(String, String)>,
 ) -> Result<Option<Job>> {
-    match key {
-        Some(key) => Ok(app.store.job_made_by(key).await?),
-        None => Ok(None),
+    let Some(key) = key else { return Ok(None) };
+    match app.store.job_made_by(key).await? {
+        Some(job) if !caller.sees(job.spec.private, job.owner.as_deref()) => {
+            Err(StoreError::KeyReused.into())
+        }
+        found => Ok(found),
     }
 }
 
@@ -78,6 +85,7 @@ pub(in crate::handlers) async fn made_before(
 /// The folder or the database cannot be written.
 pub(in crate::handlers) async fn store(
     app: &App,
+    caller: &Caller,
     id: JobId,
     mut spec: JobSpec,
     key: Option<(String, String)>,
@@ -93,7 +101,15 @@ pub(in crate::handlers) async fn store(
     write_folder(&folder, &spec).await.map_err(|error| {
         Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
     })?;
-    let new = NewJob { id, spec, annotation, at: crate::now(), idempotency: key, fork };
+    let new = NewJob {
+        id,
+        spec,
+        annotation,
+        at: crate::now(),
+        idempotency: key,
+        fork,
+        owner: caller.owner().map(str::to_owned),
+    };
     let created = app.store.create_job(new).await;
     if !matches!(created, Ok(Created::New(_))) {
         let _ = tokio::fs::remove_dir_all(&folder).await;
@@ -115,6 +131,8 @@ async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> std::io::Resu
 
 /// The client's key and what makes its request that request: where it went, and its body.
 pub(in crate::handlers) fn idempotency_key(
+    app: &App,
+    caller: &Caller,
     headers: &HeaderMap,
     uri: &Uri,
     body: &Bytes,
@@ -130,5 +148,10 @@ pub(in crate::handlers) fn idempotency_key(
         let _ = write!(hex, "{byte:02x}");
         hex
     });
-    Ok(Some((key.to_owned(), hash)))
+    // Where jobs have owners, two people may choose the same key. No name has the character between.
+    let key = match caller.owner().filter(|_| app.access.has_people()) {
+        Some(owner) => format!("{owner}\u{1f}{key}"),
+        None => key.to_owned(),
+    };
+    Ok(Some((key, hash)))
 }

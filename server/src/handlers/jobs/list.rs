@@ -1,6 +1,7 @@
 //! The list of jobs: which, in which order, and what of each.
 
 use crate::{
+    access::Caller,
     app::App,
     error::{Error, Problem, Result},
     handlers::{
@@ -9,7 +10,7 @@ use crate::{
     },
     store::{JobFilter, JobSort, SortBy},
 };
-use axum::{Json, extract::State};
+use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     Job, JobState, labels,
     spec::{KEYS, Kind, shortened},
@@ -31,6 +32,7 @@ pub(super) const FIELDS: &[&str] = &[
     "tags",
     "notes",
     "parent",
+    "owner",
     "unreadable",
     "spec",
     "batch",
@@ -90,6 +92,8 @@ pub(crate) struct ListQuery {
     state: Option<String>,
     /// Part of the name, at most 200 characters.
     name: Option<String>,
+    /// The person who submitted it, or the name of the token that did.
+    owner: Option<String>,
     /// Of this project.
     project: Option<String>,
     /// With all of these tags, with commas between.
@@ -106,7 +110,7 @@ pub(crate) struct ListQuery {
     pub(crate) limit: Option<u32>,
     /// `next_cursor` of the page before, with the same `sort`.
     cursor: Option<String>,
-    /// Only these fields of each job, with commas between: `id,name,state`.
+    /// Only these fields of each job, with commas between: `id,name,state`. `notes` are in a list only when they are named here.
     fields: Option<String>,
     /// Also how many jobs match on all pages together, as `total`.
     count: Option<bool>,
@@ -115,8 +119,9 @@ pub(crate) struct ListQuery {
 impl ListQuery {
     /// # Errors
     /// A state, project, time, sort, limit or cursor that is none, or a name too long to search for.
-    pub(crate) fn filter(&self) -> Result<JobFilter> {
+    pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
         search_text("name", self.name.as_deref())?;
+        search_text("owner", self.owner.as_deref())?;
         let project = self.project.clone().filter(|project| !project.is_empty());
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
@@ -135,6 +140,9 @@ impl ListQuery {
         Ok(JobFilter {
             states,
             name: self.name.clone().filter(|n| !n.is_empty()),
+            owner: self.owner.clone().filter(|owner| !owner.is_empty()),
+            seen_by: caller.sees_as(),
+            with_notes: false,
             project,
             tags,
             created_after: list::time("created_after", self.created_after.as_deref())?,
@@ -202,10 +210,12 @@ fn setting(path: &str) -> Result<SortBy> {
     responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Query(query): Query<ListQuery>,
 ) -> Result<Json<Listed<Job>>> {
-    let filter = query.filter()?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
+    let filter = JobFilter { with_notes, ..query.filter(&caller)? };
     let page = app.store.jobs(&filter).await?;
     let total = match query.count {
         Some(true) => Some(app.store.jobs_counted(&filter).await?),

@@ -11,6 +11,10 @@ pub struct JobFilter {
     pub states: Vec<JobState>,
     /// Part of the name.
     pub name: Option<String>,
+    /// Of this person or token.
+    pub owner: Option<String>,
+    /// As this person or token sees them: without what is private to others. `None` sees all.
+    pub seen_by: Option<String>,
     /// Of this project.
     pub project: Option<String>,
     /// With all of these tags.
@@ -19,6 +23,8 @@ pub struct JobFilter {
     pub created_after: Option<Timestamp>,
     /// Submitted before this time.
     pub created_before: Option<Timestamp>,
+    /// With what people wrote on them.
+    pub with_notes: bool,
     /// In which order.
     pub sort: JobSort,
     /// At most so many; 0 counts as 50.

@@ -23,6 +23,8 @@ pub struct NewJob {
     pub idempotency: Option<(String, String)>,
     /// The checkpoint of another job that it continues from.
     pub fork: Option<Fork>,
+    /// Who submits it: a person's or a token's name.
+    pub owner: Option<String>,
 }
 
 /// The job after a change, and the events that the change stored.

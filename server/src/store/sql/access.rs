@@ -23,6 +23,7 @@ fn token(row: &DbRow) -> Result<TokenRow> {
         scope: scope.parse().map_err(|error| StoreError::Corrupt(format!("token {id:?}: {error}")))?,
         agent: row.try_get("agent")?,
         agent_id: row.try_get("agent_id")?,
+        owner: row.try_get("owner")?,
         created_at: time(row.try_get("created_at")?)?,
         expires_at: optional_time("expires_at")?,
         revoked_at: optional_time("revoked_at")?,
@@ -52,8 +53,8 @@ impl SqlStore {
         let TokenRow { token, hash } = row;
         let milliseconds = |at: Option<Timestamp>| at.map(Timestamp::as_millisecond);
         sqlx::query(
-            "INSERT INTO tokens (id, name, hash, scope, agent, agent_id, created_at, expires_at, revoked_at, last_used_at) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
+            "INSERT INTO tokens (id, name, hash, scope, agent, agent_id, created_at, expires_at, revoked_at, last_used_at, owner) \
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
              hash = excluded.hash, scope = excluded.scope, agent = excluded.agent, agent_id = excluded.agent_id, \
              created_at = excluded.created_at, expires_at = excluded.expires_at, revoked_at = excluded.revoked_at",
         )
@@ -67,6 +68,7 @@ impl SqlStore {
         .bind(milliseconds(token.expires_at))
         .bind(milliseconds(token.revoked_at))
         .bind(milliseconds(token.last_used_at))
+        .bind(token.owner.as_deref())
         .execute(&self.writer)
         .await?;
         Ok(())

@@ -12,7 +12,7 @@ use sqlx::Row;
 /// Entries that a purge removes at a time: others hardly wait for it.
 const SOME: i64 = 500;
 
-fn entry(row: &DbRow) -> Result<AuditEntry> {
+pub(super) fn entry(row: &DbRow) -> Result<AuditEntry> {
     Ok(AuditEntry {
         id: row.try_get("id")?,
         at: time(row.try_get("at")?)?,

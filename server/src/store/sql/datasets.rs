@@ -17,6 +17,8 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
         info: from_json(row.try_get("info")?).map_err(flawed)?,
         name: name.clone(),
         added_at: time(row.try_get("added_at")?)?,
+        owner: row.try_get("owner")?,
+        private: row.try_get::<i64, _>("private")? != 0,
     })
 }
 
@@ -47,11 +49,16 @@ impl SqlStore {
     }
 
     pub(super) async fn insert_dataset(&self, dataset: &Dataset) -> Result<()> {
-        let done = sqlx::query("INSERT INTO datasets VALUES ($1, $2, $3, $4) ON CONFLICT (name) DO NOTHING")
+        let done = sqlx::query(
+            "INSERT INTO datasets (name, path, info, added_at, owner, private) VALUES ($1, $2, $3, $4, $5, $6) \
+             ON CONFLICT (name) DO NOTHING",
+        )
             .bind(plain(&dataset.name))
             .bind(plain(&dataset.path))
             .bind(json(&dataset.info)?)
             .bind(dataset.added_at.as_millisecond())
+            .bind(dataset.owner.as_deref().map(plain))
+            .bind(i64::from(dataset.private))
             .execute(&self.writer)
             .await?;
         if done.rows_affected() == 0 { Err(StoreError::NameTaken(dataset.name.clone())) } else { Ok(()) }

@@ -4,12 +4,12 @@
 use super::{
     super::dialect::{POSITION, json_number, json_text},
     Db, DbRow, SqlStore,
-    jobs::{JOB, job_row, part_of},
+    jobs::{JOB, JOB_AND_NOTES, job_row, part_of},
 };
 use crate::store::{
     Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SortBy, SortValue, StoreError,
     quarantine::readable,
-    values::{json, time, uint},
+    values::{json, plain, time, uint},
 };
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
@@ -52,9 +52,20 @@ fn expression(by: SortBy) -> (String, Holds, bool) {
     }
 }
 
+/// What somebody sees: jobs that are there, without what is private to others.
+fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
+    query.push(" WHERE jobs.deleted_at IS NULL");
+    if let Some(name) = seen_by {
+        query.push(" AND (jobs.private = 0 OR jobs.owner = ").push_bind(plain(name).into_owned()).push(")");
+    }
+}
+
 /// The conditions of a filter but for its cursor.
 fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<()> {
-    query.push(" WHERE jobs.deleted_at IS NULL");
+    push_seen(query, filter.seen_by.as_deref());
+    if let Some(owner) = &filter.owner {
+        query.push(" AND jobs.owner = ").push_bind(plain(owner).into_owned());
+    }
     if !filter.states.is_empty() {
         query.push(" AND jobs.state IN (");
         let mut states = query.separated(", ");
@@ -122,7 +133,8 @@ impl SqlStore {
         let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
         let (by, holds, nullable) = expression(filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
-        let mut query = QueryBuilder::new(JOB.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
+        let jobs = if filter.with_notes { JOB_AND_NOTES } else { JOB };
+        let mut query = QueryBuilder::new(jobs.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
         push_conditions(&mut query, filter)?;
         if let Some(cursor) = &filter.cursor {
             push_cursor(&mut query, filter.sort, cursor)?;
@@ -151,13 +163,11 @@ impl SqlStore {
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(super) async fn list_projects(&self) -> Result<Vec<ProjectRow>> {
-        let rows: Vec<(String, String, i64, i64)> = sqlx::query_as(
-            "SELECT project, state, count(*), max(created_at) FROM jobs WHERE deleted_at IS NULL \
-             GROUP BY project, state ORDER BY project, state",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+    pub(super) async fn list_projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+        let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
+        push_seen(&mut query, seen_by);
+        query.push(" GROUP BY project, state ORDER BY project, state");
+        let rows: Vec<(String, String, i64, i64)> = query.build_query_as().fetch_all(&self.reader).await?;
         let mut projects: Vec<ProjectRow> = Vec::new();
         let read = |(name, state, count, newest): (String, String, i64, i64)| {
             Ok((name, state.parse::<JobState>().map_err(StoreError::Corrupt)?, uint(count), time(newest)?))

@@ -18,8 +18,10 @@ use lockstep_protocol::{
 use serde::de::DeserializeOwned;
 use sqlx::{AssertSqlSafe, Row, Transaction};
 
-/// Jobs with what people wrote on them.
-pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, annotations.notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
+/// Jobs with their tags. Their notes may be long, so what reads many jobs leaves them out.
+pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
+/// Jobs with all that people wrote on them.
+pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
 
 /// The pattern of `LIKE ... ESCAPE '!'` for names that contain `text`.
 pub(super) fn part_of(text: &str) -> String {
@@ -41,6 +43,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let (mut spec, flaw) = read_spec(row.try_get("spec")?);
     flaws.extend(flaw);
     spec.name = row.try_get("name")?;
+    // The column decides who sees it, also when the specification cannot be read.
+    spec.private = row.try_get::<i64, _>("private")? != 0;
     spec.parallel.ranks = small(row.try_get("ranks")?);
     spec.project = row.try_get("project")?;
     let stored_state: String = row.try_get("state")?;
@@ -79,8 +83,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         cause,
         project: spec.project.clone(),
         tags,
-        notes: optional("notes")?.unwrap_or_default(),
+        notes: optional("notes")?,
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
+        owner: optional("owner")?,
         batch: flaws.is_empty().then(|| Batch::of(&spec)),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
@@ -132,7 +137,7 @@ pub(super) fn stop_reason(text: &str) -> Reason {
 
 /// None for a job that was deleted, of which there may be rows yet.
 pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
-    let query = format!("{JOB} WHERE jobs.id = $1 AND jobs.deleted_at IS NULL");
+    let query = format!("{JOB_AND_NOTES} WHERE jobs.id = $1 AND jobs.deleted_at IS NULL");
     let row = sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).fetch_optional(db).await?;
     row.as_ref().map(job_row).transpose()
 }
@@ -285,8 +290,8 @@ impl SqlStore {
         }
         datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
-            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, project) \
-             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9)",
+            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
+             project, owner, private) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -297,6 +302,8 @@ impl SqlStore {
         .bind(new.fork.as_ref().map(|fork| &fork.parent.job))
         .bind(new.fork.as_ref().map(|fork| &fork.parent.checkpoint))
         .bind(&new.spec.project)
+        .bind(new.owner.as_deref().map(plain))
+        .bind(i64::from(new.spec.private))
         .execute(&mut *db)
         .await?;
         if new.annotation != Annotation::default() {
@@ -336,13 +343,6 @@ impl SqlStore {
         );
         let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(job_row)))
-    }
-
-    pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
-        let query =
-            format!("{JOB} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
     }
 
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {

@@ -14,9 +14,11 @@ mod chunks;
 pub(in crate::store) mod copy;
 mod datasets;
 mod events;
+mod history;
 mod ingest;
 mod job_list;
 mod jobs;
+mod people;
 mod purge;
 mod reads;
 
@@ -25,8 +27,9 @@ use super::dialect::{
 };
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
-    Created, EventRow, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter,
-    MetricPage, NewJob, Page, ProjectRow, Report, Result, SessionRow, Store, TokenRow,
+    Created, EventRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
+    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, ProjectRow, Report, Result, SessionRow, Store,
+    TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -83,6 +86,9 @@ impl Store for SqlStore {
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await
+    }
+    async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
+        self.read_history(job, with_requests).await
     }
     async fn waiting(&self) -> Result<Vec<JobRow>> {
         self.list_waiting().await
@@ -199,14 +205,32 @@ impl Store for SqlStore {
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()> {
         self.write_project(job, project).await
     }
-    async fn projects(&self) -> Result<Vec<ProjectRow>> {
-        self.list_projects().await
+    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+        self.list_projects(seen_by).await
     }
     async fn draining(&self) -> Result<Vec<String>> {
         self.read_draining().await
     }
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
         self.write_draining(agent, draining).await
+    }
+    async fn people(&self) -> Result<Vec<PersonRow>> {
+        self.list_people().await
+    }
+    async fn put_person(&self, person: &PersonRow) -> Result<()> {
+        self.upsert_person(person).await
+    }
+    async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()> {
+        self.delete_person(person, at).await
+    }
+    async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
+        self.read_owned_job(id).await
+    }
+    async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+        self.list_hidden_from(owner).await
+    }
+    async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
+        self.read_owned_dataset(name).await
     }
     async fn tokens(&self) -> Result<Vec<TokenRow>> {
         self.list_tokens().await

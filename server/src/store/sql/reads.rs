@@ -1,6 +1,9 @@
-//! Events and what is read from them: metrics, logs, reports of ranks, checkpoints; and counts for monitoring.
+//! Events and what is read from them: metrics, logs, reports of ranks, checkpoints; jobs that are not over; and counts for monitoring.
 
-use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore};
+use super::{
+    BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore,
+    jobs::{JOB, job_row},
+};
 use crate::store::{
     CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
     Stored,
@@ -11,7 +14,7 @@ use crate::store::{
 use futures_util::TryStreamExt;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
-    job::JobId,
+    job::{Job, JobId},
     stream::Event,
 };
 use serde::de::DeserializeOwned;
@@ -76,6 +79,13 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 }
 
 impl SqlStore {
+    pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
+        let query =
+            format!("{JOB} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
+        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
+    }
+
     pub(super) async fn read_events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
         let rows = sqlx::query(
             "SELECT seq, at, attempt, rank, body, points FROM events WHERE job_id = $1 AND seq > $2 \

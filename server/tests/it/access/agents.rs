@@ -52,6 +52,9 @@ async fn a_token_is_one_agent_s_and_no_other_scope_joins() {
     let known = Agent::greet_with(&server, &by_name, hello_as("id-a", "a")).await;
     assert!(known.is_ok(), "by its name an admin makes a known agent another token");
     assert!(Agent::greet_with(&server, &fresh, hello_as("id-fresh", "fresh")).await.is_ok());
+    // A machine that is away keeps its name.
+    let said = refused(&server, &a, hello_as("id-a", "fresh")).await;
+    assert!(said.contains("the name of another machine") && said.contains("--name"), "{said}");
     server.stop().await;
 }
 

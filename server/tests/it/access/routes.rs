@@ -9,21 +9,24 @@ use std::time::Instant;
 /// What is open to strangers, to look at.
 const OPEN: [&str; 4] = ["/login", "/static/{*path}", "/healthz", "/readyz"];
 /// What needs `admin`, whatever the method.
-const ADMIN: [&str; 6] = [
+const ADMIN: [&str; 9] = [
     "/api/v1/tokens",
     "/api/v1/tokens/{id}",
+    "/api/v1/people",
+    "/api/v1/people/{name}",
+    "/people",
     "/api/v1/audit",
     "/audit",
     "/api/v1/agents/{id}/drain",
     "/api/v1/agents/{id}/undrain",
 ];
 /// What every signed-in person may do, whatever the method: it concerns nobody else.
-const OWN: [&str; 2] = ["/logout", "/api/v1/login-links"];
-const METHODS: [Method; 7] =
+const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
+pub(super) const METHODS: [Method; 7] =
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 
 /// The scopes that suffice; none: it is open.
-fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
+pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
     let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
     if path == "/login" || (OPEN.contains(&path) && safe) {
         return None;
@@ -36,7 +39,7 @@ fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
     })
 }
 
-fn every_path() -> Vec<String> {
+pub(super) fn every_path() -> Vec<String> {
     let document = serde_json::to_value(openapi()).unwrap();
     let mut paths: Vec<String> = document["paths"].as_object().unwrap().keys().cloned().collect();
     paths.extend(page_paths().into_iter().map(str::to_owned));
@@ -48,13 +51,13 @@ fn every_path() -> Vec<String> {
 
 /// What a caller is told: that it is not known, that this is not for it, or something else.
 #[derive(Debug, PartialEq, Eq)]
-enum Told {
+pub(super) enum Told {
     SignIn,
     Forbidden,
     Else(u16),
 }
 
-async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Told {
+pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Told {
     let nothing =
         path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], "").replace("//", "/");
     let answer = client.request(method.clone(), server.url(&nothing)).send().await.unwrap();

@@ -9,31 +9,35 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// What a browser does with a server.
-struct Browser<'a> {
+pub(super) struct Browser<'a> {
     server: &'a TestServer,
-    client: Client,
-    cookie: String,
+    pub(super) client: Client,
+    pub(super) cookie: String,
 }
 
 impl<'a> Browser<'a> {
-    fn new(server: &'a TestServer) -> Self {
+    pub(super) fn new(server: &'a TestServer) -> Self {
         Self { server, client: client_without_redirects(""), cookie: String::new() }
     }
 
-    async fn get(&self, path: &str) -> Response {
+    pub(super) async fn get(&self, path: &str) -> Response {
         let request = self.client.get(self.server.url(path)).header("cookie", &self.cookie);
         request.send().await.unwrap()
     }
 
-    async fn post(&self, path: &str, fields: &str) -> Response {
+    pub(super) async fn post(&self, path: &str, fields: &str) -> Response {
         let request = self.client.post(self.server.url(path)).header("cookie", &self.cookie);
         let request = request.header("origin", format!("http://{}", self.server.address));
         let request = request.header("content-type", "application/x-www-form-urlencoded");
         request.body(fields.to_owned()).send().await.unwrap()
     }
 
+    pub(super) async fn sign_in(&self, name: &str, password: &str) -> Response {
+        self.post("/login", &format!("name={name}&password={password}")).await
+    }
+
     /// Takes the cookie that an answer sets; its attributes.
-    fn take_cookie(&mut self, answer: &Response) -> String {
+    pub(super) fn take_cookie(&mut self, answer: &Response) -> String {
         let cookie = answer.headers()["set-cookie"].to_str().unwrap();
         let (cookie, attributes) = cookie.split_once(';').unwrap();
         self.cookie = format!("other=1; {cookie}");
@@ -41,7 +45,7 @@ impl<'a> Browser<'a> {
     }
 }
 
-fn location(answer: &Response) -> &str {
+pub(super) fn location(answer: &Response) -> &str {
     answer.headers()["location"].to_str().unwrap()
 }
 

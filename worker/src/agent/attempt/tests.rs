@@ -197,7 +197,8 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
         best: false,
         size_bytes: 1,
     });
-    let running = AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0 };
+    let running =
+        AttemptEvent::Running { total_steps: 100, steps_per_epoch: 100, start_step: 0, train_samples: 0 };
     for (at, lost) in [(57, true), (40, false)] {
         let place = place(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
         place.recorded(0, &[running.clone(), step(at), kept.clone()]);

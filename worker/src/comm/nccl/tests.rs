@@ -76,6 +76,8 @@ fn on_gpus(size: u32, body: impl Fn(Arc<NcclProcessGroup>) + Sync) {
             });
         }
     });
+    // NCCL crashes when the process ends while it is still aborting.
+    assert!(wait_for_aborts(Duration::from_secs(10)));
 }
 
 #[test]

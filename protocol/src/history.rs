@@ -1,0 +1,101 @@
+//! What has happened to a job, as `GET /jobs/{id}/history` tells it. Times are RFC 3339 UTC.
+
+use crate::{attempt::AttemptState, job::JobState, reason::Reason};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The whole story of a job.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct History {
+    /// The job that it was forked from; absent for a job that was none.
+    pub parent: Option<Relative>,
+    /// Jobs that were forked from it, the oldest first; at most 1000.
+    pub forks: Vec<Relative>,
+    /// Where it waits; absent unless it does.
+    pub queue: Option<Waiting>,
+    /// In the order of time, the oldest first.
+    pub entries: Vec<Entry>,
+}
+
+/// The other end of a fork.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Relative {
+    pub job: String,
+    /// Absent when it was deleted.
+    pub name: Option<String>,
+    pub state: Option<JobState>,
+    /// Id of the checkpoint that the fork began from.
+    pub checkpoint: String,
+}
+
+/// A place in the queue.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Waiting {
+    /// From 1. Jobs before it get slots first, if they fit.
+    pub place: u64,
+    /// What it waits for now, which may be another thing than its `reason` says: that may tell how its last attempt ended.
+    pub reason: Option<Reason>,
+}
+
+/// What happened at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Entry {
+    #[schema(value_type = String)]
+    pub at: jiff::Timestamp,
+    #[serde(flatten)]
+    pub what: What,
+    /// The name of the token of whoever asked for it. Only answers to admins have it, as only they see the audit log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub who: Option<String>,
+}
+
+/// Kinds of entries.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "what", rename_all = "snake_case")]
+pub enum What {
+    Submitted,
+    /// It was made as a fork.
+    Forked {
+        /// Id of the checkpoint that it begins from.
+        checkpoint: String,
+    },
+    /// An attempt began.
+    Started {
+        attempt: u32,
+        /// Id of the checkpoint that it continues from; absent when it began from the start.
+        checkpoint: Option<String>,
+        /// Names of the agents that had its ranks.
+        agents: Vec<String>,
+    },
+    /// An attempt ended.
+    Ended {
+        attempt: u32,
+        state: AttemptState,
+        /// Why; absent when it succeeded.
+        reason: Option<Reason>,
+        /// The rank that it began with, where one rank's end was the cause.
+        rank: Option<u32>,
+        /// Optimizer steps of the run that were done.
+        step: Option<u64>,
+        /// Id of the checkpoint that the next attempt went on from; absent when it began from the start, or there is none.
+        next_checkpoint: Option<String>,
+    },
+    /// Somebody asked to pause it while it ran.
+    PauseRequested,
+    /// It was paused while it waited.
+    Paused,
+    Resumed,
+    Retried,
+    /// Somebody asked to cancel it while it ran.
+    CancelRequested,
+    /// It was cancelled while it waited or was paused.
+    Cancelled,
+    /// It failed before an attempt could start.
+    Failed {
+        reason: Option<Reason>,
+    },
+    /// Training went on in bfloat16, as float16 did not hold its numbers.
+    PrecisionChanged {
+        reason: Option<Reason>,
+    },
+}

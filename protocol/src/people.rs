@@ -1,0 +1,135 @@
+//! People who sign in with a name and a password, and what each role allows.
+
+use crate::{
+    access::Scope,
+    limits::{PASSWORD_CHARS, PERSON_NAME_CHARS},
+};
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+use utoipa::ToSchema;
+
+/// What a person may do. Each role includes the one before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Look at everything that is not private.
+    Viewer,
+    /// Submit jobs and register datasets; change and delete the own ones.
+    Member,
+    /// Change everything; manage people, tokens and machines; read the audit log.
+    Admin,
+}
+
+impl Role {
+    /// In the order in which they are explained.
+    pub const ALL: [Role; 3] = [Role::Viewer, Role::Member, Role::Admin];
+
+    /// The word used in SQL, JSON and on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Role::Viewer => "viewer",
+            Role::Member => "member",
+            Role::Admin => "admin",
+        }
+    }
+
+    /// The scope that a token needs to do the same.
+    pub fn scope(self) -> Scope {
+        match self {
+            Role::Viewer => Scope::Read,
+            Role::Member => Scope::Submit,
+            Role::Admin => Scope::Admin,
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Role::ALL.into_iter().find(|role| role.as_str() == text);
+        found.ok_or_else(|| format!("no role is called {text:?}; there are viewer, member and admin"))
+    }
+}
+
+/// A person, without the password's hash. Times are RFC 3339 UTC.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Person {
+    /// Unique; it stands in the audit log and at the person's jobs.
+    pub name: String,
+    pub role: Role,
+    #[schema(value_type = String)]
+    pub created_at: jiff::Timestamp,
+    /// Absent: the person may sign in.
+    #[schema(value_type = Option<String>)]
+    pub disabled_at: Option<jiff::Timestamp>,
+}
+
+/// Why a text cannot be a person's name; `None` when it can. Upper case is no part of it, so that no two names look the same.
+pub fn name_mistake(name: &str) -> Option<String> {
+    let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let chars = name.chars().count();
+    let is = match name.chars().find(|c| !is_plain(*c) && !".-_@".contains(*c)) {
+        _ if name.is_empty() => "this one is empty".to_owned(),
+        Some(odd) => format!("this one has {odd:?}"),
+        None if chars > PERSON_NAME_CHARS => format!("this one has {chars}"),
+        None if !name.starts_with(is_plain) => "this one begins with none of the first two".to_owned(),
+        None => return None,
+    };
+    Some(format!(
+        "must have 1 to {PERSON_NAME_CHARS} characters, each a lower-case letter (a to z), a digit, '.', '-', '_' or '@', \
+         the first a letter or a digit: {is}"
+    ))
+}
+
+/// Why a text cannot be a password; `None` when it can. The sentence does not have the text.
+pub fn password_mistake(password: &str) -> Option<String> {
+    let chars = password.chars().count();
+    let (least, most) = (PASSWORD_CHARS.start(), PASSWORD_CHARS.end());
+    (!PASSWORD_CHARS.contains(&chars))
+        .then(|| format!("must have {least} to {most} characters; this one has {chars}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roles_include_those_before_them_as_scopes_do() {
+        for (n, role) in Role::ALL.into_iter().enumerate() {
+            assert_eq!(role.as_str().parse(), Ok(role));
+            for (m, other) in Role::ALL.into_iter().enumerate() {
+                assert_eq!(role.scope().allows(other.scope()), n >= m, "{role} {other}");
+            }
+            assert!(!role.scope().allows(Scope::Agent));
+        }
+        assert!("root".parse::<Role>().is_err());
+    }
+
+    #[test]
+    fn names_have_plain_characters_and_a_longest() {
+        let longest = "a".repeat(PERSON_NAME_CHARS);
+        for good in ["a", "7", "ada.lovelace-2_x", "ada@example.org", &longest] {
+            assert_eq!(name_mistake(good), None, "{good}");
+        }
+        for bad in
+            ["", "Ada", "a b", ".a", "-a", "@a", "a/b", "ä", "a\n", "a\u{202e}", &format!("{longest}a")]
+        {
+            assert!(name_mistake(bad).is_some(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn passwords_have_a_shortest_and_a_longest() {
+        for (chars, is_good) in [(0, false), (9, false), (10, true), (1024, true), (1025, false)] {
+            assert_eq!(password_mistake(&"ä".repeat(chars)).is_none(), is_good, "{chars}");
+        }
+        assert!(!password_mistake("hunter2").unwrap().contains("hunter2"));
+    }
+}

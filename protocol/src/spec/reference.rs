@@ -1,0 +1,266 @@
+//! The reference of the job file, made from what reads it: names and limits are those of [`KEYS`], defaults those of
+//! [`JobSpec::default`], and the meaning of a key is the doc comment of its field, as the OpenAPI document has it.
+
+use super::{
+    CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, MAX_SIZES, ModelSpec, ParallelSpec,
+    Recipe, RecoverySpec, TrainSpec,
+    image_size::SIDES,
+    keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, grouped},
+};
+use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
+use serde_json::Value;
+use utoipa::PartialSchema;
+
+/// A table of the job file.
+#[derive(Debug, Clone)]
+pub struct SectionReference {
+    /// Empty for the top of the document.
+    pub name: &'static str,
+    pub meaning: String,
+    pub keys: Vec<KeyReference>,
+}
+
+/// A key of the job file.
+#[derive(Debug, Clone)]
+pub struct KeyReference {
+    pub name: &'static str,
+    /// Type and limits, in words.
+    pub values: String,
+    /// As it is written in TOML; `None` where a job without the key has no value for it.
+    pub default: Option<String>,
+    /// A paragraph.
+    pub meaning: String,
+}
+
+/// A recipe and what it sets.
+#[derive(Debug, Clone)]
+pub struct RecipeReference {
+    pub name: &'static str,
+    /// `train.lr` for so many pictures a step.
+    pub lr: (f64, f64),
+    /// Paths such as `train.epochs` with their values in TOML.
+    pub keys: Vec<(String, String)>,
+}
+
+/// Every table with every key, in the order of [`KEYS`].
+pub fn reference() -> Vec<SectionReference> {
+    let defaults = defaults();
+    let of_section = |section: &super::Section| {
+        let schema = schema(section.name);
+        let table = if section.name.is_empty() { &defaults } else { &defaults[section.name] };
+        let keys = section.keys.iter().map(|(name, kind)| KeyReference {
+            name,
+            values: kind.in_words(),
+            // `dataset` alone has to be given.
+            default: table.get(*name).filter(|default| *default != "").map(toml_value),
+            meaning: description(&schema["properties"][*name]),
+        });
+        SectionReference { name: section.name, meaning: description(&schema), keys: keys.collect() }
+    };
+    KEYS.iter().map(of_section).collect()
+}
+
+/// Every recipe.
+pub fn recipes() -> Vec<RecipeReference> {
+    let of_recipe = |(recipe, name): (Recipe, &'static str)| {
+        let keys = recipe.keys();
+        let sections = keys.as_object().into_iter().flatten();
+        let keys = sections.flat_map(|(section, table)| {
+            let table = table.as_object().into_iter().flatten();
+            table.map(move |(key, value)| (format!("{section}.{key}"), toml_value(value)))
+        });
+        RecipeReference { name, lr: recipe.lr_for(), keys: keys.collect() }
+    };
+    Recipe::ALL.into_iter().map(of_recipe).collect()
+}
+
+/// The default job as text has it: `0.01`, where a value of float32 would become 0.009999999776.
+fn defaults() -> Value {
+    let text = serde_json::to_string(&JobSpec::default()).unwrap_or_default();
+    serde_json::from_str(&text).unwrap_or_default()
+}
+
+/// What utoipa knows of a section's type.
+fn schema(section: &str) -> Value {
+    let schema = match section {
+        "" => JobSpec::schema(),
+        "model" => ModelSpec::schema(),
+        "data" => DataSpec::schema(),
+        "train" => TrainSpec::schema(),
+        "parallel" => ParallelSpec::schema(),
+        "checkpoint" => CheckpointSpec::schema(),
+        "recovery" => RecoverySpec::schema(),
+        "evaluate" => EvaluateSpec::schema(),
+        "log" => LogSpec::schema(),
+        _ => return Value::Null,
+    };
+    serde_json::to_value(schema).unwrap_or_default()
+}
+
+/// The first description in a schema: an optional field has it one level deeper. One paragraph, whatever its lines were.
+fn description(schema: &Value) -> String {
+    let own = schema.get("description").and_then(Value::as_str);
+    let deeper = || {
+        let choices = schema.get("oneOf").and_then(Value::as_array)?;
+        choices.iter().find_map(|choice| choice.get("description")?.as_str())
+    };
+    own.or_else(deeper).unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// A value as TOML writes it, which is as JSON does for what a job file holds.
+fn toml_value(value: &Value) -> String {
+    match value {
+        Value::Array(list) => format!("[{}]", list.iter().map(toml_value).collect::<Vec<_>>().join(", ")),
+        other => other.to_string(),
+    }
+}
+
+/// A number as people write it, without a fraction that is 0.
+fn plain(n: f64) -> String {
+    if n.fract() == 0.0 && n.abs() < 1e15 { grouped(n as i64) } else { format!("{n:?}") }
+}
+
+impl Kind {
+    /// Type and limits, in words.
+    pub fn in_words(self) -> String {
+        match self {
+            Kind::Text { min, max } => format!("text of {min} to {} characters", grouped(max as i64)),
+            Kind::Project => {
+                format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first no dot")
+            }
+            Kind::Tags => format!("list of at most {TAGS} texts of {TAG_CHARS} characters, without commas"),
+            Kind::Notes => {
+                format!("text of at most {} bytes, also over several lines", grouped(NOTES_BYTES as i64))
+            }
+            Kind::Word(words) => {
+                let quoted: Vec<_> = words.iter().map(|word| format!("{word:?}")).collect();
+                quoted.join(", ")
+            }
+            Kind::Bool => "true or false".into(),
+            Kind::Whole { min, max } => format!("whole number, {} to {}", grouped(min), grouped(max)),
+            Kind::Seed => "whole number, 0 to 2^64 - 1".into(),
+            Kind::Number { min, max, above, below } => format!(
+                "number, {} {} and {} {}",
+                if above { "above" } else { "at least" },
+                plain(min),
+                if below { "below" } else { "at most" },
+                plain(max)
+            ),
+            Kind::Channels { positive } => {
+                let positive = if positive { "positive " } else { "" };
+                format!("list of 1 or 3 {positive}numbers, one a channel")
+            }
+            Kind::Range { min, max } => {
+                format!("list of two ascending numbers, {} to {}", plain(min), plain(max))
+            }
+            Kind::ColorJitter => format!(
+                "list of four numbers: brightness, contrast and saturation 0 to {}, hue 0 to 0.5",
+                plain(JITTER)
+            ),
+            Kind::ImageSize => format!(
+                "whole number, {} to {}, or a list of up to {MAX_SIZES} [epoch, pixels], both ascending",
+                SIDES.start(),
+                grouped(i64::from(*SIDES.end()))
+            ),
+            Kind::Epochs => format!(
+                "list of at most {} ascending whole numbers, 1 to 100,000",
+                grouped(EPOCHS_LISTED as i64)
+            ),
+            Kind::Validation => {
+                "a split's name, \"none\", or a number above 0 and below 1 (a fraction of the training split)"
+                    .into()
+            }
+            Kind::LossScale => {
+                format!("\"dynamic\", or a number above 0 and at most {}", plain(MAX_LOSS_SCALE))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// A key that a type has and the table lacks could be set by nobody, and one that only the table has would be refused.
+    #[test]
+    fn the_table_has_every_key_of_the_types_and_no_other() {
+        for section in reference() {
+            let schema = schema(section.name);
+            let of_type: BTreeSet<&str> =
+                schema["properties"].as_object().unwrap().keys().map(String::as_str).collect();
+            let mut of_table: BTreeSet<&str> = section.keys.iter().map(|key| key.name).collect();
+            if section.name.is_empty() {
+                of_table.extend(KEYS[1..].iter().map(|section| section.name));
+            }
+            assert_eq!(of_table, of_type, "[{}]", section.name);
+        }
+    }
+
+    #[test]
+    fn every_key_says_what_it_means() {
+        for section in reference() {
+            assert!(section.meaning.ends_with('.'), "[{}]: {:?}", section.name, section.meaning);
+            for key in section.keys {
+                let meaning = key.meaning;
+                assert!(
+                    meaning.ends_with('.'),
+                    "{}.{}: write a doc comment on its field: {meaning:?}",
+                    section.name,
+                    key.name
+                );
+            }
+        }
+    }
+
+    /// The default that is shown is the one that is used.
+    #[test]
+    fn a_job_of_nothing_but_shown_defaults_is_the_default_job() {
+        let mut text = String::new();
+        for section in reference() {
+            if !section.name.is_empty() {
+                text += &format!("[{}]\n", section.name);
+            }
+            for key in section.keys {
+                let default = if key.name == "dataset" { Some("\"x\"".into()) } else { key.default };
+                if let Some(default) = default {
+                    text += &format!("{} = {default}\n", key.name);
+                }
+            }
+        }
+        let spec = super::super::from_toml(&text).unwrap_or_else(|e| panic!("{e:?}\n{text}"));
+        let mut default = JobSpec::default();
+        default.data.dataset = "x".into();
+        assert_eq!(spec, default);
+    }
+
+    /// Whole numbers and numbers are taken at the limits that are shown, and refused one past them.
+    #[test]
+    fn limits_are_those_of_the_check() {
+        for section in KEYS {
+            for (key, kind) in section.keys {
+                let taken = |value: Value| kind.check(&value).is_ok();
+                match *kind {
+                    Kind::Whole { min, max } => {
+                        assert_eq!(
+                            kind.in_words(),
+                            format!("whole number, {} to {}", grouped(min), grouped(max))
+                        );
+                        assert!(taken(min.into()) && taken(max.into()), "{key}");
+                        assert!(!taken((min - 1).into()) && !taken((max + 1).into()), "{key}");
+                    }
+                    Kind::Number { min, max, above, below } => {
+                        assert_eq!((taken(min.into()), taken(max.into())), (!above, !below), "{key}");
+                    }
+                    Kind::LossScale => {
+                        assert!(
+                            taken(MAX_LOSS_SCALE.into()) && !taken((MAX_LOSS_SCALE * 1.1).into()),
+                            "{key}"
+                        );
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+}

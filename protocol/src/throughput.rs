@@ -1,0 +1,92 @@
+//! How fast an attempt trains: pictures over training time. The one definition behind every number called "images a second".
+
+use crate::spec::JobSpec;
+use serde::{Deserialize, Serialize};
+
+/// Pictures that an attempt has trained on, and the time that its steps took. The time is the sum of rank 0's `step_ms`: it holds
+/// waits for data and for other ranks, and nothing between steps, so no evaluation, no checkpoint, no pause and no step of an
+/// earlier attempt or of a fork's parent.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Throughput {
+    pictures: u64,
+    secs: f64,
+    /// Pictures of a whole step, over all ranks.
+    global_batch_size: u64,
+    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    epoch: u64,
+}
+
+impl Throughput {
+    /// Of an attempt that is about to train. `train_samples`: pictures of the training split; 0 where that is not known.
+    pub fn new(spec: &JobSpec, train_samples: u64) -> Self {
+        let epoch = if spec.data.drop_remainder { 0 } else { train_samples };
+        Self { pictures: 0, secs: 0.0, global_batch_size: spec.global_batch_size(), epoch }
+    }
+
+    /// Adds finished steps: a column `step_ms` of rank 0.
+    pub fn add(&mut self, steps: &[u64], step_ms: &[f32]) {
+        for (step, ms) in steps.iter().zip(step_ms).filter(|(_, ms)| ms.is_finite() && **ms > 0.0) {
+            self.pictures += self.pictures_until(*step) - self.pictures_until(step.saturating_sub(1));
+            self.secs += f64::from(*ms) / 1e3;
+        }
+    }
+
+    /// None before the first step.
+    pub fn images_per_second(&self) -> Option<f64> {
+        (self.pictures > 0 && self.secs > 0.0).then(|| self.pictures as f64 / self.secs)
+    }
+
+    /// Seconds of training from step `done` to step `total`, at this pace.
+    pub fn secs_left(&self, done: u64, total: u64) -> Option<f64> {
+        let left = self.pictures_until(total).saturating_sub(self.pictures_until(done));
+        self.images_per_second().map(|speed| left as f64 / speed)
+    }
+
+    /// Pictures of the steps 1 to `step` of a run.
+    fn pictures_until(&self, step: u64) -> u64 {
+        if self.epoch == 0 || self.global_batch_size == 0 {
+            return step.saturating_mul(self.global_batch_size);
+        }
+        let steps = self.epoch.div_ceil(self.global_batch_size);
+        let rest = (step % steps).saturating_mul(self.global_batch_size);
+        (step / steps).saturating_mul(self.epoch).saturating_add(rest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(drop_remainder: bool) -> JobSpec {
+        let mut spec = JobSpec::default();
+        spec.train.batch_size = Some(16);
+        spec.parallel.ranks = 2;
+        spec.data.drop_remainder = drop_remainder;
+        spec
+    }
+
+    #[test]
+    fn it_is_pictures_over_time_and_not_a_mean_of_speeds() {
+        let mut speed = Throughput::new(&spec(true), 1000);
+        assert_eq!((speed.images_per_second(), speed.secs_left(0, 10)), (None, None));
+        speed.add(&[1, 2, 3], &[500.0, f32::NAN, 1500.0]);
+        assert_eq!(speed.images_per_second(), Some(64.0 / 2.0));
+        assert_eq!(speed.secs_left(3, 13), Some(10.0));
+        assert_eq!(speed.secs_left(13, 3), Some(0.0));
+    }
+
+    #[test]
+    fn the_last_step_of_an_epoch_counts_the_pictures_that_it_has() {
+        // Steps of 32, 32 and 6.
+        let mut speed = Throughput::new(&spec(false), 70);
+        speed.add(&[3], &[1000.0]);
+        assert_eq!(speed.images_per_second(), Some(6.0));
+        speed.add(&[4, 5, 6], &[1000.0, 1000.0, 2000.0]);
+        assert_eq!(speed.images_per_second(), Some(76.0 / 5.0));
+        assert_eq!(speed.secs_left(6, 9), Some(70.0 / (76.0 / 5.0)));
+        let mut whole = Throughput::new(&spec(false), 0);
+        whole.add(&[3], &[1000.0]);
+        assert_eq!(whole.images_per_second(), Some(32.0), "of a rank that does not say how many there are");
+    }
+}

@@ -1,0 +1,195 @@
+//! Passwords as argon2id hashes. Hashing takes tens of milliseconds and 19 MiB on purpose, so it runs on blocking threads, a few at
+//! once; what cannot wait for its turn is told to come back.
+
+use argon2::{
+    Algorithm, Argon2, Params, Version,
+    password_hash::{PasswordHasher, PasswordVerifier, phc::PasswordHash},
+};
+use serde::Deserialize;
+use std::{fmt, sync::Arc, thread, time::Duration};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// What OWASP's cheat sheet on storing passwords asks of argon2id at least: memory in KiB, passes, lanes.
+const COST: (u32, u32, u32) = (19 * 1024, 2, 1);
+/// How many hashes may be computed at once, at most: half of the cores, so that guessing takes no more from the rest.
+const AT_ONCE: usize = 4;
+/// How many requests may wait for that.
+const WAITING: usize = 100;
+/// The longest wait.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Behind whom a password waits for its turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lane {
+    /// Behind everybody's, also those of somebody who guesses.
+    Strangers,
+    /// From where the person has signed in before: behind the few others of that kind.
+    Familiar,
+}
+
+/// Why a password was not hashed.
+#[derive(Debug)]
+pub(crate) enum PasswordError {
+    /// Too many at once.
+    Busy,
+    /// The system has no random bits or no memory, or a stored hash is none.
+    Failed(String),
+}
+
+/// What somebody typed. It is in no log.
+#[derive(Clone, Default, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Password(pub(crate) String);
+
+impl fmt::Debug for Password {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Password")
+    }
+}
+
+/// Hashes passwords, a few at once.
+#[derive(Debug)]
+pub(super) struct Passwords {
+    turns: Arc<Semaphore>,
+    waiting: Arc<Semaphore>,
+    /// One of its own, and as many who may wait for it.
+    familiar: (Arc<Semaphore>, Arc<Semaphore>),
+}
+
+impl Default for Passwords {
+    fn default() -> Self {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            turns: Arc::new(Semaphore::new((cores / 2).clamp(1, AT_ONCE))),
+            waiting: Arc::new(Semaphore::new(WAITING)),
+            familiar: (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(WAITING))),
+        }
+    }
+}
+
+impl Passwords {
+    /// The hash that is stored, with a salt of its own.
+    pub(super) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
+        self.work(Lane::Strangers, move || {
+            let hash = argon2()?.hash_password(password.0.as_bytes());
+            hash.map(|hash| hash.to_string()).map_err(|error| error.to_string())
+        })
+        .await
+    }
+
+    /// Whether a password is the one of a hash. Without a hash it takes as long and is not.
+    pub(super) async fn verify(
+        &self,
+        password: Password,
+        hash: Option<String>,
+        lane: Lane,
+    ) -> Result<bool, PasswordError> {
+        self.work(lane, move || {
+            let Some(hash) = hash else {
+                let mut thrown_away = [0; Params::DEFAULT_OUTPUT_LEN];
+                let hashed = argon2()?.hash_password_into(password.0.as_bytes(), &[0; 16], &mut thrown_away);
+                std::hint::black_box(thrown_away);
+                return hashed.map(|()| false).map_err(|error| error.to_string());
+            };
+            let hash = PasswordHash::new(&hash).map_err(|error| format!("a stored hash: {error}"))?;
+            // With the costs that the hash was made with.
+            Ok(argon2()?.verify_password(password.0.as_bytes(), &hash).is_ok())
+        })
+        .await
+    }
+
+    async fn work<T: Send + 'static>(
+        &self,
+        lane: Lane,
+        work: impl FnOnce() -> Result<T, String> + Send + 'static,
+    ) -> Result<T, PasswordError> {
+        let turn = self.turn(lane).await?;
+        let done = tokio::task::spawn_blocking(move || {
+            // Until the work is done, also when nobody waits for it any more.
+            let _turn = turn;
+            work()
+        });
+        done.await.map_err(|error| PasswordError::Failed(error.to_string()))?.map_err(PasswordError::Failed)
+    }
+
+    async fn turn(&self, lane: Lane) -> Result<OwnedSemaphorePermit, PasswordError> {
+        let (turns, waiting) = match lane {
+            Lane::Strangers => (&self.turns, &self.waiting),
+            Lane::Familiar => (&self.familiar.0, &self.familiar.1),
+        };
+        let _waiting = waiting.clone().try_acquire_owned().map_err(|_| PasswordError::Busy)?;
+        let turn = tokio::time::timeout(PATIENCE, turns.clone().acquire_owned()).await;
+        turn.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)
+    }
+}
+
+fn argon2() -> Result<Argon2<'static>, String> {
+    let (memory, passes, lanes) = COST;
+    let params = Params::new(memory, passes, lanes, None).map_err(|error| error.to_string())?;
+    Ok(Argon2::new(Algorithm::Argon2id, Version::V0x13, params))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn password(text: &str) -> Password {
+        Password(text.into())
+    }
+
+    #[tokio::test]
+    async fn a_hash_is_argon2id_with_a_salt_of_its_own_and_knows_its_password() {
+        let passwords = Passwords::default();
+        let first = passwords.hash(password("correct horse")).await.unwrap();
+        let second = passwords.hash(password("correct horse")).await.unwrap();
+        assert!(first.starts_with("$argon2id$v=19$m=19456,t=2,p=1$"), "{first}");
+        assert_ne!(first, second);
+        assert!(
+            passwords.verify(password("correct horse"), Some(first.clone()), Lane::Strangers).await.unwrap()
+        );
+        for wrong in ["correct horsf", "", "correct horse "] {
+            assert!(
+                !passwords.verify(password(wrong), Some(first.clone()), Lane::Strangers).await.unwrap(),
+                "{wrong}"
+            );
+        }
+        assert!(!passwords.verify(password("correct horse"), None, Lane::Strangers).await.unwrap());
+        assert!(passwords.verify(password("x"), Some("no hash".into()), Lane::Strangers).await.is_err());
+        assert!(!format!("{:?}", password("correct horse")).contains("horse"));
+    }
+
+    #[tokio::test]
+    async fn so_many_wait_and_one_more_is_told_to_come_back() {
+        let passwords = Arc::new(Passwords::default());
+        // Every turn is taken.
+        let turns = passwords.turns.available_permits() as u32;
+        let taken = passwords.turns.clone().acquire_many_owned(turns).await.unwrap();
+        let waiting: Vec<_> = (0..WAITING)
+            .map(|_| {
+                let passwords = passwords.clone();
+                tokio::spawn(
+                    async move { passwords.verify(password("x"), None, Lane::Strangers).await.is_ok() },
+                )
+            })
+            .collect();
+        while passwords.waiting.available_permits() > 0 {
+            tokio::task::yield_now().await;
+        }
+        assert!(matches!(
+            passwords.verify(password("x"), None, Lane::Strangers).await,
+            Err(PasswordError::Busy)
+        ));
+        let familiar = passwords.verify(password("x"), None, Lane::Familiar).await;
+        assert!(familiar.is_ok(), "who has signed in before does not wait behind them");
+        for one in waiting.iter().skip(1) {
+            one.abort();
+        }
+        drop(taken);
+        let mut waiting = waiting.into_iter();
+        assert!(waiting.next().unwrap().await.unwrap(), "it had its turn");
+        for aborted in waiting {
+            assert!(aborted.await.is_err());
+        }
+        assert!(passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(), "and the next do, too");
+    }
+}

@@ -1,0 +1,214 @@
+//! People, in memory like tokens. A session of a person stands for the person as a token's session stands for the token: with any
+//! change of the person it ends. The person's tokens allow no more than the person's role, and nothing while it is disabled.
+
+use super::{
+    Access, Known,
+    caller::{Credential, Usage},
+    passwords::{Lane, Password, PasswordError},
+};
+use crate::store::{PersonRow, principal};
+use lockstep_protocol::{
+    access::{Scope, Token},
+    people::{Person, name_mistake, password_mistake},
+};
+use std::{net::IpAddr, sync::Arc, time::Duration};
+use tokio_util::sync::CancellationToken;
+
+/// A person, and what a session of the person stands for.
+#[derive(Debug)]
+pub(super) struct KnownPerson {
+    row: PersonRow,
+    pub(super) credential: Arc<Credential>,
+}
+
+/// Why nobody is signed in.
+#[derive(Debug)]
+pub(crate) enum NotSignedIn {
+    /// The name, the password, or both: which of them is not said, nor whether the person is disabled.
+    Wrong,
+    /// Too often; how long to wait.
+    TooOften(Duration),
+    NotChecked(PasswordError),
+}
+
+impl Known {
+    /// What a session stands for: a token, or a person.
+    pub(super) fn stands_for(&self, id: &str) -> Option<Arc<Credential>> {
+        let person = id.strip_prefix(principal("").as_str()).and_then(|name| self.people.get(name));
+        match person {
+            Some(person) => Some(person.credential.clone()),
+            None => self.tokens.values().find(|c| c.token.id == id).cloned(),
+        }
+    }
+
+    /// What a token allows today: of one that a person owns, no more than the person's role. `None` while the owner is disabled, or
+    /// gone.
+    pub(super) fn scope_of(&self, token: &Token) -> Option<Scope> {
+        let Some(owner) = &token.owner else { return Some(token.scope) };
+        let person = self.people.get(owner).map(|known| &known.row.person)?;
+        person.disabled_at.is_none().then(|| token.scope.at_most(person.role.scope()))
+    }
+
+    /// Tokens of a person after it has changed: what one of them has open ends where it allows something else now.
+    fn renew_tokens_of(&mut self, owner: &str) {
+        let of_owner = |c: &&Arc<Credential>| c.token.owner.as_deref() == Some(owner);
+        for old in self.tokens.values().filter(of_owner).cloned().collect::<Vec<_>>() {
+            let scope = self.scope_of(&old.token);
+            if scope != old.scope {
+                old.ended.cancel();
+                let ended = CancellationToken::new();
+                if scope.is_none() || !old.token.is_valid(crate::now()) {
+                    ended.cancel();
+                }
+                let renewed = Credential {
+                    token: old.token.clone(),
+                    hash: old.hash.clone(),
+                    scope,
+                    session_since: None,
+                    expires_at: old.expires_at,
+                    ended,
+                    usage: old.usage.clone(),
+                };
+                self.tokens.insert(old.hash.clone(), Arc::new(renewed));
+            }
+        }
+    }
+}
+
+impl Access {
+    /// Takes in a person, in place of the one with its name: that one's sessions end.
+    pub(crate) fn put_person(&self, row: PersonRow) {
+        let name = row.person.name.clone();
+        // The shape of a token, for everything that says or asks who somebody is.
+        let token = Token {
+            id: row.principal(),
+            name: name.clone(),
+            scope: row.person.role.scope(),
+            agent: None,
+            agent_id: None,
+            owner: Some(name.clone()),
+            created_at: row.person.created_at,
+            expires_at: None,
+            revoked_at: None,
+            last_used_at: None,
+        };
+        let ended = CancellationToken::new();
+        if row.person.disabled_at.is_some() {
+            ended.cancel();
+        }
+        let credential = Credential {
+            scope: Some(token.scope),
+            usage: Usage::of(&token),
+            token,
+            hash: String::new(),
+            session_since: None,
+            expires_at: None,
+            ended,
+        };
+        let mut known = self.write();
+        let person = KnownPerson { row, credential: Arc::new(credential) };
+        if let Some(old) = known.people.insert(name.clone(), person) {
+            old.credential.ended.cancel();
+        }
+        known.renew_tokens_of(&name);
+        // Also those that signed in with a token of the person's.
+        known.sessions.retain(|_, session| {
+            let is_its = session.token.owner.as_deref() == Some(name.as_str());
+            if is_its {
+                session.ended.cancel();
+            }
+            !is_its
+        });
+        let its: Vec<String> = known
+            .tokens
+            .values()
+            .filter(|c| c.token.owner.as_deref() == Some(name.as_str()))
+            .map(|c| c.token.id.clone())
+            .collect();
+        drop(known);
+        its.iter().for_each(|token| self.codes.forget(token));
+        self.codes.forget(&principal(&name));
+    }
+
+    /// Forgets a person: its sessions end, and its tokens allow nothing.
+    pub(crate) fn remove_person(&self, name: &str) {
+        let now = crate::now();
+        let mut known = self.write();
+        if let Some(old) = known.people.remove(name) {
+            old.credential.ended.cancel();
+        }
+        known.renew_tokens_of(name);
+        let of_owner = |c: &&Arc<Credential>| c.token.owner.as_deref() == Some(name);
+        for old in known.tokens.values().filter(of_owner).cloned().collect::<Vec<_>>() {
+            let revoked_at = old.token.revoked_at.or(Some(now));
+            let token = Token { revoked_at, ..old.token.clone() };
+            let revoked = Credential {
+                token,
+                hash: old.hash.clone(),
+                scope: None,
+                session_since: None,
+                expires_at: old.expires_at,
+                ended: old.ended.clone(),
+                usage: old.usage.clone(),
+            };
+            known.tokens.insert(old.hash.clone(), Arc::new(revoked));
+        }
+        drop(known);
+        self.codes.forget(&principal(name));
+    }
+
+    /// A person as it is stored.
+    pub(crate) fn person(&self, name: &str) -> Option<PersonRow> {
+        self.read().people.get(name).map(|known| known.row.clone())
+    }
+
+    /// Everybody, by name.
+    pub(crate) fn people(&self) -> Vec<Person> {
+        self.read().people.values().map(|known| known.row.person.clone()).collect()
+    }
+
+    /// Whether anybody has a name and a password here: then jobs are their owners'.
+    pub(crate) fn has_people(&self) -> bool {
+        !self.read().people.is_empty()
+    }
+
+    /// The hash of a password that is to be stored.
+    ///
+    /// # Errors
+    /// Too many at once, or the system's.
+    pub(crate) async fn hash_password(&self, password: Password) -> Result<String, PasswordError> {
+        self.passwords.hash(password).await
+    }
+
+    /// The person with this name and password. What is wrong takes as long whether or not there is such a person.
+    ///
+    /// # Errors
+    /// Why nobody is.
+    pub(crate) async fn by_password(
+        &self,
+        name: &str,
+        password: Password,
+        from: IpAddr,
+    ) -> Result<PersonRow, NotSignedIn> {
+        // What cannot be a name is counted as one, so that nobody fills the memory with names.
+        let counted = if name_mistake(name).is_none() { name } else { "" };
+        let lane = match self.attempts.begin(counted, from).map_err(NotSignedIn::TooOften)? {
+            true => Lane::Familiar,
+            false => Lane::Strangers,
+        };
+        if password_mistake(&password.0).is_some() {
+            return Err(NotSignedIn::Wrong);
+        }
+        let row = self.person(name).filter(|row| row.person.disabled_at.is_none());
+        match self.passwords.verify(password, row.as_ref().map(|row| row.hash.clone()), lane).await {
+            Ok(true) => {}
+            Ok(false) => return Err(NotSignedIn::Wrong),
+            Err(error) => {
+                self.attempts.not_checked(counted, from);
+                return Err(NotSignedIn::NotChecked(error));
+            }
+        }
+        self.attempts.succeeded(counted, from);
+        row.ok_or(NotSignedIn::Wrong)
+    }
+}

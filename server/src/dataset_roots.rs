@@ -1,0 +1,200 @@
+//! Folders that datasets may come from (`serve --dataset-root`). Whoever registers a folder sees its pictures and trains on them with
+//! the rights of the agent, so a server that others reach names what they may register.
+
+use crate::{access::Caller, config::ServeConfig};
+use std::path::{Component, Path, PathBuf};
+
+/// Where datasets may come from.
+#[derive(Debug, Clone)]
+pub(crate) struct DatasetRoots {
+    /// As given, absolute, and without links as this machine sees them.
+    roots: Vec<(PathBuf, PathBuf)>,
+    /// Where the server itself unpacks the pictures that come with the program.
+    bundled: Option<PathBuf>,
+    /// Others than the people of this machine reach the server.
+    shared: bool,
+}
+
+impl DatasetRoots {
+    pub(crate) fn new(config: &ServeConfig) -> Self {
+        let absolute = |root: &PathBuf| {
+            let root = std::path::absolute(root).unwrap_or_else(|_| root.clone());
+            let resolved = resolved(&root);
+            (root, resolved)
+        };
+        let shared = !config.listen.ip().is_loopback()
+            || !config.trusted_proxies.is_empty()
+            || config.public_url.is_some();
+        let bundled = config.bundled.as_ref().map(|bundled| {
+            let data_dir = std::path::absolute(&config.data_dir).unwrap_or_else(|_| config.data_dir.clone());
+            resolved(&data_dir).join("datasets").join(bundled.name)
+        });
+        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, shared }
+    }
+
+    /// Whether a caller may name this path. It is looked at on this machine, where links may lead it elsewhere; what it is on the
+    /// machine that has the files, [`DatasetRoots::check_found`] says.
+    ///
+    /// # Errors
+    /// Why not, and what would do.
+    pub(crate) async fn check_asked(&self, path: &str, caller: &Caller) -> Result<(), String> {
+        if self.bundled.as_deref() == Some(Path::new(path)) {
+            return Ok(());
+        }
+        if leads_astray(Path::new(path)) {
+            return Err("has .. behind a {, which leads elsewhere than it reads; write the folder out".into());
+        }
+        if self.roots.is_empty() {
+            return if self.shared && !caller.sees_all() {
+                Err("can be registered by admins alone: this server can be reached from other machines and names no folders \
+                    that datasets may come from (`lockstep serve --dataset-root DIR`)"
+                    .into())
+            } else {
+                Ok(())
+            };
+        }
+        let asked = PathBuf::from(path);
+        // A file system that does not respond must not hold up others.
+        let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
+        match resolved {
+            Ok(resolved) if self.has(&resolved) => Ok(()),
+            Ok(resolved) if resolved == Path::new(path) => Err(self.refusal("it")),
+            Ok(resolved) => Err(self.refusal(&format!("it is {} here, which", resolved.display()))),
+            Err(error) => Err(format!("cannot be looked at: {error}")),
+        }
+    }
+
+    /// Whether files may be used that a machine found at this path, which has no links.
+    ///
+    /// # Errors
+    /// They may not, and which may.
+    pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
+        let path_found = plain(Path::new(path));
+        let is_bundled = self.bundled.as_ref() == Some(&path_found);
+        let is_below = self.has(&path_found) && !leads_astray(Path::new(path));
+        match self.roots.is_empty() || is_bundled || is_below {
+            true => Ok(()),
+            false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
+        }
+    }
+
+    /// Below a root, or one itself; by whole names.
+    fn has(&self, path: &Path) -> bool {
+        self.roots.iter().any(|(given, resolved)| path.starts_with(given) || path.starts_with(resolved))
+    }
+
+    fn refusal(&self, what: &str) -> String {
+        let roots: Vec<_> = self.roots.iter().map(|(given, _)| given.display().to_string()).collect();
+        format!(
+            "{what} is not below a folder that datasets may come from: {} (`lockstep serve --dataset-root`)",
+            roots.join(", ")
+        )
+    }
+}
+
+/// Whether `..` follows a pattern's brace: what is in braces may hold a `/`, and `..` then leads elsewhere than it reads.
+fn leads_astray(path: &Path) -> bool {
+    let behind = path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
+    behind.into_iter().any(|part| part == Component::ParentDir)
+}
+
+/// A path without `.`, `..` and links, as far as it exists on this machine.
+fn resolved(path: &Path) -> PathBuf {
+    let mut whole = PathBuf::new();
+    for part in path.components() {
+        step(&mut whole, part);
+        if let Ok(real) = whole.canonicalize() {
+            whole = real;
+        }
+    }
+    whole
+}
+
+/// A path without `.` and `..`.
+fn plain(path: &Path) -> PathBuf {
+    let mut whole = PathBuf::new();
+    path.components().for_each(|part| step(&mut whole, part));
+    whole
+}
+
+fn step(whole: &mut PathBuf, part: Component<'_>) {
+    match part {
+        Component::ParentDir => {
+            whole.pop();
+        }
+        Component::CurDir => {}
+        other => whole.push(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn roots(folders: &[&Path], listen: &str) -> DatasetRoots {
+        let mut config = ServeConfig::new("data");
+        config.listen = listen.parse().unwrap();
+        config.dataset_roots = folders.iter().map(|folder| folder.to_path_buf()).collect();
+        DatasetRoots::new(&config)
+    }
+
+    #[tokio::test]
+    async fn what_is_in_braces_leads_nowhere_else() {
+        let roots = roots(&[Path::new("/data")], "0.0.0.0:7070");
+        for path in ["/data/{a/b,.}/../../secret/x.tar", "/data/{a,b}/../../secret/x.tar"] {
+            assert!(roots.check_asked(path, &Caller::anybody()).await.unwrap_err().contains(".."), "{path}");
+            assert!(roots.check_found(path).is_err(), "{path}");
+        }
+        assert!(roots.check_asked("/data/{000..127}.tar", &Caller::anybody()).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_path_is_below_a_root_by_whole_names_and_after_its_links() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for folder in ["root/set", "root-other/set", "outside", "real"] {
+            std::fs::create_dir_all(at(folder)).unwrap();
+        }
+        symlink(at("outside"), at("root/link")).unwrap();
+        symlink(at("root/set"), at("way-in")).unwrap();
+        symlink(at("real"), at("linked-root")).unwrap();
+        let some = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
+        let may = async |path: PathBuf| some.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
+        for good in [
+            "root",
+            "root/set",
+            "root/not-here/train-{000..127}.tar",
+            "root/./set/../set",
+            "way-in",
+            "linked-root/x",
+            "real/x",
+        ] {
+            assert_eq!(may(at(good)).await, Ok(()), "{good}");
+        }
+        for bad in [
+            "root-other/set",
+            "outside",
+            "root/link",
+            "root/link/x",
+            "root/../outside",
+            "root/set/../../outside",
+            ".",
+        ] {
+            let why = may(at(bad)).await.expect_err(bad);
+            assert!(why.contains(at("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
+        }
+        assert!(may("/".into()).await.is_err() && may("/etc".into()).await.is_err());
+        // What the machine with the files says, of which this one knows nothing.
+        assert_eq!(some.check_found(at("real/x").to_str().unwrap()), Ok(()));
+        assert!(some.check_found(at("outside").to_str().unwrap()).is_err());
+        assert!(some.check_found(at("root/../outside").to_str().unwrap()).is_err());
+    }
+
+    #[tokio::test]
+    async fn without_roots_every_folder_is_allowed() {
+        let none = roots(&[], "127.0.0.1:0");
+        assert_eq!(none.check_asked("/etc", &Caller::anybody()).await, Ok(()));
+        assert_eq!(none.check_found("/etc"), Ok(()));
+    }
+}

@@ -1,0 +1,135 @@
+//! Whose a job or a dataset is, and what others may do with it. This stands in the gate, before every handler of a route that names
+//! one, so a new route cannot forget it: what is private is not found by others, and where there are people, jobs and datasets are
+//! changed by their owners and by admins.
+
+use crate::{
+    access::Caller,
+    app::App,
+    error::{Error, Result},
+    store::Owned,
+};
+use axum::{
+    RequestExt,
+    extract::{RawPathParams, Request},
+    http::Method,
+};
+use lockstep_protocol::JobId;
+
+/// Requests that may change something, and not the job that they name: what is seen is enough.
+const READING: [&str; 2] = ["/api/v1/jobs/{id}/fork", "/api/v1/checkpoints/{id}/predict"];
+
+/// What a route names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Job,
+    Checkpoint,
+    Dataset,
+}
+
+impl Kind {
+    fn of(route: &str) -> Option<Self> {
+        let kinds = [
+            ("/jobs/{id}", Kind::Job),
+            ("/api/v1/jobs/{id}", Kind::Job),
+            ("/api/v1/checkpoints/{id}", Kind::Checkpoint),
+            ("/api/v1/datasets/{name}", Kind::Dataset),
+        ];
+        let is_below = |rest: &str| rest.is_empty() || rest.starts_with(['/', '.']);
+        let found = kinds.into_iter().find(|(start, _)| route.strip_prefix(start).is_some_and(is_below));
+        found.map(|(_, kind)| kind)
+    }
+
+    /// As the handlers say it of what there is not.
+    fn not_found(self, route: &str) -> Error {
+        Error::NotFound(
+            match self {
+                Kind::Job if route.starts_with("/jobs/") => "No job has this id. It may have been deleted.",
+                Kind::Job => "no job has this id",
+                Kind::Checkpoint => "no checkpoint has this id",
+                Kind::Dataset => "no dataset has this name",
+            }
+            .into(),
+        )
+    }
+
+    fn word(self) -> &'static str {
+        match self {
+            Kind::Job | Kind::Checkpoint => "job",
+            Kind::Dataset => "dataset",
+        }
+    }
+}
+
+/// Lets a request through that its caller may make with what it names. What there is not is left to the handler.
+///
+/// # Errors
+/// 404 for what is private to somebody else, 403 for a change of what is somebody else's.
+pub(super) async fn check(
+    app: &App,
+    caller: &Caller,
+    method: &Method,
+    route: &str,
+    request: &mut Request,
+) -> Result<()> {
+    let Some(kind) = Kind::of(route) else { return Ok(()) };
+    if caller.sees_all() {
+        return Ok(());
+    }
+    // Decoded, as the handler takes it. What cannot be decoded is no name.
+    let Ok(params) = request.extract_parts::<RawPathParams>().await else { return Ok(()) };
+    let Some(name) = params.iter().find(|(key, _)| ["id", "name"].contains(key)).map(|(_, value)| value)
+    else {
+        return Ok(());
+    };
+    let owned = match kind {
+        Kind::Job => match name.parse::<JobId>() {
+            Ok(id) => app.store.owned_job(&id).await?,
+            Err(_) => None,
+        },
+        Kind::Checkpoint => match app.store.checkpoint(name).await? {
+            Some(row) => app.store.owned_job(&row.job).await?,
+            None => None,
+        },
+        Kind::Dataset => app.store.owned_dataset(name).await?,
+    };
+    let Some(owned) = owned else { return Ok(()) };
+    if !caller.sees(owned.private, owned.owner.as_deref()) {
+        return Err(kind.not_found(route));
+    }
+    let reads = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
+    if reads || !app.access.has_people() || caller.owns(owned.owner.as_deref()) {
+        return Ok(());
+    }
+    Err(Error::Forbidden(not_yours(kind, &owned)))
+}
+
+fn not_yours(kind: Kind, owned: &Owned) -> String {
+    let word = kind.word();
+    match &owned.owner {
+        Some(owner) => format!("this {word} is of {owner}: only its owner and admins change it"),
+        None => format!("nobody is known to own this {word}: only admins change it"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_route_below_a_job_is_about_it() {
+        for (route, kind) in [
+            ("/jobs/{id}", Some(Kind::Job)),
+            ("/api/v1/jobs/{id}", Some(Kind::Job)),
+            ("/api/v1/jobs/{id}/metrics.csv", Some(Kind::Job)),
+            ("/api/v1/checkpoints/{id}/{file}", Some(Kind::Checkpoint)),
+            ("/api/v1/datasets/{name}/samples", Some(Kind::Dataset)),
+            ("/api/v1/jobs", None),
+            ("/api/v1/jobs/validate", None),
+            ("/jobs/new", None),
+            ("/api/v1/datasets/inspect", None),
+            ("/api/v1/agents/{id}/drain", None),
+        ] {
+            assert_eq!(Kind::of(route), kind, "{route}");
+        }
+    }
+}

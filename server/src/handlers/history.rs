@@ -1,0 +1,158 @@
+//! A job's history: what happened to it, why, and who asked for it.
+
+use super::{
+    extract::{Path, job_id},
+    jobs,
+};
+use crate::{
+    access::Caller,
+    app::App,
+    error::{Problem, Result},
+    store::AuditEntry,
+};
+use axum::{Extension, Json, extract::State};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    access::Scope,
+    attempt::Attempt,
+    history::{Entry, History, Relative, Waiting, What},
+    job::{Job, JobState},
+    reason::ReasonCode,
+    stream::{Event, EventBody},
+};
+
+/// A request is written down when it has been answered, which is at most so long after what it did.
+const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
+
+/// A job's history
+///
+/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one went on;
+/// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
+/// Admins also see who asked.
+#[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 200, body = History), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<History>> {
+    let job = jobs::find(&app, &id).await?;
+    let may_see_who = caller.may(Scope::Admin);
+    if may_see_who {
+        app.audit.flush().await;
+    }
+    let rows = app.store.history(&job, may_see_who).await?;
+    let attempts = app.store.attempts(&job.id).await?;
+    let mut entries = of_states(&job, &rows.states, &rows.requests);
+    entries.extend(of_attempts(&attempts));
+    // Stable: what was asked for stands before the attempt's end that followed in the same millisecond.
+    entries.sort_by_key(|entry| entry.at);
+    let parent = match &job.parent {
+        None => None,
+        Some(parent) => {
+            let known = match job_id(&parent.job) {
+                Ok(id) => app.store.job(&id).await?,
+                Err(_) => None,
+            };
+            let known = known.filter(|row| sees(&caller, &row.job));
+            Some(Relative {
+                job: parent.job.clone(),
+                name: known.as_ref().map(|row| row.job.name.clone()),
+                state: known.map(|row| row.job.state),
+                checkpoint: parent.checkpoint.clone(),
+            })
+        }
+    };
+    let forks = rows.forks.into_iter().filter(|fork| sees(&caller, fork)).filter_map(|fork| {
+        let checkpoint = fork.parent?.checkpoint;
+        Some(Relative {
+            job: fork.id.to_string(),
+            name: Some(fork.name),
+            state: Some(fork.state),
+            checkpoint,
+        })
+    });
+    let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
+    let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
+    Ok(Json(History { parent, forks: forks.collect(), queue, entries }))
+}
+
+fn sees(caller: &Caller, job: &Job) -> bool {
+    caller.sees(job.spec.private, job.owner.as_deref())
+}
+
+fn of_attempts(attempts: &[Attempt]) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for (n, attempt) in attempts.iter().enumerate() {
+        let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
+            attempt;
+        let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
+        let what = What::Started { attempt: *number, checkpoint, agents };
+        entries.push(Entry { at: *started_at, what, who: None });
+        if let Some(at) = *ended_at {
+            let what = What::Ended {
+                attempt: *number,
+                state: *state,
+                rank: reason.as_ref().and_then(|reason| reason.facts().rank),
+                reason: reason.clone(),
+                step: *step,
+                next_checkpoint: attempts.get(n + 1).and_then(|next| next.checkpoint.clone()),
+            };
+            entries.push(Entry { at, what, who: None });
+        }
+    }
+    entries
+}
+
+/// What changes of state tell that attempts do not.
+fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
+    let begin = match &job.parent {
+        Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
+        None => What::Submitted,
+    };
+    let mut entries = vec![Entry { at: job.created_at, what: begin, who: None }];
+    let mut before: Option<(JobState, Option<ReasonCode>)> = None;
+    for Event { seq, at, body } in states {
+        let EventBody::State { state, cause, .. } = body else { continue };
+        let code = cause.as_ref().map(|cause| cause.code().clone());
+        let now = Some((*state, code.clone()));
+        if before == now {
+            continue;
+        }
+        // What became of a lost attempt is told by the attempt.
+        let was_active =
+            before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
+        let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
+        let moved = before.as_ref().is_none_or(|(old, _)| old != state);
+        before = now;
+        let (what, action) = match (state, code) {
+            // Told above: among many changes of state it may not be here.
+            (JobState::Queued, _) if *seq == 1 => continue,
+            (JobState::Queued, Some(ReasonCode::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
+            (JobState::Queued, Some(ReasonCode::RetriedByUser)) if moved => (What::Retried, Some("retry")),
+            (JobState::Pausing, _) if moved => (What::PauseRequested, Some("pause")),
+            (JobState::Paused, _) if moved && !was_active => (What::Paused, Some("pause")),
+            (_, Some(ReasonCode::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
+            (JobState::Cancelled, _) if moved && !was_active => (What::Cancelled, Some("cancel")),
+            (JobState::Failed, _) if moved && !was_active => (What::Failed { reason: cause.clone() }, None),
+            (JobState::Running, Some(ReasonCode::PrecisionFallback)) => {
+                (What::PrecisionChanged { reason: cause.clone() }, None)
+            }
+            _ => continue,
+        };
+        let who = action.and_then(|action| who_asked(requests, action, *at));
+        entries.push(Entry { at: *at, what, who });
+    }
+    entries
+}
+
+/// Who sent the request that was answered soonest after `at`.
+fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
+    let asked = |entry: &&AuditEntry| {
+        let path = entry.object.split('?').next().unwrap_or_default();
+        let after = entry.at.duration_since(at);
+        path.rsplit('/').next() == Some(action) && after >= -ANSWERED_WITHIN && after <= ANSWERED_WITHIN
+    };
+    let nearest = requests.iter().filter(asked).min_by_key(|entry| entry.at.duration_since(at).abs());
+    nearest.map(|entry| entry.who.clone()).filter(|who| !who.is_empty())
+}

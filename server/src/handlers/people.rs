@@ -1,0 +1,263 @@
+//! People: add, list, change, remove; and the own password.
+
+use super::extract::{Body, Path};
+use crate::{
+    access::{Caller, NotSignedIn, Password, PasswordError},
+    app::App,
+    error::{Error, Problem, Result},
+    gate::Concerns,
+    ingress::Peer,
+    store::PersonRow,
+};
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    limits::PEOPLE,
+    people::{Person, Role, name_mistake, password_mistake},
+    spec::SpecError,
+};
+use serde::{Deserialize, Serialize};
+use std::{net::IpAddr, time::Duration};
+use utoipa::ToSchema;
+
+/// A person to be added.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewPerson {
+    /// 1 to 64 characters: a to z, digits, `.`, `-`, `_` and `@`.
+    pub(super) name: String,
+    pub(super) role: Role,
+    /// 10 to 1024 characters.
+    #[schema(value_type = String)]
+    pub(super) password: Password,
+}
+
+/// What is to change; what is absent stays. Any change ends the person's sessions.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PersonChange {
+    pub(super) role: Option<Role>,
+    /// Whether the person may no longer sign in, nor its tokens be used.
+    pub(super) disabled: Option<bool>,
+    /// 10 to 1024 characters.
+    #[schema(value_type = Option<String>)]
+    pub(super) password: Option<Password>,
+}
+
+/// Everybody.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct PersonList {
+    /// By name.
+    people: Vec<Person>,
+}
+
+/// A password of one's own.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct OwnPassword {
+    #[schema(value_type = String)]
+    pub(super) current: Password,
+    /// 10 to 1024 characters.
+    #[schema(value_type = String)]
+    pub(super) new: Password,
+}
+
+fn mistake(pointer: &str, detail: String) -> Error {
+    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }])
+}
+
+fn checked(pointer: &str, password: &Password) -> Result<()> {
+    password_mistake(&password.0).map_or(Ok(()), |detail| Err(mistake(pointer, detail)))
+}
+
+impl From<PasswordError> for Error {
+    fn from(error: PasswordError) -> Self {
+        match error {
+            PasswordError::Busy => {
+                Error::Unavailable("too many passwords are being checked; try again".into())
+            }
+            PasswordError::Failed(detail) => Error::Internal(format!("a password: {detail}")),
+        }
+    }
+}
+
+/// List people
+#[utoipa::path(get, path = "/people", tag = "access", responses((status = 200, body = PersonList)))]
+pub(crate) async fn list(State(app): State<App>) -> Json<PersonList> {
+    Json(PersonList { people: app.access.people() })
+}
+
+/// Add a person
+///
+/// The person signs in at `/login`. With the first one, jobs and datasets become their owners': see `owner`.
+#[utoipa::path(post, path = "/people", tag = "access", request_body = NewPerson,
+    responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or this server asks nobody who they are"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(app): State<App>,
+    Body(new, _): Body<NewPerson>,
+) -> Result<(StatusCode, Extension<Concerns>, Json<Person>)> {
+    let person = add(&app, new, false).await?.person;
+    Ok((StatusCode::CREATED, Extension(Concerns(person.name.clone())), Json(person)))
+}
+
+/// Adds a person; with `first` only where there is nobody yet.
+///
+/// # Errors
+/// A name or a password that is none, or a name that is taken.
+pub(super) async fn add(app: &App, new: NewPerson, first: bool) -> Result<PersonRow> {
+    let conflict = |detail: String| Err(Error::Conflict(detail, None));
+    if !app.access.is_required() {
+        return conflict("this server runs with --no-auth and asks nobody who they are".into());
+    }
+    if let Some(detail) = name_mistake(&new.name) {
+        return Err(mistake("/name", detail));
+    }
+    checked("/password", &new.password)?;
+    let hash = app.access.hash_password(new.password).await?;
+    let _one_at_a_time = app.access.changing.lock().await;
+    let there = app.access.people();
+    if first && !there.is_empty() {
+        return conflict("somebody has been added meanwhile; sign in as an admin to add others".into());
+    }
+    if there.iter().any(|person| person.name == new.name) {
+        return conflict(format!("the name {:?} is taken; choose another", new.name));
+    }
+    if there.len() >= PEOPLE {
+        return conflict(format!("there are {PEOPLE} people already; remove some first"));
+    }
+    let person = Person { name: new.name, role: new.role, created_at: crate::now(), disabled_at: None };
+    let row = PersonRow { person, hash };
+    app.store.put_person(&row).await?;
+    app.access.put_person(row.clone());
+    Ok(row)
+}
+
+/// Change a person's role or password, or whether it may sign in
+///
+/// Ends the person's sessions at once; and, where it lowers what the person may do, what the person's tokens have open.
+#[utoipa::path(patch, path = "/people/{name}", tag = "access", params(("name" = String, Path)), request_body = PersonChange,
+    responses((status = 200, body = Person), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn change(
+    State(app): State<App>,
+    Path(name): Path<String>,
+    Body(change, _): Body<PersonChange>,
+) -> Result<Json<Person>> {
+    Ok(Json(edit(&app, &name, change).await?.person))
+}
+
+/// # Errors
+/// Nobody has the name, or the password is none.
+pub(super) async fn edit(app: &App, name: &str, change: PersonChange) -> Result<PersonRow> {
+    if let Some(password) = &change.password {
+        checked("/password", password)?;
+    }
+    let unknown = || Error::NotFound("nobody has this name".into());
+    app.access.person(name).ok_or_else(unknown)?;
+    let hash = match change.password {
+        Some(password) => Some(app.access.hash_password(password).await?),
+        None => None,
+    };
+    let _one_at_a_time = app.access.changing.lock().await;
+    let mut row = app.access.person(name).ok_or_else(unknown)?;
+    let before = row.clone();
+    row.hash = hash.unwrap_or(row.hash);
+    row.person.role = change.role.unwrap_or(row.person.role);
+    row.person.disabled_at = match change.disabled {
+        Some(true) => row.person.disabled_at.or(Some(crate::now())),
+        Some(false) => None,
+        None => row.person.disabled_at,
+    };
+    if row != before {
+        app.store.put_person(&row).await?;
+        app.access.put_person(row.clone());
+    }
+    Ok(row)
+}
+
+/// Remove a person
+///
+/// Its sessions end and its tokens are revoked. Its jobs and datasets keep its name: they are those of whoever gets this name next,
+/// so disable people who leave rather than remove them.
+#[utoipa::path(delete, path = "/people/{name}", tag = "access", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn delete(State(app): State<App>, Path(name): Path<String>) -> Result<StatusCode> {
+    remove(&app, &name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// # Errors
+/// Nobody has the name.
+pub(super) async fn remove(app: &App, name: &str) -> Result<()> {
+    let _one_at_a_time = app.access.changing.lock().await;
+    let row = app.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
+    app.store.remove_person(&row, crate::now()).await?;
+    app.access.remove_person(name);
+    Ok(())
+}
+
+/// Change the own password
+///
+/// Ends all sessions of the person, also the one of this request.
+#[utoipa::path(post, path = "/password", tag = "access", request_body = OwnPassword,
+    responses((status = 204), (status = 409, body = Problem, description = "Not a person's session or token"), (status = 422, body = Problem),
+        (status = 429, body = Problem, description = "Too many wrong passwords")))]
+pub(crate) async fn change_own(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Extension(peer): Extension<Peer>,
+    Body(passwords, _): Body<OwnPassword>,
+) -> Result<StatusCode> {
+    set_own(&app, &caller, peer.address, passwords).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Gives a person another password, if it knows the one that it has.
+///
+/// # Errors
+/// It does not, or the new one is none.
+pub(super) async fn set_own(
+    app: &App,
+    caller: &Caller,
+    from: IpAddr,
+    passwords: OwnPassword,
+) -> Result<PersonRow> {
+    let Some(name) = caller.person() else {
+        let detail = "only a person has a password: sign in with a name and a password";
+        return Err(Error::Conflict(detail.into(), None));
+    };
+    checked("/new", &passwords.new)?;
+    let before = match app.access.by_password(name, passwords.current, from).await {
+        Ok(row) => row,
+        Err(NotSignedIn::Wrong) => {
+            return Err(mistake("/current", "is not the password that you have".into()));
+        }
+        Err(other) => return Err(refusal(other, from)),
+    };
+    let hash = app.access.hash_password(passwords.new).await?;
+    let _one_at_a_time = app.access.changing.lock().await;
+    if app.access.person(name).as_ref() != Some(&before) {
+        return Err(Error::Conflict(
+            "an admin has changed this person meanwhile; sign in again".into(),
+            None,
+        ));
+    }
+    let row = PersonRow { hash, ..before };
+    app.store.put_person(&row).await?;
+    app.access.put_person(row.clone());
+    Ok(row)
+}
+
+/// Why nobody is signed in, where it is not a wrong name or password.
+pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
+    match why {
+        NotSignedIn::Wrong => Error::Unauthorized("the name or the password is wrong".into()),
+        NotSignedIn::TooOften(wait) => too_often(from, wait),
+        NotSignedIn::NotChecked(error) => error.into(),
+    }
+}
+
+/// The answer to one attempt too many.
+pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
+    let secs = wait.as_secs() + 1;
+    Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)
+}

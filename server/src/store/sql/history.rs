@@ -1,0 +1,70 @@
+//! What a job's history is made of: its changes of state, its forks, who asked for what, and its place in the queue.
+
+use super::{
+    DbRow, SqlStore, audit,
+    jobs::{JOB, job_row},
+};
+use crate::store::{
+    HistoryRows, Result,
+    quarantine::readable,
+    values::{from_json, time, uint},
+};
+use lockstep_protocol::{job::Job, stream::Event};
+use sqlx::{AssertSqlSafe, Row};
+
+/// Changes of state, forks and requests that are told at most: the newest changes, the oldest forks, the newest requests.
+const MOST: i64 = 1000;
+
+fn event(row: &DbRow) -> Result<Event> {
+    Ok(Event {
+        seq: uint(row.try_get("seq")?),
+        at: time(row.try_get("at")?)?,
+        body: from_json(row.try_get("body")?)?,
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn read_history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
+        let states = sqlx::query(
+            "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind = 'state' ORDER BY seq DESC LIMIT $2",
+        )
+        .bind(job.id.as_str())
+        .bind(MOST)
+        .fetch_all(&self.reader)
+        .await?;
+        let query =
+            format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
+        let forks = sqlx::query(AssertSqlSafe(query))
+            .bind(job.id.as_str())
+            .bind(MOST)
+            .fetch_all(&self.reader)
+            .await?;
+        let mut requests = Vec::new();
+        if with_requests {
+            requests = sqlx::query(
+                "SELECT * FROM audit WHERE at >= $1 AND object LIKE $2 AND status < 400 ORDER BY id DESC LIMIT $3",
+            )
+            .bind(job.created_at.as_millisecond())
+            .bind(format!("/api/v1/jobs/{}/%", job.id))
+            .bind(MOST)
+            .fetch_all(&self.reader)
+            .await?;
+        }
+        // As `list_waiting` orders them.
+        let before_it: i64 = sqlx::query_scalar(
+            "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
+             AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",
+        )
+        .bind(i64::from(job.spec.priority))
+        .bind(job.created_at.as_millisecond())
+        .bind(job.id.as_str())
+        .fetch_one(&self.reader)
+        .await?;
+        Ok(HistoryRows {
+            states: readable(states.iter().rev().map(event)),
+            forks: readable(forks.iter().map(|row| Ok(job_row(row)?.job))),
+            requests: readable(requests.iter().rev().map(audit::entry)),
+            before_it: uint(before_it),
+        })
+    }
+}

@@ -1,0 +1,102 @@
+//! People, and whose a job or a dataset is.
+
+use super::{DbRow, SqlStore};
+use crate::store::{
+    Owned, PersonRow, Result, StoreError,
+    quarantine::readable,
+    values::{plain, time},
+};
+use jiff::Timestamp;
+use lockstep_protocol::{job::JobId, people::Person};
+use sqlx::Row;
+
+fn person(row: &DbRow) -> Result<PersonRow> {
+    let name: String = row.try_get("name")?;
+    let role: String = row.try_get("role")?;
+    let disabled_at: Option<i64> = row.try_get("disabled_at")?;
+    let person = Person {
+        // One that another version wrote allows nothing here.
+        role: role.parse().map_err(|error| StoreError::Corrupt(format!("person {name:?}: {error}")))?,
+        created_at: time(row.try_get("created_at")?)?,
+        disabled_at: disabled_at.map(time).transpose()?,
+        name,
+    };
+    Ok(PersonRow { person, hash: row.try_get("hash")? })
+}
+
+fn owned(row: &DbRow) -> Result<Owned> {
+    Ok(Owned { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 })
+}
+
+impl SqlStore {
+    pub(super) async fn list_people(&self) -> Result<Vec<PersonRow>> {
+        let rows = sqlx::query("SELECT * FROM people ORDER BY name").fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(person)))
+    }
+
+    pub(super) async fn upsert_person(&self, row: &PersonRow) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query(
+            "INSERT INTO people (name, hash, role, created_at, disabled_at) VALUES ($1, $2, $3, $4, $5) \
+             ON CONFLICT (name) DO UPDATE SET hash = excluded.hash, role = excluded.role, \
+             disabled_at = excluded.disabled_at",
+        )
+        .bind(&row.person.name)
+        .bind(&row.hash)
+        .bind(row.person.role.as_str())
+        .bind(row.person.created_at.as_millisecond())
+        .bind(row.person.disabled_at.map(Timestamp::as_millisecond))
+        .execute(&mut *db)
+        .await?;
+        // What signed in as the person was before the change.
+        sqlx::query(
+            "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
+        )
+        .bind(row.principal())
+        .bind(&row.person.name)
+        .execute(&mut *db)
+        .await?;
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn delete_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query("DELETE FROM people WHERE name = $1").bind(&row.person.name).execute(&mut *db).await?;
+        sqlx::query("DELETE FROM sessions WHERE token_id = $1")
+            .bind(row.principal())
+            .execute(&mut *db)
+            .await?;
+        sqlx::query("UPDATE tokens SET revoked_at = $2 WHERE owner = $1 AND revoked_at IS NULL")
+            .bind(&row.person.name)
+            .bind(at.as_millisecond())
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn read_owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
+        let row = sqlx::query("SELECT owner, private FROM jobs WHERE id = $1 AND deleted_at IS NULL")
+            .bind(id.as_str())
+            .fetch_optional(&self.reader)
+            .await?;
+        row.as_ref().map(owned).transpose()
+    }
+
+    pub(super) async fn list_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
+        let ids: Vec<String> = sqlx::query_scalar(
+            "SELECT id FROM jobs WHERE private <> 0 AND (owner IS NULL OR owner <> $1) AND deleted_at IS NULL",
+        )
+        .bind(plain(owner))
+        .fetch_all(&self.reader)
+        .await?;
+        Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
+    }
+
+    pub(super) async fn read_owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
+        let row = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1")
+            .bind(plain(name))
+            .fetch_optional(&self.reader)
+            .await?;
+        row.as_ref().map(owned).transpose()
+    }
+}

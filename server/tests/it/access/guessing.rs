@@ -1,0 +1,122 @@
+//! Ten thousand wrong passwords, measured.
+
+use super::people::PASSWORD;
+use crate::test_server::{TestServer, builder};
+use reqwest::Client;
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Guesses under way at once.
+const AT_ONCE: u32 = 64;
+
+fn from(address: [u8; 4]) -> Client {
+    let client = builder("").local_address(IpAddr::from(address));
+    client.redirect(reqwest::redirect::Policy::none()).build().unwrap()
+}
+
+async fn sign_in(client: &Client, url: &str, name: &str, password: &str) -> u16 {
+    let request = client.post(url).header("content-type", "application/x-www-form-urlencoded");
+    request.body(format!("name={name}&password={password}")).send().await.unwrap().status().as_u16()
+}
+
+/// Guesses, some at once; how many were answered with each status.
+async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -> BTreeMap<u16, u32> {
+    let clients: Arc<Vec<Client>> =
+        Arc::new((0..addresses).map(|n| from([127, 9, (n / 250) as u8, (n % 250 + 1) as u8])).collect());
+    let next = Arc::new(AtomicU32::new(0));
+    let workers = (0..AT_ONCE).map(|_| {
+        let (clients, next, url) = (clients.clone(), next.clone(), url.to_owned());
+        tokio::spawn(async move {
+            let mut answers = BTreeMap::<u16, u32>::new();
+            loop {
+                let n = next.fetch_add(1, Ordering::Relaxed);
+                if n >= count {
+                    return answers;
+                }
+                let client = &clients[(n % addresses) as usize];
+                let status = sign_in(client, &url, &name(n), &format!("wrong password {n}")).await;
+                *answers.entry(status).or_default() += 1;
+            }
+        })
+    });
+    let mut all = BTreeMap::<u16, u32>::new();
+    for worker in workers.collect::<Vec<_>>() {
+        for (status, count) in worker.await.unwrap() {
+            *all.entry(status).or_default() += count;
+        }
+    }
+    all
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a measurement that takes minutes: cargo test -p lockstep-server --test it -- --ignored --nocapture ten_thousand"]
+async fn ten_thousand_wrong_passwords_leave_others_a_way_in() {
+    let server = TestServer::new().await;
+    server.add_person("ada", "admin").await;
+    server.add_person("bob", "member").await;
+    server.add_person("carol", "member").await;
+    let url = server.url("/login");
+    for (what, count, addresses, name) in [
+        ("one name from 40 addresses", 8000, 40, (|_| "ada".to_owned()) as fn(u32) -> String),
+        ("2000 names from 400 addresses", 2000, 400, |n| format!("name-{n}")),
+    ] {
+        let over = Arc::new(AtomicBool::new(false));
+        let meanwhile = |person: &'static str, addresses: Vec<[u8; 4]>| {
+            let (over, url) = (over.clone(), url.clone());
+            tokio::spawn(async move {
+                let (mut times, mut others) = (Vec::new(), BTreeMap::<u16, u32>::new());
+                for address in addresses.iter().cycle() {
+                    let client = from(*address);
+                    let since = Instant::now();
+                    match sign_in(&client, &url, person, PASSWORD).await {
+                        303 => times.push(since.elapsed()),
+                        status => *others.entry(status).or_default() += 1,
+                    }
+                    if over.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                }
+                times.sort();
+                (person, times, others)
+            })
+        };
+        // He has signed in from there before; she comes from another place each time.
+        assert_eq!(sign_in(&from([127, 0, 0, 77]), &url, "bob", PASSWORD).await, 303);
+        let others = [
+            meanwhile("bob", vec![[127, 0, 0, 77]]),
+            meanwhile("carol", (0..250).map(|n| [127, 8, addresses as u8, n + 1]).collect()),
+        ];
+        let since = Instant::now();
+        let answers = guess(&url, count, addresses, name).await;
+        let took = since.elapsed();
+        over.store(true, Ordering::Relaxed);
+        eprintln!("{what}: {count} guesses in {:.1} s, answers {answers:?}", took.as_secs_f64());
+        for other in others {
+            let (person, times, refused) = other.await.unwrap();
+            let (median, longest) = (times[times.len() / 2], times[times.len() - 1]);
+            eprintln!(
+                "  meanwhile {person} signed in {} times, median {:.0} ms, longest {:.0} ms; refused: {refused:?}",
+                times.len(),
+                median.as_secs_f64() * 1e3,
+                longest.as_secs_f64() * 1e3,
+            );
+            assert!(refused.is_empty() || person == "carol", "{person}: {refused:?}");
+        }
+        assert_eq!(answers.values().sum::<u32>(), count);
+        assert!(answers.keys().all(|status| [401, 429, 503].contains(status)), "{answers:?}");
+        if count == 8000 {
+            // Thirty a minute for a name, from wherever.
+            let minutes = took.as_secs() as u32 / 60 + 1;
+            assert!(answers[&401] <= 30 * minutes, "{answers:?}");
+        }
+    }
+    server.stop().await;
+}

@@ -1,0 +1,319 @@
+//! Whose jobs, datasets and tokens are: what members may change, and what nobody else sees.
+
+use crate::{
+    agent::{Agent, info},
+    document::a_job,
+    test_server::{DEADLINE, Stream, TestServer, client, spec},
+};
+use reqwest::Client;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+impl TestServer {
+    /// A client with a token of a person's own.
+    pub(super) async fn client_of(&self, name: &str, scope: &str) -> (Client, String) {
+        let browser = self.signed_in(name).await;
+        let made = browser.client.post(self.url("/api/v1/tokens")).header("cookie", &browser.cookie);
+        let made = made.json(&json!({"name": format!("{name}'s"), "scope": scope}));
+        let (status, made) = self.send(made).await;
+        assert_eq!(status, 201, "{made}");
+        let secret = made["secret"].as_str().unwrap().to_owned();
+        (client(&secret), secret)
+    }
+
+    async fn as_who(&self, who: &Client, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
+        let request = who.request(method.parse().unwrap(), self.url(&format!("/api/v1{path}")));
+        self.send(match body {
+            Some(body) => request.json(&body),
+            None => request,
+        })
+        .await
+    }
+}
+
+fn private(name: &str) -> Value {
+    let mut spec = spec();
+    spec["name"] = name.into();
+    spec["private"] = true.into();
+    spec
+}
+
+fn named(name: &str) -> Value {
+    let mut spec = spec();
+    spec["name"] = name.into();
+    spec
+}
+
+#[tokio::test]
+async fn members_change_their_own_jobs_and_admins_all() {
+    let server = TestServer::new().await;
+    // Nothing starts.
+    let _agent = Agent::with_pictures(&server, 2).await;
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    let (_, before) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
+    let ci = client(&before);
+    let (_, old) = server.post("/jobs", &named("old")).await;
+    assert_eq!(old["owner"], "this machine", "{old}");
+    let old = format!("/jobs/{}", old["id"].as_str().unwrap());
+    let note = || Some(json!({"note": "n"}));
+    assert_eq!(server.as_who(&ci, "PATCH", &old, note()).await.0, 200, "without people, whoever may submit");
+
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
+        server.add_person(name, role).await;
+    }
+    let (status, problem) = server.as_who(&ci, "PATCH", &old, note()).await;
+    assert!(status == 403 && problem["detail"].as_str().unwrap().contains("this machine"), "{problem}");
+    let (mona, _) = server.client_of("mona", "submit").await;
+    let (otto, _) = server.client_of("otto", "submit").await;
+    let (vera, _) = server.client_of("vera", "read").await;
+    let (ada, _) = server.client_of("ada", "admin").await;
+    let (status, made) = server.as_who(&mona, "POST", "/jobs", Some(named("hers"))).await;
+    assert!(status == 201 && made["owner"] == "mona", "{made}");
+    let id = made["id"].as_str().unwrap().to_owned();
+    let hers = format!("/jobs/{id}");
+    for (action, status) in [("/pause", 202), ("/resume", 202), ("/cancel", 202), ("/retry", 202)] {
+        for (who, refused) in [(&vera, 403), (&otto, 403), (&ci, 403)] {
+            assert_eq!(
+                server.as_who(who, "POST", &format!("{hers}{action}"), None).await.0,
+                refused,
+                "{action}"
+            );
+        }
+        assert_eq!(
+            server.as_who(&mona, "POST", &format!("{hers}{action}"), None).await.0,
+            status,
+            "{action}"
+        );
+    }
+    assert_eq!(server.as_who(&otto, "PATCH", &hers, note()).await.0, 403);
+    assert_eq!(server.as_who(&otto, "DELETE", &hers, None).await.0, 403);
+    assert_eq!(server.as_who(&otto, "GET", &hers, None).await.0, 200, "it is not private");
+    let page = otto.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
+    assert!(page.contains("href=\"/jobs?owner=mona\"") && page.contains("data-others"), "{page}");
+    let page = mona.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
+    assert!(!page.contains("data-others"), "{page}");
+    assert_eq!(server.as_who(&ada, "PATCH", &hers, note()).await.0, 200);
+    assert_eq!(server.as_who(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
+    assert_eq!(server.as_who(&mona, "DELETE", &hers, None).await.0, 204);
+
+    // Of earlier versions, whose jobs have no owner.
+    server.execute("UPDATE jobs SET owner = NULL").await;
+    let (status, problem) = server.as_who(&mona, "POST", &format!("{old}/cancel"), None).await;
+    assert!(status == 403 && problem["detail"].as_str().unwrap().contains("only admins"), "{problem}");
+
+    server.as_who(&mona, "POST", "/jobs", Some(named("one"))).await;
+    server.as_who(&otto, "POST", "/jobs", Some(named("two"))).await;
+    let (_, list) = server.get("/jobs?owner=mona").await;
+    let names: Vec<_> = list["jobs"].as_array().unwrap().iter().map(|job| job["name"].clone()).collect();
+    assert_eq!(names, ["one"]);
+    assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(200))).await.0, 200);
+    assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(201))).await.0, 422);
+
+    // The same key of two people makes two jobs.
+    let keyed = async |who: &Client| {
+        let request = who.post(server.url("/api/v1/jobs")).header("idempotency-key", "k").json(&spec());
+        server.send(request).await
+    };
+    let ((first, one), (again, same), (other, two)) =
+        (keyed(&mona).await, keyed(&mona).await, keyed(&otto).await);
+    assert_eq!((first, again, other), (201, 200, 201));
+    assert!(one["id"] == same["id"] && one["id"] != two["id"]);
+    // Datasets are changed by those who registered them.
+    let (status, problem) = server.as_who(&otto, "DELETE", "/datasets/pictures", None).await;
+    assert!(status == 403 && problem["detail"].as_str().unwrap().contains("dataset"), "{problem}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_private_is_seen_by_its_owner_and_admins_alone() {
+    // The agent says nothing while its job runs.
+    let mut server = TestServer::with(|c| c.lease = Duration::from_secs(600)).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
+        server.add_person(name, role).await;
+    }
+    let (mona, mona_s) = server.client_of("mona", "submit").await;
+    let (otto, otto_s) = server.client_of("otto", "submit").await;
+    let (vera, _) = server.client_of("vera", "read").await;
+    let admin = std::mem::replace(&mut server.http, mona.clone());
+    let (job, checkpoint) = a_job(&server, &mut agent, |spec| {
+        spec["name"] = "secret run".into();
+        spec["private"] = true.into();
+    })
+    .await;
+    let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
+    let ((status, dataset), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    assert!(status == 201 && dataset["owner"] == "mona" && dataset["private"] == true, "{dataset}");
+    let note = Some(json!({"note": "a secret note"}));
+    assert_eq!(server.as_who(&mona, "PATCH", &format!("/jobs/{job}"), note).await.0, 200);
+    server.http = admin;
+
+    // A second private job holds both slots, so that the machines have something to hide.
+    let (_, holding) = server.as_who(&mona, "POST", "/jobs", Some(private("secret holder"))).await;
+    let holding = holding["id"].as_str().unwrap().to_owned();
+    agent.started().await;
+    let pages = [
+        "/jobs",
+        "/datasets",
+        "/jobs/new",
+        "/machines",
+        "/api/v1/jobs",
+        "/api/v1/datasets",
+        "/api/v1/annotations",
+        "/api/v1/agents",
+    ];
+    for path in pages {
+        for (who, sees) in [(&vera, false), (&otto, false), (&mona, true), (&server.http, true)] {
+            let text = who.get(server.url(path)).send().await.unwrap().text().await.unwrap();
+            let there = ["secret", holding.as_str(), job.as_str()].iter().any(|word| text.contains(word));
+            assert_eq!(there, sees, "{path}: {text}");
+        }
+    }
+    let (_, agents) = server.as_who(&otto, "GET", "/agents", None).await;
+    let slot = &agents["agents"][0]["slots"][0];
+    assert!(slot["job"].is_null() && slot["rank"].is_number(), "taken, and not by whom: {slot}");
+
+    // Nor is it used by others.
+    let mut uses = spec();
+    uses["data"]["dataset"] = "secret-pictures".into();
+    let (status, problem) = server.as_who(&otto, "POST", "/jobs", Some(uses.clone())).await;
+    assert!(
+        status == 422 && problem["detail"].as_str().unwrap().contains("no dataset is called"),
+        "{problem}"
+    );
+    let (status, problem) = server.as_who(&mona, "POST", "/jobs", Some(uses.clone())).await;
+    assert!(
+        status == 422 && problem["errors"][0]["pointer"] == "/private",
+        "it would show pictures: {problem}"
+    );
+    uses["private"] = true.into();
+    assert_eq!(server.as_who(&mona, "POST", "/jobs", Some(uses)).await.0, 201);
+    let augmented = format!("/datasets/pictures/samples?augmented={job}");
+    assert_eq!(server.as_who(&otto, "GET", &augmented, None).await.0, 404);
+    let mut begins = spec();
+    begins["model"]["pretrained"] = checkpoint.as_str().into();
+    let (status, problem) = server.as_who(&otto, "POST", "/jobs", Some(begins)).await;
+    assert!(status == 422 && problem["detail"].as_str().unwrap().contains("no checkpoint"), "{problem}");
+    let from = otto.get(server.url(&format!("/jobs/new?from={job}"))).send().await.unwrap();
+    assert_eq!(from.status(), 404);
+    let (_, problem) = server.as_who(&otto, "GET", "/jobs/j00000000000000000000000000", None).await;
+    let (_, hidden) = server.as_who(&otto, "GET", &format!("/jobs/{job}"), None).await;
+    assert_eq!(problem, hidden, "as of a job that there is not");
+
+    // The live list.
+    let mut lists = Vec::new();
+    for secret in [&mona_s, &otto_s] {
+        let mut list = Stream::open(server.socket("/stream", secret)).await;
+        assert_eq!(list.next().await.unwrap()["type"], "live");
+        lists.push(list);
+    }
+    server.as_who(&mona, "POST", "/jobs", Some(private("secret again"))).await;
+    let since = Instant::now();
+    let (_, open) = server.as_who(&mona, "POST", "/jobs", Some(named("open"))).await;
+    assert_eq!(open["spec"].get("private"), None);
+    for (list, sees) in lists.iter_mut().zip([true, false]) {
+        let frames = list.until(|frame| frame["job"]["name"] == "open").await;
+        let mut there = frames.iter().any(|frame| frame.to_string().contains("secret"));
+        // Two changes may come in any order.
+        while sees && !there {
+            there = list.next().await.unwrap().to_string().contains("secret");
+            assert!(since.elapsed() < DEADLINE);
+        }
+        assert_eq!(there, sees, "{frames:?}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_person_makes_tokens_of_its_own_within_its_role() {
+    let server = TestServer::new().await;
+    for (name, role) in [("mona", "member"), ("otto", "member"), ("ada", "admin")] {
+        server.add_person(name, role).await;
+    }
+    let mona = server.signed_in("mona").await;
+    let make = async |body: Value| {
+        let request = mona.client.post(server.url("/api/v1/tokens")).header("cookie", &mona.cookie);
+        server.send(request.json(&body)).await
+    };
+    for (scope, status) in [("read", 201), ("submit", 201), ("admin", 422), ("agent", 422)] {
+        let agent = (scope == "agent").then_some("a");
+        let (is, made) = make(json!({"name": scope, "scope": scope, "agent": agent})).await;
+        assert_eq!(is, status, "{made}");
+        assert!(status == 422 || made["owner"] == "mona", "{made}");
+    }
+    let (_, for_an_hour) = make(json!({"name": "h", "scope": "submit", "expires_in_secs": 3600})).await;
+    let hour = client(for_an_hour["secret"].as_str().unwrap());
+    for (body, status) in [
+        (json!({"name": "x", "scope": "read"}), 422),
+        (json!({"name": "x", "scope": "read", "expires_in_secs": 7200}), 422),
+        (json!({"name": "x", "scope": "read", "expires_in_secs": 60}), 201),
+    ] {
+        let (is, made) = server.as_who(&hour, "POST", "/tokens", Some(body)).await;
+        assert_eq!(is, status, "{made}");
+    }
+    let (_, list) = server.as_who(&hour, "GET", "/tokens", None).await;
+    let owners: Vec<_> = list["tokens"].as_array().unwrap().iter().map(|t| t["owner"].clone()).collect();
+    assert_eq!(owners, ["mona"; 4], "{list}");
+    let (otto, _) = server.client_of("otto", "submit").await;
+    let path = format!("/tokens/{}", for_an_hour["id"].as_str().unwrap());
+    assert_eq!(server.as_who(&otto, "DELETE", &path, None).await.0, 404, "nobody else's");
+    assert_eq!(server.as_who(&otto, "DELETE", "/tokens/local", None).await.0, 404);
+    assert_eq!(server.as_who(&hour, "DELETE", &path, None).await.0, 204);
+    let taken = json!({"name": "mona", "scope": "submit"});
+    let (status, problem) = server.post("/tokens", &taken).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("person"), "{problem}");
+    let (_, ci) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
+    let ci = client(&ci);
+    assert_eq!(server.as_who(&ci, "GET", "/tokens", None).await.0, 403, "a program's makes none");
+
+    // On the page: made, shown once, revoked.
+    let answer = mona.post("/account", "action=token&name=cli&scope=submit&days=30").await;
+    assert_eq!(answer.status(), 200);
+    let page = answer.text().await.unwrap();
+    let secret =
+        page.split("data-copy=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned();
+    assert_eq!(server.as_who(&client(&secret), "GET", "/jobs", None).await.0, 200, "{secret}");
+    assert!(!mona.get("/account").await.text().await.unwrap().contains(&secret));
+    for wrong in ["scope=admin&days=", "scope=read&days=x", "scope=read&days=36526"] {
+        let answer = mona.post("/account", &format!("action=token&name=x&{wrong}")).await;
+        assert_eq!(answer.status(), 422, "{wrong}");
+    }
+    let (_, list) = server.get("/tokens").await;
+    let id = list["tokens"].as_array().unwrap().iter().find(|t| t["name"] == "cli").unwrap()["id"].clone();
+    let id = id.as_str().unwrap();
+    assert_eq!(mona.post("/account", &format!("action=revoke&id={id}")).await.status(), 303);
+    assert_eq!(server.as_who(&client(&secret), "GET", "/jobs", None).await.0, 401);
+
+    // With the role, the token; with the person, too, and what it has open.
+    let (ada, secret) = server.client_of("ada", "admin").await;
+    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 200);
+    let mut list = Stream::open(server.socket("/stream", &secret)).await;
+    assert_eq!(list.next().await.unwrap()["type"], "live");
+    assert_eq!(server.change_person("ada", &json!({"role": "viewer"})).await.0, 200);
+    assert_eq!(list.next().await.unwrap_err().0, 4401, "it is opened again with what it may do now");
+    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 403);
+    assert_eq!(server.as_who(&ada, "GET", "/jobs", None).await.0, 200);
+    let mut list = Stream::open(server.socket("/stream", &secret)).await;
+    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let since = Instant::now();
+    assert_eq!(server.change_person("ada", &json!({"disabled": true})).await.0, 200);
+    assert_eq!(list.next().await.unwrap_err().0, 4401);
+    assert!(since.elapsed() < Duration::from_secs(5));
+    let (status, problem) = server.as_who(&ada, "GET", "/jobs", None).await;
+    assert!(status == 401 && problem["detail"].as_str().unwrap().contains("person"), "{problem}");
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_eq!(server.as_who(&ada, "GET", "/jobs", None).await.0, 401, "after a restart");
+    assert_eq!(server.change_person("ada", &json!({"disabled": false, "role": "admin"})).await.0, 200);
+    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 200);
+    assert_eq!(server.change_person("ada", &json!({"password": "another password"})).await.0, 200);
+    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 200, "a token is no password");
+    // Removed and added again: nothing of the first one's is the second's.
+    assert_eq!(server.delete("/people/ada").await.0, 204);
+    server.add_person("ada", "admin").await;
+    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 401);
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 401);
+    let signed_in = server.signed_in("ada").await;
+    assert_eq!(signed_in.get("/people").await.status(), 200);
+    server.stop().await;
+}

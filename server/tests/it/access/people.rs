@@ -1,0 +1,353 @@
+//! People: the first one, signing in by password, what ends with a change, and the limits.
+
+use super::sessions::{Browser, location};
+use crate::test_server::{Stream, TestServer, builder, client, socket};
+use lockstep_protocol::limits::{PASSWORD_CHARS, PEOPLE, PERSON_NAME_CHARS};
+use reqwest::Method;
+use serde_json::{Value, json};
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+/// Everybody's password here.
+pub(super) const PASSWORD: &str = "correct horse";
+
+impl TestServer {
+    /// Adds a person with [`PASSWORD`].
+    pub async fn add_person(&self, name: &str, role: &str) {
+        let body = json!({"name": name, "role": role, "password": PASSWORD});
+        let (status, person) = self.post("/people", &body).await;
+        assert_eq!(status, 201, "{person}");
+    }
+
+    /// Changes a person.
+    pub async fn change_person(&self, name: &str, change: &Value) -> (u16, Value) {
+        self.send(self.http.patch(self.url(&format!("/api/v1/people/{name}"))).json(change)).await
+    }
+
+    /// A browser in which a person is signed in.
+    pub(super) async fn signed_in(&self, name: &str) -> Browser<'_> {
+        let mut browser = Browser::new(self);
+        let answer = browser.sign_in(name, PASSWORD).await;
+        assert_eq!(answer.status(), 303, "{name}");
+        browser.take_cookie(&answer);
+        browser
+    }
+}
+
+/// Tries a password from an address of this machine; status, body and how long it took.
+async fn try_from(server: &TestServer, from: [u8; 4], name: &str, password: &str) -> (u16, String, Duration) {
+    let client = builder("").local_address(IpAddr::from(from)).redirect(reqwest::redirect::Policy::none());
+    let body = format!("name={name}&password={password}");
+    let request = client.build().unwrap().post(server.url("/login")).body(body);
+    let request = request.header("content-type", "application/x-www-form-urlencoded");
+    let since = Instant::now();
+    let answer = request.send().await.unwrap();
+    (answer.status().as_u16(), answer.text().await.unwrap(), since.elapsed())
+}
+
+#[tokio::test]
+async fn an_admin_s_token_makes_the_first_admin_and_nobody_else_does() {
+    let server = TestServer::new().await;
+    let (_, link) = server.post("/login-links", &json!({})).await;
+    let path = link["url"].as_str().unwrap().replace(&format!("http://{}", server.address), "");
+    let mut browser = Browser::new(&server);
+    let before = browser.get("/login").await.text().await.unwrap();
+    assert!(before.contains("name=\"token\"") && !before.contains("name=\"password\""), "as without people");
+    let fields = format!("setup=true&name=ada&password={PASSWORD}");
+    assert_eq!(browser.post("/login", &fields).await.status(), 403, "a stranger");
+    let answer = browser.get(&path).await;
+    assert_eq!(location(&answer), "/jobs");
+    browser.take_cookie(&answer);
+    let form = browser.get("/login").await.text().await.unwrap();
+    assert!(form.contains("Create the first admin") && form.contains("name=\"setup\""), "{form}");
+    for wrong in ["setup=true&name=Ada&password=correct+horse", "setup=true&name=ada&password=short"] {
+        assert_eq!(browser.post("/login", wrong).await.status(), 422, "{wrong}");
+    }
+    let (_, reader) = server.make_token(&json!({"name": "r", "scope": "submit"})).await;
+    let mut other = Browser::new(&server);
+    let answer = other.post("/login", &format!("token={reader}")).await;
+    other.take_cookie(&answer);
+    assert_eq!(other.post("/login", &fields).await.status(), 403, "no admin");
+
+    let answer = browser.post("/login", &fields).await;
+    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/people"));
+    browser.take_cookie(&answer);
+    let page = browser.get("/people").await.text().await.unwrap();
+    assert!(page.contains("ada") && page.contains("Account") && page.contains("href=\"/audit\""), "{page}");
+    let (_, people) = server.get("/people").await;
+    assert_eq!(people["people"][0]["role"], "admin", "{people}");
+    assert!(!people.to_string().contains("argon2"));
+    assert_eq!(browser.post("/login", "setup=true&name=bob&password=correct+horse").await.status(), 403);
+    let kept = format!("SELECT count(*) FROM people WHERE hash LIKE '%{PASSWORD}%'");
+    assert_eq!(server.number(&kept).await, 0);
+    let hashed = "SELECT count(*) FROM people WHERE hash LIKE '$argon2id$v=19$m=19456,t=2,p=1$%'";
+    assert_eq!(server.number(hashed).await, 1);
+    let form = Browser::new(&server).get("/login").await.text().await.unwrap();
+    assert!(form.contains("name=\"password\"") && form.contains("name=\"token\""), "both ways");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_person_signs_in_by_password_and_what_is_wrong_is_not_told() {
+    let server = TestServer::new().await;
+    server.add_person("vera", "viewer").await;
+    server.add_person("mona", "member").await;
+    server.add_person("gone", "member").await;
+    assert_eq!(server.change_person("gone", &json!({"disabled": true})).await.0, 200);
+    let vera = server.signed_in("vera").await;
+    assert_eq!(vera.get("/jobs").await.status(), 200);
+    assert_eq!(vera.post("/jobs/new", "name=x").await.status(), 403, "viewers look");
+    assert_eq!(vera.get("/people").await.status(), 403);
+    let mona = server.signed_in("mona").await;
+    assert_eq!(mona.post("/jobs/new", "name=x").await.status(), 422, "members submit; this is no job");
+    assert_eq!(mona.get("/people").await.status(), 403);
+    let (_, log) = server.get("/audit").await;
+    let signed_in = |who: &str| {
+        let entries = log["entries"].as_array().unwrap();
+        entries
+            .iter()
+            .any(|e| e["action"] == "sign in" && e["who"] == who && e["token_id"] == format!("person:{who}"))
+    };
+    assert!(signed_in("vera") && signed_in("mona"), "{log}");
+    assert!(!log.to_string().contains(PASSWORD));
+
+    let mut pages = Vec::new();
+    for (n, (name, password)) in
+        [("mona", "wrong password"), ("nobody", PASSWORD), ("gone", PASSWORD), ("mona", "")]
+            .iter()
+            .enumerate()
+    {
+        let (status, page, _) = try_from(&server, [127, 0, 1, n as u8 + 1], name, password).await;
+        assert_eq!(status, 401, "{name}");
+        pages.push(page.replace(name, ""));
+    }
+    assert!(pages.iter().all(|page| *page == pages[0] && page.contains("is wrong")), "{pages:?}");
+    // Names that cannot be are no way around the limit, nor into the memory.
+    let long = "a".repeat(100_000);
+    assert_eq!(try_from(&server, [127, 0, 1, 9], &long, PASSWORD).await.0, 401);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn guessing_is_limited_by_address_and_by_name_and_others_sign_in_meanwhile() {
+    let server = TestServer::new().await;
+    server.add_person("ada", "admin").await;
+    server.add_person("bob", "member").await;
+    let from = |n: u8| [127, 0, 2, n];
+    assert_eq!(try_from(&server, from(9), "ada", PASSWORD).await.0, 303, "at home");
+    for n in 0..10 {
+        assert_eq!(try_from(&server, from(1), "ada", "wrong password").await.0, 401, "{n}");
+    }
+    let (status, page, took) = try_from(&server, from(1), "ada", PASSWORD).await;
+    assert!(status == 429 && page.contains("try again in"), "{status}: also the right one, {took:?}");
+    assert_eq!(try_from(&server, from(1), "bob", PASSWORD).await.0, 429, "by address");
+    for n in 0..20 {
+        assert_eq!(try_from(&server, from(2 + n / 10), "ada", "wrong password").await.0, 401, "{n}");
+    }
+    assert_eq!(try_from(&server, from(4), "ada", PASSWORD).await.0, 429, "by name, from anywhere");
+    assert_eq!(try_from(&server, from(4), "bob", PASSWORD).await.0, 303, "another person");
+    assert_eq!(try_from(&server, from(9), "ada", PASSWORD).await.0, 303, "where she has signed in before");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_unknown_name_takes_as_long_as_a_wrong_password() {
+    let server = TestServer::new().await;
+    server.add_person("ada", "admin").await;
+    // By turns, and the quickest of each, since other tests take the cores meanwhile: in one of some rounds they are alike. A name
+    // whose attempts were not hashed would be ten times as quick in all.
+    for round in 1..=6 {
+        let (mut known, mut unknown) = (Duration::MAX, Duration::MAX);
+        for n in 1..=5 {
+            known = known.min(try_from(&server, [127, 3, round, n], "ada", "wrong password").await.2);
+            unknown = unknown.min(try_from(&server, [127, 4, round, n], "nobody", "wrong password").await.2);
+        }
+        eprintln!("a wrong password: {known:?}, an unknown name: {unknown:?}");
+        if unknown * 3 > known * 2 && known * 3 > unknown * 2 {
+            server.stop().await;
+            return;
+        }
+    }
+    panic!("the one takes longer than the other");
+}
+
+#[tokio::test]
+async fn with_a_change_of_a_person_its_sessions_and_websockets_end() {
+    let mut server = TestServer::new().await;
+    server.add_person("ada", "member").await;
+    for (n, change) in [
+        json!({"password": "another password"}),
+        json!({"password": PASSWORD}),
+        json!({"role": "viewer"}),
+        json!({"disabled": true}),
+        Value::Null,
+    ]
+    .iter()
+    .enumerate()
+    {
+        if n == 1 {
+            let answer = Browser::new(&server).sign_in("ada", PASSWORD).await;
+            assert_eq!(answer.status(), 401, "the old password");
+            assert_eq!(server.change_person("ada", change).await.0, 200);
+            continue;
+        }
+        let browser = server.signed_in("ada").await;
+        let cookie = browser.cookie.clone();
+        let mut request = socket(server.address, "/stream", "");
+        request.headers_mut().insert("cookie", cookie.parse().unwrap());
+        let mut list = Stream::open(request).await;
+        assert_eq!(list.next().await.unwrap()["type"], "live");
+        let since = Instant::now();
+        let status = match change {
+            Value::Null => server.delete("/people/ada").await.0,
+            change => server.change_person("ada", change).await.0,
+        };
+        assert!(status == 200 || status == 204, "{change}: {status}");
+        let (code, _) = list.next().await.unwrap_err();
+        assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{change}: {code}");
+        assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "{change}");
+        assert_eq!(server.number("SELECT count(*) FROM sessions").await, 0, "{change}");
+        drop(browser);
+        // Nor does a restart bring them back.
+        let port = server.address.port();
+        server = TestServer::open(server.stop().await, |c| c.listen.set_port(port)).await;
+        let mut browser = Browser::new(&server);
+        browser.cookie = cookie;
+        assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "{change}");
+        let refused = Browser::new(&server).sign_in("ada", PASSWORD).await.status() == 401;
+        assert_eq!(refused, change["disabled"] == true || change.is_null() || n == 0, "{change}");
+        if change["disabled"] == true {
+            assert_eq!(server.change_person("ada", &json!({"disabled": false})).await.0, 200);
+        }
+    }
+    assert_eq!(server.change_person("ada", &json!({"role": "admin"})).await.0, 404);
+    assert_eq!(server.delete("/people/ada").await.0, 404);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn people_and_their_passwords_have_limits() {
+    let server = TestServer::new().await;
+    let (least, most) = (*PASSWORD_CHARS.start(), *PASSWORD_CHARS.end());
+    let longest_name = "a".repeat(PERSON_NAME_CHARS);
+    for (name, password, status) in [
+        (longest_name.clone(), "é".repeat(most), 201),
+        (format!("{longest_name}a"), "é".repeat(most), 422),
+        ("b".into(), "é".repeat(most + 1), 422),
+        ("b".into(), "é".repeat(least), 201),
+        ("b".into(), "é".repeat(least), 409),
+        ("c".into(), "é".repeat(least - 1), 422),
+        ("C".into(), PASSWORD.into(), 422),
+        (String::new(), PASSWORD.into(), 422),
+    ] {
+        let body = json!({"name": name, "role": "viewer", "password": password});
+        let (is, problem) = server.post("/people", &body).await;
+        assert_eq!(is, status, "{problem}");
+        assert!(!problem.to_string().contains(&password), "a password is not repeated");
+    }
+    let longest = "%C3%A9".repeat(most);
+    assert_eq!(try_from(&server, [127, 0, 5, 1], &longest_name, &longest).await.0, 303);
+    assert_eq!(
+        server.post("/people", &json!({"name": "d", "role": "root", "password": PASSWORD})).await.0,
+        400
+    );
+    let there = server.number("SELECT count(*) FROM people").await as usize;
+    for n in there..PEOPLE - 1 {
+        let row =
+            format!("INSERT INTO people (name, hash, role, created_at) VALUES ('x{n}', 'x', 'viewer', 0)");
+        server.execute(&row).await;
+    }
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    let last = |name: &str| json!({"name": name, "role": "viewer", "password": PASSWORD});
+    assert_eq!(server.post("/people", &last("last")).await.0, 201, "the {PEOPLE}th");
+    let (status, problem) = server.post("/people", &last("one-more")).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("1000"), "{problem}");
+    assert_eq!(server.delete("/people/last").await.0, 204);
+    assert_eq!(server.post("/people", &last("one-more")).await.0, 201);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn everybody_changes_the_own_password_and_nobody_else_s() {
+    let server = TestServer::new().await;
+    server.add_person("ada", "viewer").await;
+    let other = server.signed_in("ada").await;
+    let mut browser = server.signed_in("ada").await;
+    assert!(browser.get("/account").await.text().await.unwrap().contains("own-password"));
+    let answer =
+        browser.post("/account", "action=password&current=wrong+password&new=another+password").await;
+    assert_eq!(answer.status(), 422);
+    assert!(answer.text().await.unwrap().contains("is not the password that you have"));
+    assert_eq!(
+        browser.post("/account", "action=password&current=correct+horse&new=short").await.status(),
+        422
+    );
+    let answer = browser.post("/account", "action=password&current=correct+horse&new=another+password").await;
+    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/account?done=true"));
+    browser.take_cookie(&answer);
+    assert_eq!(browser.get("/jobs").await.status(), 200, "this browser stays");
+    assert_eq!(other.get("/jobs").await.status(), 303, "others are signed out");
+    assert_eq!(Browser::new(&server).sign_in("ada", PASSWORD).await.status(), 401);
+    assert_eq!(Browser::new(&server).sign_in("ada", "another password").await.status(), 303);
+
+    let passwords = json!({"current": "another password", "new": PASSWORD});
+    let (status, problem) = server.post("/password", &passwords).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("person"), "a token has none");
+    let request = |body: &Value| {
+        let request = browser.client.request(Method::POST, server.url("/api/v1/password")).json(body);
+        request.header("cookie", &browser.cookie).send()
+    };
+    let answer = request(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
+    assert_eq!(answer.status(), 422);
+    assert_eq!(request(&passwords).await.unwrap().status(), 204);
+    assert_eq!(request(&passwords).await.unwrap().status(), 401, "its own session is over, too");
+    assert_eq!(server.signed_in("ada").await.get("/jobs").await.status(), 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_page_of_people_does_what_the_interface_does() {
+    let server = TestServer::new().await;
+    server.add_person("ada", "admin").await;
+    let ada = server.signed_in("ada").await;
+    let post = async |fields: &str| ada.post("/people", fields).await.status().as_u16();
+    assert_eq!(post("action=add&name=bob&role=viewer&password=correct+horse").await, 303);
+    assert_eq!(post("action=add&name=bob&role=viewer&password=correct+horse").await, 409);
+    assert_eq!(post("action=add&name=%3Cb%3E&role=viewer&password=correct+horse").await, 422);
+    assert_eq!(post("action=role&name=bob&role=member").await, 303);
+    assert_eq!(post("action=disable&name=bob").await, 303);
+    let page = ada.get("/people").await.text().await.unwrap();
+    assert!(page.contains("disabled") && page.contains("value=\"enable\""), "{page}");
+    assert_eq!(post("action=enable&name=bob").await, 303);
+    assert_eq!(post("action=password&name=bob&password=short").await, 422);
+    assert_eq!(post("action=password&name=bob&password=another+password").await, 303);
+    let bob = Browser::new(&server).sign_in("bob", "another password").await;
+    assert_eq!(bob.status(), 303);
+    let (_, people) = server.get("/people").await;
+    assert_eq!(people["people"][1]["role"], "member", "{people}");
+    assert_eq!(post("action=remove&name=bob").await, 303);
+    assert_eq!(post("action=remove&name=bob").await, 404);
+    let (_, log) = server.get("/audit").await;
+    for what in ["/people: Disable \"bob\"", "/people: Role \"bob\"", "/api/v1/people: ada"] {
+        let there = log["entries"].as_array().unwrap().iter().any(|entry| entry["object"] == what);
+        assert!(there, "{what}: {log}");
+    }
+    // A page of another origin does nothing with this cookie.
+    let request = ada.client.post(server.url("/people")).header("cookie", &ada.cookie);
+    let request = request.header("origin", "http://evil.example").body("action=remove&name=ada");
+    let request = request.header("content-type", "application/x-www-form-urlencoded");
+    assert_eq!(request.send().await.unwrap().status(), 403);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_that_asks_nobody_has_no_people() {
+    let server = TestServer::with(|c| c.no_auth = true).await;
+    let body = json!({"name": "ada", "role": "admin", "password": PASSWORD});
+    let (status, problem) = server.post("/people", &body).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("--no-auth"), "{problem}");
+    assert_eq!(client("").get(server.url("/account")).send().await.unwrap().status(), 200);
+    server.stop().await;
+}

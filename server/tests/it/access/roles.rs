@@ -1,0 +1,77 @@
+//! Every route and method as a viewer, as the member whose job it is, and as another member; with a private job and with an open one.
+
+use super::routes::{METHODS, Told, ask, every_path, sufficient};
+use crate::{
+    agent::{Agent, info},
+    document::a_job,
+    test_server::{TestServer, client, client_without_redirects},
+};
+use reqwest::Method;
+use serde_json::json;
+
+/// What a member reads of others by a method that may change something.
+const READING: [&str; 2] = ["/api/v1/jobs/{id}/fork", "/api/v1/checkpoints/{id}/predict"];
+/// Where a person finds what is its own.
+const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
+
+fn is_about(path: &str) -> bool {
+    let starts = ["/jobs/{id}", "/api/v1/jobs/{id}", "/api/v1/checkpoints/{id}", "/api/v1/datasets/{name}"];
+    starts.iter().any(|start| path.starts_with(start))
+}
+
+#[tokio::test]
+async fn every_route_as_viewer_as_member_and_as_another_member() {
+    let mut server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
+        server.add_person(name, role).await;
+    }
+    let mut people = Vec::new();
+    for (name, scope) in [("vera", "read"), ("otto", "submit"), ("mona", "submit")] {
+        people.push((name, scope, server.client_of(name, scope).await.1));
+    }
+    let mona = people[2].2.clone();
+    server.http = client(&mona);
+    let mut objects = Vec::new();
+    for (private, dataset) in [(true, "hidden"), (false, "open")] {
+        let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
+        let new = json!({"name": dataset, "path": format!("/{dataset}"), "private": private});
+        let ((status, made), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+        assert_eq!(status, 201, "{made}");
+        objects.push((private, job, checkpoint, dataset));
+    }
+    agent.vanish();
+    // What others do is refused, so the owner finds all of it, and takes it away at last.
+    for (name, scope, token) in &people {
+        let who = client_without_redirects(token);
+        for (private, job, checkpoint, dataset) in &objects {
+            for path in every_path() {
+                let id = if path.contains("/checkpoints/{id}") { checkpoint } else { job };
+                let real = path.replace("{id}", id).replace("{file}", "model.safetensors");
+                let real = real.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
+                for method in &METHODS {
+                    let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
+                    // Its own: the answers differ as it takes them away, and none is 403.
+                    let owns = *name == "mona" && is_about(&path);
+                    let told = ask(&server, &who, method, &real).await;
+                    let what = format!("{name}: {method} {path} (private: {private}): {told:?}");
+                    let enough = sufficient(method, &path).is_none_or(|enough| enough.contains(scope));
+                    if !enough && !OWN_TOKENS.contains(&path.as_str()) {
+                        assert_eq!(told, Told::Forbidden, "{what}");
+                    } else if is_about(&path) && !owns && *private {
+                        assert_eq!(told, Told::Else(404), "{what}");
+                    } else if is_about(&path) && !owns && !safe && !READING.contains(&path.as_str()) {
+                        assert_eq!(told, Told::Forbidden, "{what}");
+                    } else {
+                        assert!(matches!(told, Told::Else(_)), "{what}");
+                        // Unless it has taken it away.
+                        if is_about(&path) && safe && *name != "mona" {
+                            assert_ne!(told, Told::Else(404), "{what}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+    server.stop().await;
+}

@@ -1,0 +1,83 @@
+//! `serve --dataset-root`: which folders may be registered, by whom.
+
+use crate::{
+    agent::{Agent, info},
+    test_server::{TestServer, client},
+};
+use lockstep_protocol::agent::{AgentReply, AgentRequest, FromAgent, ToAgent};
+use serde_json::{Value, json};
+use std::os::unix::fs::symlink;
+
+fn detail(problem: &Value) -> &str {
+    problem["detail"].as_str().unwrap_or_default()
+}
+
+#[tokio::test]
+async fn only_folders_below_a_root_are_registered_links_resolved() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
+    for folder in [root.join("good"), outside.clone()] {
+        std::fs::create_dir_all(folder).unwrap();
+    }
+    symlink(&outside, root.join("link")).unwrap();
+    let server = TestServer::with(|c| c.dataset_roots = vec![root.clone()]).await;
+    let mut agent = Agent::join(&server, 1).await;
+    for (n, path) in ["sets/link", "outside", "sets/../outside", "sets-2"].into_iter().enumerate() {
+        let path = dir.path().join(path);
+        for (call, body) in [
+            ("/datasets", json!({"name": format!("d{n}"), "path": path})),
+            ("/datasets/inspect", json!({"path": path})),
+        ] {
+            let (status, problem) = server.post(call, &body).await;
+            assert_eq!(status, 422, "{path:?}: {problem}");
+            assert!(detail(&problem).contains(root.to_str().unwrap()), "it names the roots: {problem}");
+        }
+    }
+    let page = server.http.post(server.url("/datasets")).body("name=d&path=/etc");
+    let page = page.header("content-type", "application/x-www-form-urlencoded");
+    let page = page.send().await.unwrap();
+    assert_eq!(page.status(), 422);
+    assert!(page.text().await.unwrap().contains("--dataset-root"));
+    // Nothing of these has come to the agent: the next that it is asked is this.
+    let good = json!({"name": "good", "path": root.join("good")});
+    let ((status, made), ()) = tokio::join!(server.post("/datasets", &good), agent.answer(Ok(info())));
+    assert_eq!(status, 201, "{made}");
+
+    // On the machine that has the files, the path is a link to another place.
+    let far = json!({"name": "far", "path": root.join("only-there")});
+    let answering = async {
+        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { .. } }) = agent.next().await
+        else {
+            panic!("no question")
+        };
+        let reply = AgentReply::Dataset { path: "/mnt/elsewhere".into(), info: info() };
+        agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+    };
+    let ((status, problem), ()) = tokio::join!(server.post("/datasets", &far), answering);
+    assert!(status == 422 && detail(&problem).contains("/mnt/elsewhere"), "{problem}");
+    assert_eq!(server.get("/datasets/far").await.0, 404);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn where_others_reach_the_server_and_no_root_is_named_only_admins_register() {
+    let server = TestServer::with(|c| {
+        c.listen = "0.0.0.0:0".parse().unwrap();
+        c.insecure_http = true;
+    })
+    .await;
+    let url = format!("http://127.0.0.1:{}/api/v1", server.address.port());
+    let (_, token) = {
+        let made = server.http.post(format!("{url}/tokens")).json(&json!({"name": "t", "scope": "submit"}));
+        let (status, made) = server.send(made).await;
+        assert_eq!(status, 201, "{made}");
+        (status, made["secret"].as_str().unwrap().to_owned())
+    };
+    let body = json!({"name": "d", "path": "/x"});
+    let (status, problem) = server.send(client(&token).post(format!("{url}/datasets")).json(&body)).await;
+    assert!(status == 422 && detail(&problem).contains("--dataset-root"), "{problem}");
+    // An admin's gets as far as asking for a machine that has it.
+    let (status, problem) = server.send(server.http.post(format!("{url}/datasets")).json(&body)).await;
+    assert_eq!(status, 503, "{problem}");
+    server.stop().await;
+}

@@ -1,0 +1,254 @@
+//! What has happened to a job, as it is told afterwards; and how fast it is, as it is told meanwhile.
+
+use crate::{
+    agent::{Agent, info, losses, running},
+    test_server::{TestServer, client},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent},
+    job::JobState,
+    metric::MetricColumn,
+    reason::{Facts, Reason, ReasonCode},
+};
+use serde_json::{Value, json};
+
+fn checkpoint(step: u64) -> AttemptEvent {
+    AttemptEvent::Checkpoint(CheckpointInfo {
+        epoch: 1,
+        step,
+        val_accuracy: None,
+        val_loss: None,
+        best: false,
+        size_bytes: 1,
+    })
+}
+
+async fn history(server: &TestServer, id: &str) -> Value {
+    let (status, history) = server.get(&format!("/jobs/{id}/history")).await;
+    assert_eq!(status, 200, "{history}");
+    history
+}
+
+/// What each entry is, in order.
+fn story(history: &Value) -> Vec<String> {
+    let entries = history["entries"].as_array().unwrap();
+    let times: Vec<jiff::Timestamp> =
+        entries.iter().map(|e| e["at"].as_str().unwrap().parse().unwrap()).collect();
+    assert!(times.is_sorted(), "{times:?}");
+    let number = |e: &Value| e["attempt"].as_u64().map(|n| format!(" {n}")).unwrap_or_default();
+    entries.iter().map(|e| format!("{}{}", e["what"].as_str().unwrap(), number(e))).collect()
+}
+
+#[tokio::test]
+async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_who_may_know() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let first = agent.started().await;
+    agent
+        .report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=60), checkpoint(50)])
+        .await;
+    let facts = Facts { rank: Some(1), step: Some(60), signal: Some(9), ..Facts::default() };
+    let reason = Reason::new(ReasonCode::RankKilled, facts);
+    agent.end(&first.attempt, Ending::Failed { reason, retriable: true }).await;
+
+    let second = agent.started().await;
+    agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
+    let (_, submitter) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
+    let eva = client(&submitter);
+    let ask = async |what: &str| {
+        let asked = eva.post(server.url(&format!("/api/v1/jobs/{id}/{what}"))).send().await.unwrap();
+        assert_eq!(asked.status().as_u16(), 202, "{}", asked.text().await.unwrap());
+    };
+    ask("pause").await;
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    agent.end(&second.attempt, Ending::Stopped).await;
+    assert_eq!(server.job(&id).await.state, JobState::Paused);
+    ask("resume").await;
+    let third = agent.started().await;
+    agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 70)]).await;
+    agent.end(&third.attempt, Ending::Succeeded { step: 100 }).await;
+
+    let told = history(&server, &id).await;
+    let expected = [
+        "submitted",
+        "started 1",
+        "ended 1",
+        "started 2",
+        "pause_requested",
+        "ended 2",
+        "resumed",
+        "started 3",
+        "ended 3",
+    ];
+    assert_eq!(story(&told), expected, "{told:#}");
+    let entry = |n: usize| &told["entries"][n];
+    assert_eq!(
+        (&entry(2)["state"], &entry(2)["rank"], &entry(2)["step"]),
+        (&json!("failed"), &json!(1), &json!(60))
+    );
+    assert_eq!(entry(2)["reason"]["code"], "rank_killed");
+    assert_eq!(entry(2)["next_checkpoint"], format!("{id}-1-50"));
+    assert_eq!(
+        (&entry(1)["checkpoint"], &entry(3)["checkpoint"]),
+        (&Value::Null, &json!(format!("{id}-1-50")))
+    );
+    assert_eq!(entry(5)["next_checkpoint"], format!("{id}-1-70"));
+    assert_eq!((&entry(4)["who"], &entry(6)["who"]), (&json!("eva"), &json!("eva")));
+    assert_eq!((&told["queue"], &told["parent"], &told["forks"]), (&Value::Null, &Value::Null, &json!([])));
+
+    // Who asked is in the audit log, which is for admins.
+    let seen = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
+    let seen: Value = seen.json().await.unwrap();
+    assert_eq!(story(&seen), expected);
+    assert!(seen["entries"].as_array().unwrap().iter().all(|e| e.get("who").is_none()), "{seen:#}");
+
+    // Another job's story is its own.
+    let other = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    assert_eq!(server.post(&format!("/jobs/{other}/cancel"), &Value::Null).await.0, 202);
+    let cancelled = story(&history(&server, &other).await);
+    assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
+    assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
+    assert_eq!(story(&history(&server, &id).await), expected);
+    assert_eq!(server.get("/jobs/j00000000000000000000000000/history").await.0, 404);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_waiting_job_has_a_place_and_says_what_it_waits_for_now() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let runs = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let waits = server.submit(|_| {}).await.id.to_string();
+    let urgent = server.submit(|s| s["priority"] = json!(5)).await.id.to_string();
+    let place = async |id: &str| history(&server, id).await["queue"].clone();
+    let reason = async |id: &str, code: &str| {
+        for _ in 0..200 {
+            let queue = place(id).await;
+            if queue["reason"]["code"] == code {
+                return queue;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+        panic!("{id} does not wait for {code}: {:#}", place(id).await)
+    };
+    assert_eq!(reason(&urgent, "waiting_for_slots").await["place"], 1);
+    assert_eq!(reason(&waits, "waiting_for_slots").await["place"], 2);
+    assert_eq!(place(&runs).await, Value::Null);
+
+    // A resumed job keeps the words about its last attempt, and its history what it waits for today.
+    assert_eq!(server.post(&format!("/jobs/{runs}/pause"), &Value::Null).await.0, 202);
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+    agent.end(&start.attempt, Ending::Stopped).await;
+    let next = agent.started().await;
+    assert_eq!(next.attempt.job.as_str(), urgent);
+    agent.report(&next.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(server.post(&format!("/jobs/{runs}/resume"), &Value::Null).await.0, 202);
+    let queue = reason(&runs, "waiting_for_slots").await;
+    assert_eq!(queue["place"], 1, "it is older than the other");
+    assert!(server.job(&runs).await.reason.unwrap().contains("continues from step 10"));
+    // The machine goes: nobody waits for its slots any more.
+    agent.vanish();
+    reason(&runs, "no_agent_online").await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn lineage_is_told_at_both_ends() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
+    let start = agent.started().await;
+    let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap()).join("checkpoints/1-10");
+    std::fs::create_dir_all(&folder).unwrap();
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    // As a fork is stored; which files it takes along is another test's.
+    let child = server.submit(|s| s["name"] = json!("child")).await.id.to_string();
+    let from = format!("{parent}-1-10");
+    let query =
+        format!("UPDATE jobs SET parent_job = '{parent}', parent_checkpoint = '{from}' WHERE id = '{child}'");
+    assert_eq!(server.execute(&query).await, 1);
+
+    let of_child = history(&server, &child).await;
+    assert_eq!(
+        of_child["parent"],
+        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from})
+    );
+    assert_eq!(
+        (&of_child["entries"][0]["what"], &of_child["entries"][0]["checkpoint"]),
+        (&json!("forked"), &json!(from))
+    );
+    let of_parent = history(&server, &parent).await;
+    let fork = &of_parent["forks"][0];
+    assert_eq!(
+        (&fork["job"], &fork["name"], &fork["checkpoint"]),
+        (&json!(child), &json!("child"), &json!(from))
+    );
+    assert_eq!(of_parent["forks"].as_array().unwrap().len(), 1);
+    // The origin may be deleted; its fork still says where it came from.
+    assert_eq!(server.delete(&format!("/jobs/{parent}")).await.0, 204);
+    let orphan = history(&server, &child).await;
+    assert_eq!(orphan["parent"], json!({"job": parent, "name": null, "state": null, "checkpoint": from}));
+    server.stop().await;
+}
+
+fn step_ms(rank: u32, steps: std::ops::RangeInclusive<u64>, ms: f32) -> AttemptEvent {
+    let steps: Vec<_> = steps.collect();
+    let values = vec![ms; steps.len()];
+    AttemptEvent::Metrics { rank, columns: vec![MetricColumn { name: "step_ms".into(), steps, values }] }
+}
+
+#[tokio::test]
+async fn the_speed_is_pictures_over_time_and_its_stream_says_it_too() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    assert_eq!(info().splits[0].samples, 1000);
+    // Steps of 2 x 16 pictures: 31 whole ones an epoch, and one of 8.
+    let job = server.submit(|s| {
+        s["train"]["batch_size"] = json!(16);
+        s["data"]["drop_remainder"] = json!(false);
+    });
+    let id = job.await.id.to_string();
+    let start = agent.started().await;
+    let mut stream = server.stream(&id, 0).await;
+    stream.until(|frame| frame["type"] == "live").await;
+    let begin =
+        AttemptEvent::Running { total_steps: 64, steps_per_epoch: 32, start_step: 0, train_samples: 1000 };
+    agent
+        .report(&start.attempt, Source::Rank(0), 0, vec![begin, losses(0, 1..=32), step_ms(0, 1..=32, 100.0)])
+        .await;
+    // The other rank's steps are the same steps.
+    agent.report(&start.attempt, Source::Rank(1), 0, vec![losses(1, 1..=32), step_ms(1, 1..=32, 90.0)]).await;
+    let job = server.job(&id).await;
+    let speed = job.images_per_second.unwrap();
+    assert!((speed - 1000.0 / 3.2).abs() < 1e-3, "{speed}");
+    assert!((job.eta_secs.unwrap() - 3.2).abs() < 1e-3, "{job:?}");
+    let told = loop {
+        let frame = stream.frame().await.unwrap();
+        if frame["type"] == "progress" && frame["step"] == 32 && frame["images_per_second"].is_number() {
+            break frame;
+        }
+    };
+    assert_eq!((told["images_per_second"].as_f64(), told["eta_secs"].as_f64()), (Some(speed), job.eta_secs));
+    assert!(told.get("seq").is_none(), "it is no event");
+
+    // It stays when the job is over, and the next attempt begins with its own steps.
+    let reason =
+        Reason::new(ReasonCode::RankKilled, Facts { rank: Some(0), signal: Some(9), ..Facts::default() });
+    agent.end(&start.attempt, Ending::Failed { reason, retriable: true }).await;
+    let next = agent.started().await;
+    assert_eq!(server.job(&id).await.images_per_second, Some(speed));
+    let again =
+        AttemptEvent::Running { total_steps: 64, steps_per_epoch: 32, start_step: 0, train_samples: 1000 };
+    agent.report(&next.attempt, Source::Rank(0), 0, vec![again]).await;
+    assert_eq!(server.job(&id).await.images_per_second, Some(speed), "until its first step");
+    agent.report(&next.attempt, Source::Rank(0), 1, vec![losses(0, 1..=2), step_ms(0, 1..=2, 50.0)]).await;
+    agent.end(&next.attempt, Ending::Succeeded { step: 64 }).await;
+    let done = server.job(&id).await;
+    assert!((done.images_per_second.unwrap() - 64.0 / 0.1).abs() < 1e-3, "{done:?}");
+    assert_eq!(done.eta_secs, None);
+    server.stop().await;
+}

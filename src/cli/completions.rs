@@ -1,0 +1,41 @@
+//! `lockstep completions`: what a shell needs to complete commands and options.
+
+use super::output;
+use clap::{Command, ValueEnum};
+use clap_complete::{Generator as _, Shell};
+
+/// Print completions for a shell
+///
+/// For bash: `lockstep completions bash > ~/.local/share/bash-completion/completions/lockstep`. For zsh: write it as `_lockstep` into a
+/// folder of `$fpath`. For fish: `lockstep completions fish > ~/.config/fish/completions/lockstep.fish`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Which shell
+    #[arg(value_enum)]
+    shell: Which,
+}
+
+/// The shells that completions are made for.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Which {
+    Bash,
+    Zsh,
+    Fish,
+}
+
+/// Prints them.
+///
+/// # Errors
+/// When standard output is closed or full.
+pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
+    let shell = match args.shell {
+        Which::Bash => Shell::Bash,
+        Which::Zsh => Shell::Zsh,
+        Which::Fish => Shell::Fish,
+    };
+    let mut text = Vec::new();
+    program.set_bin_name("lockstep");
+    program.build();
+    shell.try_generate(&program, &mut text)?;
+    output::line(String::from_utf8(text)?.trim_end())
+}

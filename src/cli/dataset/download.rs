@@ -1,0 +1,229 @@
+//! A file over HTTP: continued where an earlier attempt broke off, checked, and in its place only when it is whole.
+
+use super::known::Remote;
+use futures_util::StreamExt as _;
+use reqwest::{
+    Client, Response, StatusCode,
+    header::{CONTENT_RANGE, RANGE},
+};
+use sha2::{Digest as _, Sha256};
+use std::{
+    fmt::Write as _,
+    fs::{self, File, OpenOptions},
+    io::{self, Read as _, Seek as _, SeekFrom, Write as _},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Connections in a row that bring nothing new before it is given up.
+const ATTEMPTS: u32 = 4;
+/// The first pause between two; each is twice as long as the one before.
+const PAUSE: Duration = Duration::from_millis(250);
+
+/// Why a file is not there.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// Nobody answers, or connections break. What has come stays for the next attempt.
+    Unreachable(String),
+    /// The address has no such file, or another one.
+    Refused(String),
+    /// This machine: a full disk, a folder that cannot be written.
+    Local(String),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Failure::Local(error.to_string())
+    }
+}
+
+/// Where the bytes of `path` are until it is whole.
+pub(super) fn partial(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".part");
+    name.into()
+}
+
+/// Downloads `url`, which must be `remote`, to `path`. `progress` is given the bytes that are there.
+///
+/// # Errors
+/// See [`Failure`]. Bytes that turn out to be wrong are deleted.
+pub(super) async fn download(
+    client: &Client,
+    url: &str,
+    remote: &Remote,
+    path: &Path,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(), Failure> {
+    if is_whole(path, remote)? {
+        progress(remote.bytes);
+        return Ok(());
+    }
+    let part = partial(path);
+    let mut file = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&part)?;
+    if file.try_lock().is_err() {
+        return Err(Failure::Local(format!("{} is being written by another download", part.display())));
+    }
+    // Bytes of an earlier run may be of another file; those of this one are not downloaded twice.
+    let mut from_before = file.metadata()?.len() > 0;
+    loop {
+        receive(client, url, remote, &mut file, progress).await?;
+        let sum = sha256(&mut file)?;
+        if sum == remote.sha256 {
+            file.sync_all()?;
+            fs::rename(&part, path)?;
+            return Ok(());
+        }
+        file.set_len(0)?;
+        if !from_before {
+            let _ = fs::remove_file(&part);
+            return Err(Failure::Refused(format!(
+                "{url} has other bytes than {} has: its SHA-256 is {sum}, not {}",
+                remote.name, remote.sha256
+            )));
+        }
+        from_before = false;
+    }
+}
+
+/// Whether the file is there, all of it and nothing else.
+pub(super) fn is_whole(path: &Path, remote: &Remote) -> Result<bool, Failure> {
+    match File::open(path) {
+        Ok(mut file) => Ok(file.metadata()?.len() == remote.bytes && sha256(&mut file)? == remote.sha256),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Fills `file` to the length of `remote`, over as many connections as it takes.
+async fn receive(
+    client: &Client,
+    url: &str,
+    remote: &Remote,
+    file: &mut File,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(), Failure> {
+    let mut most = file.metadata()?.len();
+    if most > remote.bytes {
+        most = 0;
+        file.set_len(0)?;
+    }
+    let mut in_vain = 0;
+    loop {
+        let have = file.metadata()?.len();
+        progress(have);
+        if have == remote.bytes {
+            return Ok(());
+        }
+        let broken = match once(client, url, remote, file, have, progress).await {
+            Ok(()) => format!("{url}: the connection ended early"),
+            Err(Failure::Unreachable(why)) => why,
+            Err(other) => return Err(other),
+        };
+        let now = file.metadata()?.len();
+        if now == remote.bytes {
+            continue;
+        }
+        // A server without ranges begins anew each time: only what is more than ever counts.
+        in_vain = if now > most { 0 } else { in_vain + 1 };
+        most = most.max(now);
+        if in_vain >= ATTEMPTS {
+            return Err(Failure::Unreachable(broken));
+        }
+        tokio::time::sleep(PAUSE * 2_u32.pow(in_vain)).await;
+    }
+}
+
+/// One connection: what is missing after `have` bytes, or everything where the server has no ranges.
+async fn once(
+    client: &Client,
+    url: &str,
+    remote: &Remote,
+    file: &mut File,
+    have: u64,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(), Failure> {
+    let mut request = client.get(url);
+    if have > 0 {
+        request = request.header(RANGE, format!("bytes={have}-"));
+    }
+    let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
+    let answer = request.send().await.map_err(lost)?;
+    let mut at = match answer.status() {
+        StatusCode::PARTIAL_CONTENT if begins_at(&answer, have, remote.bytes) => have,
+        // Of another length, or from another place: from the start.
+        StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
+            file.set_len(0)?;
+            return Err(Failure::Unreachable(format!("{url} does not continue where it was")));
+        }
+        StatusCode::OK => 0,
+        status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
+            return Err(Failure::Unreachable(format!("{url} answers {status}")));
+        }
+        status => return Err(Failure::Refused(format!("{url} answers {status}"))),
+    };
+    let other = |bytes: u64| {
+        Failure::Refused(format!("{url} has {bytes} bytes, but {} has {}", remote.name, remote.bytes))
+    };
+    if let Some(length) = answer.content_length()
+        && at + length != remote.bytes
+    {
+        return Err(other(at + length));
+    }
+    file.set_len(at)?;
+    file.seek(SeekFrom::Start(at))?;
+    let mut body = answer.bytes_stream();
+    while let Some(bytes) = body.next().await {
+        let bytes = bytes.map_err(lost)?;
+        at += bytes.len() as u64;
+        if at > remote.bytes {
+            file.set_len(0)?;
+            return Err(other(at));
+        }
+        file.write_all(&bytes)?;
+        progress(at);
+    }
+    Ok(())
+}
+
+/// Whether a partial answer is what follows `have` bytes of a file of `bytes`.
+fn begins_at(answer: &Response, have: u64, bytes: u64) -> bool {
+    let range = answer.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
+    let range = range.and_then(|range| range.strip_prefix("bytes "));
+    range.is_some_and(|range| {
+        range.starts_with(&format!("{have}-"))
+            && range.rsplit('/').next().is_some_and(|total| total == "*" || total == bytes.to_string())
+    })
+}
+
+fn sha256(file: &mut File) -> io::Result<String> {
+    file.seek(SeekFrom::Start(0))?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let read = file.read(&mut buffer)?;
+        if read == 0 {
+            break;
+        }
+        hash.update(&buffer[..read]);
+    }
+    let mut text = String::new();
+    for byte in hash.finalize() {
+        let _ = write!(text, "{byte:02x}");
+    }
+    Ok(text)
+}
+
+/// An error with its causes: the outermost only says that sending failed.
+fn chain(error: &reqwest::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(inner) = cause {
+        let said = inner.to_string();
+        if !text.contains(&said) {
+            let _ = write!(text, ": {said}");
+        }
+        cause = inner.source();
+    }
+    text
+}

@@ -1,0 +1,192 @@
+//! `lockstep dataset get`: a public dataset, downloaded, checked, unpacked and registered.
+
+use super::{
+    download::{Failure, download, partial},
+    known::{KNOWN, Known, Remote},
+    register_as, sentence,
+};
+use crate::cli::{api::ServerArgs, block_on, output, wrong};
+use anyhow::anyhow;
+use flate2::read::GzDecoder;
+use indicatif::{ProgressBar, ProgressStyle};
+use lockstep_worker::{data, tls};
+use reqwest::Client;
+use std::{
+    fs::{self, File},
+    io::{self, Read as _},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// An unpacked file is not larger; CIFAR-100's training pictures are the largest, 154 MB.
+const MEMBER_BYTES: u64 = 1 << 30;
+
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Which dataset
+    #[arg(value_name = "NAME", value_parser = KNOWN.map(|known| known.name))]
+    name: String,
+    /// The folder that it is put into [default: datasets/NAME]
+    #[arg(long, value_name = "DIR")]
+    to: Option<PathBuf>,
+    /// Address of a mirror: the folder that has the publisher's files under their names
+    #[arg(long, value_name = "URL")]
+    from: Option<String>,
+    /// Do not register it with a server
+    #[arg(long)]
+    no_register: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Fetches it unless it is there, and registers it under its name where a server runs.
+///
+/// # Errors
+/// Exit status 1 where nobody can be reached, 2 where the address has something else.
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let known = KNOWN.into_iter().find(|known| known.name == args.name);
+    let known = known.ok_or_else(|| wrong(format!("no dataset {} is known", args.name)))?;
+    let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
+    // Without a slash at its end.
+    let to: std::path::PathBuf = to.components().collect();
+    let base = args.from.as_deref().unwrap_or(known.base);
+    fetch(&known, base, &to)?;
+    let path = data::canonical(&to)?;
+    let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
+    say(format!("{} is in {}", known.name, path.display()))?;
+    let api = args.server.api()?;
+    let by_hand = format!("lockstep dataset add {} {}", known.name, path.display());
+    if args.no_register || !block_on(async { Ok(api.answers().await) })? {
+        if args.server.json {
+            return output::json(
+                &serde_json::json!({ "name": known.name, "path": path, "registered": false }),
+            );
+        }
+        return output::line(format_args!(
+            "register it with `{by_hand}`, or train from the folder with `lockstep train`"
+        ));
+    }
+    let dataset = block_on(register_as(&api, known.name, &path, false))?;
+    if args.server.json {
+        return output::json(&dataset);
+    }
+    output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
+}
+
+/// Puts the dataset's files into `to`, all or none of them. What has been downloaded stays next to it until then.
+fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
+    if to.exists() {
+        let missing: Vec<_> = known.parts().filter(|part| !to.join(part).is_file()).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        return Err(wrong(format!(
+            "{} is there and has no {}: move it away, or give another folder with --to",
+            to.display(),
+            missing.join(", ")
+        )));
+    }
+    let work = partial(to);
+    let failed = |path: &Path, e: io::Error| anyhow!("{}: {e}", path.display());
+    fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
+    let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
+    if reqwest::Url::parse(&base).is_err() {
+        return Err(wrong(format!("--from {base} is no address; write one such as {}", known.base)));
+    }
+    let client = client()?;
+    let bar = bar(known.files.iter().map(|file| file.bytes).sum());
+    let mut before = 0;
+    for file in known.files {
+        let url = format!("{base}{}", file.name);
+        let place = work.join(file.name);
+        let got = block_on(async {
+            Ok(download(&client, &url, file, &place, &|bytes| bar.set_position(before + bytes)).await)
+        })?;
+        got.map_err(|failure| explained(failure, known, &base, &work, to))?;
+        before += file.bytes;
+    }
+    bar.finish_and_clear();
+    let whole = work.join("whole");
+    // From a run that ended while it unpacked.
+    if whole.exists() {
+        fs::remove_dir_all(&whole).map_err(|e| failed(&whole, e))?;
+    }
+    fs::create_dir(&whole).map_err(|e| failed(&whole, e))?;
+    for file in known.files {
+        place(file, &work.join(file.name), &whole).map_err(|e| failed(&whole, e))?;
+    }
+    if !known.classes.is_empty() {
+        let names = known.classes.join("\n") + "\n";
+        fs::write(whole.join("classes.txt"), names).map_err(|e| failed(&whole, e))?;
+    }
+    File::open(&whole).and_then(|folder| folder.sync_all()).map_err(|e| failed(&whole, e))?;
+    fs::rename(&whole, to).map_err(|e| failed(to, e))?;
+    fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
+}
+
+/// Puts a checked file, or what it has in it, into `folder`.
+fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
+    if file.members.is_empty() {
+        return fs::hard_link(from, folder.join(file.name))
+            .or_else(|_| fs::copy(from, folder.join(file.name)).map(drop));
+    }
+    let mut archive = tar::Archive::new(GzDecoder::new(File::open(from)?));
+    let mut missing = file.members.to_vec();
+    for entry in archive.entries()? {
+        let entry = entry?;
+        let path = entry.path()?.into_owned();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        // Names of our own alone: nothing in an archive decides where a file goes.
+        let Some(at) = missing.iter().position(|member| *member == name) else { continue };
+        let name = missing.remove(at);
+        if !entry.header().entry_type().is_file() || entry.size() > MEMBER_BYTES {
+            return Err(io::Error::other(format!("{name} in {} is no file of that kind", file.name)));
+        }
+        let mut out = File::create_new(folder.join(name))?;
+        io::copy(&mut entry.take(MEMBER_BYTES), &mut out)?;
+        out.sync_all()?;
+    }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(io::Error::other(format!("{} has no {}", file.name, missing.join(", "))))
+}
+
+/// Proxies of the environment are used (`https_proxy`): the files are not on this machine.
+fn client() -> anyhow::Result<Client> {
+    let tls = tls::client_config(None).map_err(wrong)?;
+    Ok(Client::builder()
+        .connect_timeout(Duration::from_secs(15))
+        .read_timeout(Duration::from_secs(60))
+        .tls_backend_preconfigured((*tls).clone())
+        .build()?)
+}
+
+/// Hidden where standard error is no terminal.
+fn bar(bytes: u64) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template("{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left");
+    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// A failure and what to do about it.
+fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
+    let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
+    let by_hand = format!(
+        "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \
+         it checks them and continues. Or name a mirror with --from URL.",
+        addresses.join("\n"),
+        work.display()
+    );
+    match failure {
+        Failure::Unreachable(why) => anyhow!(
+            "{why}\nWhat has come so far is kept in {}; the same command continues.\n{by_hand}",
+            work.display()
+        ),
+        Failure::Refused(why) => wrong(format!("{why}\nNothing was put into {}.\n{by_hand}", to.display())),
+        Failure::Local(why) => anyhow!("{}: {why}", work.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

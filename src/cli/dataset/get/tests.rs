@@ -1,0 +1,270 @@
+//! Downloads from a real HTTP server that cuts connections, has no ranges, or serves something else.
+
+use super::*;
+use sha2::{Digest as _, Sha256};
+use std::{
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    sync::{Arc, Mutex},
+    thread,
+};
+use tempfile::TempDir;
+
+/// How a server answers.
+#[derive(Clone)]
+struct Manners {
+    /// Understands `Range`.
+    ranges: bool,
+    /// Bytes of a body after which each of the first connections is cut.
+    cuts: Vec<usize>,
+    /// A status in place of 200.
+    status: Option<&'static str>,
+    /// What it serves under each name.
+    files: Vec<(&'static str, Vec<u8>)>,
+}
+
+/// A server on a free port, and the requests that it was sent: path, and where its range begins.
+struct Mirror {
+    base: String,
+    seen: Arc<Mutex<Vec<(String, Option<usize>)>>>,
+}
+
+impl Mirror {
+    fn start(manners: Manners) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let base = format!("http://{}/data", listener.local_addr().unwrap());
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let requests = Arc::clone(&seen);
+        // Ends with the tests' process.
+        thread::spawn(move || {
+            for connection in listener.incoming() {
+                answer(&mut connection.unwrap(), &manners, &requests);
+            }
+        });
+        Self { base, seen }
+    }
+
+    fn ranges(&self) -> Vec<Option<usize>> {
+        self.seen.lock().unwrap().iter().map(|(_, range)| *range).collect()
+    }
+}
+
+fn answer(connection: &mut TcpStream, manners: &Manners, seen: &Mutex<Vec<(String, Option<usize>)>>) {
+    let mut request = Vec::new();
+    let mut byte = [0];
+    while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).unwrap() == 1 {
+        request.push(byte[0]);
+    }
+    let request = String::from_utf8(request).unwrap();
+    let path = request.split(' ').nth(1).unwrap().to_owned();
+    let range = request.lines().find_map(|line| {
+        line.to_lowercase().strip_prefix("range: bytes=")?.strip_suffix('-')?.parse::<usize>().ok()
+    });
+    let number = {
+        let mut seen = seen.lock().unwrap();
+        seen.push((path.clone(), range));
+        seen.len() - 1
+    };
+    let found = manners.files.iter().find(|(name, _)| path == format!("/data/{name}"));
+    let (Some((_, body)), None) = (found, manners.status) else {
+        let status = manners.status.unwrap_or("404 Not Found");
+        let _ = write!(connection, "HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+        return;
+    };
+    let begin = range.filter(|_| manners.ranges).unwrap_or(0);
+    let rest = &body[begin.min(body.len())..];
+    let (status, more) = match begin {
+        0 => ("200 OK", String::new()),
+        begin => (
+            "206 Partial Content",
+            format!("content-range: bytes {begin}-{}/{}\r\n", body.len() - 1, body.len()),
+        ),
+    };
+    let sent = manners.cuts.get(number).map_or(rest.len(), |cut| (*cut).min(rest.len()));
+    let _ = write!(
+        connection,
+        "HTTP/1.1 {status}\r\ncontent-length: {}\r\n{more}connection: close\r\n\r\n",
+        rest.len()
+    );
+    let _ = connection.write_all(&rest[..sent]);
+}
+
+fn bytes(count: usize, seed: usize) -> Vec<u8> {
+    (0..count).map(|i| (i * 31 + i / 251 + seed) as u8).collect()
+}
+
+fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) -> Remote {
+    let sum = Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    Remote { name, bytes: content.len() as u64, sha256: sum.leak(), members }
+}
+
+fn known(files: Vec<Remote>) -> Known {
+    Known { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
+}
+
+fn good(files: Vec<(&'static str, Vec<u8>)>) -> Manners {
+    Manners { ranges: true, cuts: Vec::new(), status: None, files }
+}
+
+fn folder() -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().join("sets/small");
+    (folder, to)
+}
+
+const SIZE: usize = 300_000;
+
+#[test]
+fn a_connection_that_breaks_is_continued_where_it_was() {
+    let content = bytes(SIZE, 1);
+    let set = known(vec![remote("a.bin", &content, &[])]);
+    let (_folder, to) = folder();
+    let mirror =
+        Mirror::start(Manners { cuts: vec![100_000, 50_000, 0], ..good(vec![("a.bin", content.clone())]) });
+    fetch(&set, &mirror.base, &to).unwrap();
+    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    assert_eq!(mirror.ranges(), [None, Some(100_000), Some(150_000), Some(150_000)]);
+    // Nothing is left next to it, and the second time there is nothing to do.
+    assert_eq!(fs::read_dir(to.parent().unwrap()).unwrap().count(), 1);
+    fetch(&set, &mirror.base, &to).unwrap();
+    assert_eq!(mirror.ranges().len(), 4);
+}
+
+#[test]
+fn a_server_without_ranges_begins_anew() {
+    let content = bytes(SIZE, 2);
+    let set = known(vec![remote("a.bin", &content, &[])]);
+    let (_folder, to) = folder();
+    let files = vec![("a.bin", content.clone())];
+    let mirror = Mirror::start(Manners { ranges: false, cuts: vec![200_000, 100], ..good(files) });
+    fetch(&set, &mirror.base, &to).unwrap();
+    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    // What came before does not count as the beginning of the new answer. The second was cut earlier than the first.
+    assert_eq!(mirror.ranges(), [None, Some(200_000), Some(100)]);
+}
+
+#[test]
+fn a_download_that_was_given_up_is_continued_by_the_next() {
+    let content = bytes(SIZE, 3);
+    let set = known(vec![remote("a.bin", &content, &[])]);
+    let (_folder, to) = folder();
+    let mirror =
+        Mirror::start(Manners { cuts: vec![120_000, 0, 0, 0, 0], ..good(vec![("a.bin", content.clone())]) });
+    let said = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    assert!(said.contains("the same command continues") && said.contains("small.part"), "{said}");
+    assert!(!to.exists());
+    fetch(&set, &mirror.base, &to).unwrap();
+    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+    assert_eq!(mirror.ranges().last(), Some(&Some(120_000)));
+}
+
+#[test]
+fn other_bytes_are_not_kept() {
+    let content = bytes(SIZE, 4);
+    let set = known(vec![remote("a.bin", &content, &[])]);
+    let (_folder, to) = folder();
+    let part = partial(&to).join("a.bin.part");
+    for (served, words) in [
+        (bytes(SIZE, 5), "its SHA-256 is"),
+        (bytes(SIZE - 1, 4), "has 299999 bytes, but a.bin has 300000"),
+        (bytes(SIZE + 1, 4), "has 300001 bytes, but a.bin has 300000"),
+    ] {
+        let mirror = Mirror::start(good(vec![("a.bin", served)]));
+        let error = fetch(&set, &mirror.base, &to).unwrap_err();
+        let said = format!("{error:#}");
+        assert!(said.contains(words) && said.contains("--from"), "{said}");
+        assert!(error.is::<crate::cli::WrongRequest>() && !to.exists(), "{said}");
+        assert!(fs::metadata(&part).map_or(0, |part| part.len()) == 0, "{said}");
+    }
+    // What an earlier run left may be of another file: then all of it is downloaded again.
+    fs::write(&part, bytes(1000, 9)).unwrap();
+    let mirror = Mirror::start(good(vec![("a.bin", content.clone())]));
+    fetch(&set, &mirror.base, &to).unwrap();
+    assert_eq!(mirror.ranges(), [Some(1000), None]);
+    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+}
+
+#[test]
+fn who_cannot_be_reached_is_named_with_what_to_do() {
+    let content = bytes(1000, 6);
+    let set = known(vec![remote("a.bin", &content, &[])]);
+    let (_folder, to) = folder();
+    // A port that was free a moment ago.
+    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let error = fetch(&set, &format!("http://{gone}/data"), &to).unwrap_err();
+    let said = format!("{error:#}");
+    let work = partial(&to);
+    for words in
+        [&format!("http://{gone}/data/a.bin"), "Without a network", work.to_str().unwrap(), "--from URL"]
+    {
+        assert!(said.contains(words), "{words:?} in {said}");
+    }
+    assert!(!error.is::<crate::cli::WrongRequest>(), "another time it may be there");
+    // As the message says: the file is put there by hand.
+    fs::write(work.join("a.bin"), &content).unwrap();
+    fetch(&set, &format!("http://{gone}/data"), &to).unwrap();
+    assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
+
+    let (_folder, to) = folder();
+    for (status, is_wrong) in [("404 Not Found", true), ("503 Service Unavailable", false)] {
+        let mirror = Mirror::start(Manners { status: Some(status), ..good(Vec::new()) });
+        let error = fetch(&set, &mirror.base, &to).unwrap_err();
+        assert!(format!("{error:#}").contains(status), "{error:#}");
+        assert_eq!(error.is::<crate::cli::WrongRequest>(), is_wrong, "{status}");
+    }
+    let error = fetch(&set, "no address", &to).unwrap_err();
+    assert!(error.to_string().contains("no address"), "{error}");
+}
+
+fn archive(entries: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut tar = tar::Builder::new(flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast()));
+    for (name, content) in entries {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(content.len() as u64);
+        header.set_mode(0o644);
+        tar.append_data(&mut header, name, *content).unwrap();
+    }
+    tar.into_inner().unwrap().finish().unwrap()
+}
+
+#[test]
+fn an_archive_is_unpacked_whole_or_not_at_all() {
+    let (_folder, to) = folder();
+    let whole =
+        archive(&[("set/train.bin", b"train"), ("set/readme.html", b"hello"), ("set/test.bin", b"test")]);
+    let set = known(vec![remote("a.tar.gz", &whole, &["train.bin", "test.bin"])]);
+    let mirror = Mirror::start(good(vec![("a.tar.gz", whole)]));
+    fetch(&set, &mirror.base, &to).unwrap();
+    let mut names: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["test.bin", "train.bin"], "what is needed alone");
+    assert_eq!(fs::read(to.join("train.bin")).unwrap(), b"train");
+    assert!(!partial(&to).exists());
+
+    // A folder that holds something else is not touched.
+    fs::remove_file(to.join("test.bin")).unwrap();
+    let said = fetch(&set, &mirror.base, &to).unwrap_err().to_string();
+    assert!(said.contains("has no test.bin") && said.contains("--to"), "{said}");
+
+    let (_folder, to) = folder();
+    let part = archive(&[("set/train.bin", b"train")]);
+    let set = known(vec![remote("a.tar.gz", &part, &["train.bin", "test.bin"])]);
+    let mirror = Mirror::start(good(vec![("a.tar.gz", part)]));
+    let said = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    assert!(said.contains("a.tar.gz has no test.bin") && !to.exists(), "{said}");
+}
+
+#[test]
+fn two_downloads_do_not_write_into_one_file() {
+    let content = bytes(1000, 7);
+    let set = known(vec![remote("a.bin", &content, &[])]);
+    let (_folder, to) = folder();
+    fs::create_dir_all(partial(&to)).unwrap();
+    let other = File::create(partial(&to).join("a.bin.part")).unwrap();
+    other.lock().unwrap();
+    let mirror = Mirror::start(good(vec![("a.bin", content)]));
+    let said = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    assert!(said.contains("another download"), "{said}");
+    drop(other);
+    fetch(&set, &mirror.base, &to).unwrap();
+}

@@ -1,0 +1,57 @@
+//! `lockstep help`: how a command is used, and the keys of a job file.
+
+use super::{output, reference::job_file, wrong};
+use clap::{Command, error::ErrorKind};
+use lockstep_protocol::spec::nearest;
+use std::io::{self, IsTerminal as _, Write as _};
+
+/// Show how a command is used, or the keys of a job file (`lockstep help job`)
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// A command, such as `dataset add`; or `job`, which may be followed by a section or a key (`train`, `train.lr`)
+    #[arg(value_name = "COMMAND")]
+    topic: Vec<String>,
+}
+
+/// Prints what is asked for.
+///
+/// # Errors
+/// Exit status 2: there is no such command, section or key.
+pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
+    match &args.topic[..] {
+        [job] if job == "job" => output::line(job_file::text(None).map_err(wrong)?.trim_end()),
+        [job, key] if job == "job" => output::line(job_file::text(Some(key)).map_err(wrong)?.trim_end()),
+        names => {
+            let mut command = &program;
+            for name in names {
+                let known = command.get_subcommands().filter(|c| !c.is_hide_set());
+                let known: Vec<_> = known.map(|c| c.get_name().to_owned()).collect();
+                if !known.contains(name) {
+                    return Err(wrong(unknown(name, &known)));
+                }
+                command = match command.find_subcommand(name) {
+                    Some(found) => found,
+                    None => return Err(wrong(unknown(name, &known))),
+                };
+            }
+            // What `COMMAND --help` prints: clap knows whether it is the short or the long text.
+            let asked = ["lockstep"].into_iter().chain(names.iter().map(String::as_str)).chain(["--help"]);
+            match program.try_get_matches_from(asked) {
+                Err(help) if help.kind() == ErrorKind::DisplayHelp => {
+                    let help = help.render();
+                    let is_terminal = io::stdout().is_terminal();
+                    let text = if is_terminal { help.ansi().to_string() } else { help.to_string() };
+                    write!(io::stdout().lock(), "{text}")?;
+                    Ok(())
+                }
+                _ => Err(wrong(format!("there is no help with {}", names.join(" ")))),
+            }
+        }
+    }
+}
+
+fn unknown(name: &str, known: &[String]) -> String {
+    let near = nearest(name, known.iter().map(String::as_str).chain(["job"]))
+        .map_or_else(|| "`lockstep help` lists them".to_owned(), |near| format!("did you mean {near:?}?"));
+    format!("there is no command {name:?} to help with; {near}")
+}

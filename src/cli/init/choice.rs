@@ -1,0 +1,245 @@
+//! What a job file for some pictures says, each with the reason.
+
+use lockstep_protocol::dataset::{DatasetInfo, default_validation};
+
+/// A comment and the lines of TOML that it is about.
+type Lines = (String, String);
+
+/// Lines of three tables.
+#[derive(Debug)]
+pub(super) struct Choice {
+    pub(super) data: Vec<Lines>,
+    pub(super) model: Vec<Lines>,
+    pub(super) train: Vec<Lines>,
+}
+
+/// Shorter sides than this are those of small pictures, such as CIFAR's and MNIST's.
+const SMALL: u32 = 64;
+/// The size that networks for photographs are made for.
+const USUAL: u32 = 224;
+/// From so many pictures on, a larger network has something to learn from.
+const MANY: u64 = 100_000;
+/// Pictures that a run sees in all, where its epochs may be chosen freely.
+const SEEN: u64 = 1_000_000;
+
+impl Choice {
+    /// For a dataset.
+    ///
+    /// # Errors
+    /// It has no pictures to train on, or one class.
+    pub(super) fn of(info: &DatasetInfo) -> Result<Self, String> {
+        let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+        if samples < 2 {
+            return Err(format!(
+                "has {samples} pictures to train on; a dataset has train/<class>/* with some in each"
+            ));
+        }
+        if info.classes.len() < 2 {
+            return Err("has one class; there is nothing to tell apart".into());
+        }
+        // Of squares alone the side is known; a job has to give one otherwise.
+        let own = (info.height == info.width && info.height > 0).then_some(info.height);
+        let side = own.filter(|side| *side < USUAL);
+        let is_small = side.is_some_and(|side| side < SMALL);
+        let (validation, held_out) = validation(info);
+        let train_on = samples - held_out;
+        let batch = batch(train_on, is_small);
+        Ok(Self {
+            data: data(info, side, is_small, validation),
+            model: vec![network(samples, side, is_small)],
+            train: train(train_on, batch, is_small),
+        })
+    }
+}
+
+fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines) -> Vec<Lines> {
+    let mut data = vec![validation];
+    data.push(match (side, info.height, info.width) {
+        (Some(side), ..) => (
+            format!("All pictures have {side} x {side} pixels; the network sees them as they are."),
+            format!("image_size = {side}"),
+        ),
+        (None, 0, _) => (
+            format!("Pictures are of several sizes: the network sees {USUAL} x {USUAL} pixels of each, the usual for photographs."),
+            format!("image_size = {USUAL}"),
+        ),
+        (None, height, width) => (
+            format!("All pictures have {width} x {height} pixels; the network sees {USUAL} x {USUAL} of each, the usual for photographs."),
+            format!("image_size = {USUAL}"),
+        ),
+    });
+    if is_small {
+        data.push((
+            "A small shift and, of half of the pictures, the mirror image. Set horizontal_flip = false where left and right differ, as in \
+             digits and letters."
+                .into(),
+            "crop_padding = 4\nhorizontal_flip = true".into(),
+        ));
+    } else {
+        data.push((
+            "A random part of each picture, resized, and of half of them the mirror image: the usual for photographs.".into(),
+            "random_resized_crop = true\nhorizontal_flip = true".into(),
+        ));
+    }
+    if info.broken_count > 0 {
+        let first =
+            info.broken.first().map(|broken| format!(", the first {}", broken.file)).unwrap_or_default();
+        data.push((
+            format!(
+                "{} files could not be read{first}: they are left out. With \"fail\" they would end the job.",
+                info.broken_count
+            ),
+            "broken_files = \"skip\"".into(),
+        ));
+    }
+    data
+}
+
+/// What measures the network, and how many training pictures that takes.
+fn validation(info: &DatasetInfo) -> (Lines, u64) {
+    let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
+    let others: Vec<_> = others.map(|split| split.name.as_str()).collect();
+    let found = if others.contains(&"test") {
+        Some("test")
+    } else {
+        default_validation("test", others.iter().copied())
+    };
+    if let Some(split) = found {
+        let lines = format!("validation = {}", serde_json::Value::from(split));
+        return ((format!("The pictures of {split} measure the network."), lines), 0);
+    }
+    let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
+    // As training does it.
+    let held_out = ((samples as f64 * 0.1).round() as u64).clamp(1, samples);
+    (
+        (
+            "There is no other split: a tenth of the pictures, chosen at random, measures the network."
+                .into(),
+            "validation = 0.1".into(),
+        ),
+        held_out,
+    )
+}
+
+fn network(samples: u64, side: Option<u32>, is_small: bool) -> Lines {
+    let (why, arch) = match (is_small, samples >= MANY, side) {
+        // Fewer than 16 pixels are too few for the others.
+        (true, many, Some(side)) if side <= 32 && (!many || side < 16) => (
+            "The CIFAR family is made for pictures of this size and trains in minutes, also on CPU cores. resnet18 is more accurate and takes \
+             ten times as long.",
+            "resnet20",
+        ),
+        (true, ..) => {
+            ("With its stem for small pictures (model.stem): a 3x3 convolution and no pooling.", "resnet18")
+        }
+        (false, false, _) => (
+            "Small among the networks for photographs, which suits this number of pictures. With trained weights (pretrained = \
+             \"FILE.safetensors\" here and recipe = \"finetune\" below) a few hundred pictures suffice.",
+            "resnet18",
+        ),
+        (false, true, _) => ("There are enough pictures for it. resnet18 is twice as fast.", "resnet50"),
+    };
+    (why.into(), format!("arch = {arch:?}"))
+}
+
+/// Pictures a step: a power of two, at least some 20 steps an epoch.
+fn batch(train_on: u64, is_small: bool) -> u64 {
+    let most = if is_small { 256 } else { 128 };
+    let wanted = (train_on / 20).clamp(8, most).min(train_on);
+    1 << wanted.ilog2()
+}
+
+fn train(train_on: u64, batch: u64, is_small: bool) -> Vec<Lines> {
+    let epochs = (SEEN / train_on).clamp(10, 60);
+    let steps = (train_on / batch).max(1);
+    // 0.2 for 256 is what ResNets on CIFAR take with this schedule; photographs take half of it.
+    let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
+    vec![
+        (
+            format!("{train_on} pictures are {steps} steps an epoch, {} in all.", steps * epochs),
+            format!("epochs = {epochs}"),
+        ),
+        (
+            "Pictures a step over all ranks; each keeps the activations of its part in memory. Halve it, and lr with it, where memory does not \
+             suffice."
+                .into(),
+            format!("global_batch_size = {batch}"),
+        ),
+        (
+            "Up to lr and down to nothing in one cycle, which needs few epochs. In proportion to the batch.".into(),
+            format!("schedule = \"one_cycle\"\nlr = {lr}\nmomentum = 0.9\nweight_decay = 0.0005"),
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{dataset::SplitInfo, spec::from_toml};
+
+    fn info(side: u32, splits: &[(&str, u64)]) -> DatasetInfo {
+        let split = |(name, samples): &(&str, u64)| SplitInfo {
+            name: (*name).into(),
+            samples: *samples,
+            per_class: vec![samples / 2, samples - samples / 2],
+        };
+        DatasetInfo {
+            format: "image_folder".into(),
+            classes: vec!["a\nb".into(), "\"c\"".into()],
+            splits: splits.iter().map(split).collect(),
+            height: side,
+            width: side,
+            channels: 3,
+            mean: vec![0.5; 3],
+            std: vec![0.2; 3],
+            broken: Vec::new(),
+            broken_count: 0,
+            unlabelled: Vec::new(),
+        }
+    }
+
+    /// From two pictures to more than ImageNet: a file without a mistake, of which an epoch has a step.
+    #[test]
+    fn every_size_of_dataset_gets_a_job_without_a_mistake() {
+        for side in [0, 8, 28, 32, 48, 64, 100, 224, 512] {
+            for samples in [2, 9, 20, 100, 5_000, 60_000, 2_000_000] {
+                for splits in [&[("train", samples)][..], &[("train", samples), ("test", 10)]] {
+                    let info = info(side, splits);
+                    let path = std::path::Path::new("/data/a \"b\" \\ c");
+                    let text = super::super::job_file(path, &info)
+                        .unwrap_or_else(|e| panic!("{side} {samples}: {e}"));
+                    let spec = from_toml(&text).unwrap_or_else(|e| panic!("{side} {samples}: {e:?}\n{text}"));
+                    assert_eq!(spec.data.dataset, path.to_str().unwrap());
+                    let held_out =
+                        if splits.len() == 1 { ((samples as f64 * 0.1).round() as u64).max(1) } else { 0 };
+                    assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
+                    assert_eq!(
+                        text.lines().find(|line| line.chars().count() > 200 && line.starts_with('#')),
+                        None
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_trained_on_is_refused() {
+        assert!(Choice::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 pictures"));
+        assert!(Choice::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
+        let mut one = info(28, &[("train", 100)]);
+        one.classes.truncate(1);
+        assert!(Choice::of(&one).unwrap_err().contains("one class"));
+    }
+
+    #[test]
+    fn a_split_measures_where_there_is_one() {
+        for (splits, expected) in [
+            (&[("train", 100), ("val", 10)][..], "validation = \"val\""),
+            (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\""),
+            (&[("train", 100), ("test", 0)], "validation = 0.1"),
+            (&[("train", 100)], "validation = 0.1"),
+        ] {
+            assert_eq!(Choice::of(&info(28, splits)).unwrap().data[0].1, expected);
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! `lockstep man`: man pages.
+
+use super::{output, wrong};
+use clap::Command;
+use clap_mangen::Man;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Write man pages: lockstep.1, and one for each command
+///
+/// `lockstep man --out ~/.local/share/man/man1` puts them where man finds them.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The folder that the pages are written to
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+/// Writes the pages.
+///
+/// # Errors
+/// Exit status 2 when the folder cannot be written.
+pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
+    let failed = |e: std::io::Error| wrong(format!("--out {}: {e}", args.out.display()));
+    fs::create_dir_all(&args.out).map_err(failed)?;
+    program.build();
+    let pages = write(&program, &args.out).map_err(failed)?;
+    output::line(format_args!("{pages} pages in {}", args.out.display()))
+}
+
+/// Writes the page of a command and those of its commands; how many they are.
+fn write(command: &Command, folder: &Path) -> std::io::Result<usize> {
+    let mut pages = 1;
+    // Clap adds a `help` to each command that has commands.
+    let nested = command.get_display_name().is_some_and(|name| name != "lockstep");
+    for inner in command.get_subcommands().filter(|c| !(c.is_hide_set() || nested && c.get_name() == "help"))
+    {
+        pages += write(inner, folder)?;
+    }
+    Man::new(command.clone()).generate_to(folder)?;
+    Ok(pages)
+}

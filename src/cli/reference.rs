@@ -1,0 +1,66 @@
+//! The reference in `docs/reference/`, made from what the program itself uses: the job file's table of keys, clap's commands, and the
+//! OpenAPI document. `cargo run -- reference --out docs/reference` writes it anew; a test compares it with the tree.
+
+mod command_line;
+pub(crate) mod job_file;
+mod rest;
+
+use super::{output, wrong};
+use std::{
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Write the pages of docs/reference
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The folder that the pages are written to
+    #[arg(long, value_name = "DIR", default_value = "docs/reference")]
+    out: PathBuf,
+}
+
+/// Writes the pages.
+///
+/// # Errors
+/// Exit status 2 when the folder cannot be written.
+pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
+    let failed = |path: &Path, e: std::io::Error| wrong(format!("{}: {e}", path.display()));
+    fs::create_dir_all(&args.out).map_err(|e| failed(&args.out, e))?;
+    let rest = serde_json::to_value(lockstep_server::openapi())?;
+    for (name, text) in [
+        ("job-file.md", job_file::markdown()),
+        ("command-line.md", command_line::markdown(program)),
+        ("rest.md", rest::markdown(&rest)),
+    ] {
+        let path = args.out.join(name);
+        fs::write(&path, text).map_err(|e| failed(&path, e))?;
+        output::line(path.display())?;
+    }
+    Ok(())
+}
+
+/// Said at the head of each page.
+fn made(by: &str) -> String {
+    format!("<!-- Made from {by} by `cargo run -- reference`. Do not edit. -->\n")
+}
+
+/// A table of Markdown; a cell is one line.
+fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
+    let mut text = format!("| {} |\n|{}\n", header.join(" | "), "---|".repeat(N));
+    for row in rows {
+        let cells = row.each_ref().map(|cell| cell.replace('|', "\\|").replace('\n', " "));
+        let _ = writeln!(text, "| {} |", cells.join(" | "));
+    }
+    text
+}
+
+/// Text as Markdown: `<name>` outside of code is no tag.
+fn prose(text: &str) -> String {
+    let parts = text.split('`').enumerate();
+    let escaped = parts.map(|(i, part)| {
+        // Every other part is code.
+        if i % 2 == 1 { part.to_owned() } else { part.replace('<', "&lt;").replace('*', "\\*") }
+    });
+    escaped.collect::<Vec<_>>().join("`")
+}

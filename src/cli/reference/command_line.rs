@@ -1,0 +1,105 @@
+//! Every command with its arguments, as clap has them.
+
+use super::{made, prose, table};
+use clap::{Arg, Command};
+use std::fmt::Write as _;
+
+/// The page.
+pub(super) fn markdown(mut program: Command) -> String {
+    program.build();
+    let mut text = made("the definitions of the commands");
+    text += "# Commands\n\n";
+    let _ = writeln!(text, "{}\n", prose(&about(&program)));
+    text += "`lockstep help COMMAND` prints how one is used. `lockstep completions bash|zsh|fish` prints completions for a shell, and \
+             `lockstep man --out DIR` writes man pages.\n\n";
+    let _ = writeln!(text, "{}\n", program.get_after_help().map(ToString::to_string).unwrap_or_default());
+    let rows: Vec<_> = shown(&program)
+        .map(|command| {
+            let name = command.get_name();
+            [format!("[`{name}`](#lockstep-{name})"), prose(&summary(command))]
+        })
+        .collect();
+    text += &table(["command", "does"], &rows);
+    for command in shown(&program) {
+        section(&mut text, command, "lockstep", 2);
+    }
+    text
+}
+
+/// Commands for people; those that the program starts itself are hidden. Clap's own `help` within a command is none of ours.
+fn shown(command: &Command) -> impl Iterator<Item = &Command> {
+    let nested = command.get_name() != "lockstep";
+    command.get_subcommands().filter(move |c| !(c.is_hide_set() || nested && c.get_name() == "help"))
+}
+
+fn section(text: &mut String, command: &Command, parent: &str, level: usize) {
+    let name = format!("{parent} {}", command.get_name());
+    let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), prose(&about(command)));
+    if shown(command).next().is_some() {
+        for inner in shown(command) {
+            section(text, inner, &name, level + 1);
+        }
+        return;
+    }
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage:").split_whitespace().collect::<Vec<_>>().join(" ");
+    let _ = write!(text, "\n```text\n{usage}\n```\n");
+    let arguments = command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_id() != "help");
+    let rows: Vec<_> = arguments.map(row).collect();
+    if !rows.is_empty() {
+        let _ = write!(text, "\n{}", table(["argument", "default", "meaning"], &rows));
+    }
+}
+
+fn row(arg: &Arg) -> [String; 3] {
+    let values: Vec<_> =
+        arg.get_value_names().into_iter().flatten().map(|name| format!("<{name}>")).collect();
+    let takes_value = arg.get_action().takes_values();
+    let values = if takes_value { values.join(" ") } else { String::new() };
+    let mut names = Vec::new();
+    names.extend(arg.get_short().map(|short| format!("-{short}")));
+    names.extend(arg.get_long().map(|long| format!("--{long}")));
+    let name = match (names.is_empty(), values.is_empty()) {
+        (true, _) => values,
+        (false, true) => names.join(", "),
+        (false, false) => format!("{} {values}", names.join(", ")),
+    };
+    let defaults: Vec<_> =
+        arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
+    let default =
+        if !takes_value || defaults.is_empty() { String::new() } else { format!("`{}`", defaults.join(" ")) };
+    let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
+    let mut meaning = vec![help.split_whitespace().collect::<Vec<_>>().join(" ")];
+    if takes_value && !arg.is_hide_possible_values_set() {
+        let possible = arg.get_possible_values();
+        let named =
+            possible.iter().filter(|value| !value.is_hide_set()).map(|value| match value.get_help() {
+                Some(help) => format!("`{}` ({help})", value.get_name()),
+                None => format!("`{}`", value.get_name()),
+            });
+        let named: Vec<_> = named.collect();
+        if !named.is_empty() {
+            meaning.push(format!("One of {}", named.join(", ")));
+        }
+    }
+    if let Some(variable) = arg.get_env() {
+        meaning.push(format!("Environment: `{}`", variable.to_string_lossy()));
+    }
+    let meaning =
+        meaning.iter().filter(|part| !part.is_empty()).map(|part| prose(part.trim_end_matches('.')));
+    [format!("`{name}`"), default, meaning.collect::<Vec<_>>().join(". ")]
+}
+
+/// The first sentence.
+fn summary(command: &Command) -> String {
+    command.get_about().map(ToString::to_string).unwrap_or_default()
+}
+
+fn about(command: &Command) -> String {
+    let text = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
+    let mut paragraphs = text.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
+    // Clap takes the full stop of a summary away.
+    let first = paragraphs.next().unwrap_or_default();
+    let first = if first.ends_with(['.', ':', ')']) { first } else { format!("{first}.") };
+    std::iter::once(first).chain(paragraphs).collect::<Vec<_>>().join("\n\n")
+}

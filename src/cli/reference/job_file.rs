@@ -1,0 +1,149 @@
+//! Every key of a job file: a page, and text for a terminal.
+
+use super::{made, prose, table};
+use lockstep_protocol::spec::{ACCEPTED, KeyReference, SectionReference, nearest, recipes, reference};
+use std::fmt::Write as _;
+
+/// Columns of the text for a terminal.
+const WIDTH: usize = 100;
+/// Columns before the meaning of a key.
+const INDENT: usize = 6;
+
+/// The page.
+pub(super) fn markdown() -> String {
+    let mut text = made("the specification's types and limits");
+    text += "# Keys of a job file\n\n\
+        A job is a TOML file, or JSON of the same shape. Every key has a default but `data.dataset`. Unknown keys and values out of range \
+        are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \
+        key; `--set train.lr=0.1` changes a key on the command line.\n";
+    for section in reference() {
+        let title = title(&section);
+        let rows = section.keys.into_iter().map(|key| {
+            let default = key.default.map_or_else(|| "none".to_owned(), |default| format!("`{default}`"));
+            [format!("`{}`", key.name), key.values, default, prose(&key.meaning)]
+        });
+        let rows: Vec<_> = rows.collect();
+        let _ = write!(text, "\n## {title}\n\n{}\n\n", prose(&section.meaning));
+        text += &table(["key", "values", "default", "meaning"], &rows);
+    }
+    text += "\n## Recipes\n\n\
+        `train.recipe` stands in for the defaults of these keys; a key that the job gives wins. The learning rate is in proportion to the \
+        pictures of a step, and epochs at which something happens to `train.epochs`, unless the job gives them.\n";
+    for recipe in recipes() {
+        let (lr, pictures) = recipe.lr;
+        let _ = write!(text, "\n### {}\n\n`train.lr`: {lr} for {pictures} pictures a step.\n\n", recipe.name);
+        let rows: Vec<_> =
+            recipe.keys.into_iter().map(|(key, value)| [format!("`{key}`"), format!("`{value}`")]).collect();
+        text += &table(["key", "value"], &rows);
+    }
+    text += "\n## Names of the last version\n\nThese are read as today's, up to the next version.\n\n";
+    let rows: Vec<_> = ACCEPTED
+        .iter()
+        .map(|(section, old, new)| [format!("`{section}.{old}`"), format!("`{section}.{new}`")])
+        .collect();
+    text += &table(["was", "is"], &rows);
+    text
+}
+
+fn title(section: &SectionReference) -> String {
+    if section.name.is_empty() { "Top of the file".into() } else { format!("\\[{}\\]", section.name) }
+}
+
+/// The reference for a terminal: all of it, a section (`train`), or a key (`train.lr`, or `lr` wherever it is).
+///
+/// # Errors
+/// What was asked for is neither, with the nearest name.
+pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
+    let sections = reference();
+    let path = |section: &SectionReference, key: &KeyReference| match section.name {
+        "" => key.name.to_owned(),
+        name => format!("{name}.{}", key.name),
+    };
+    let mut text = String::new();
+    for section in &sections {
+        let whole = wanted.is_none_or(|wanted| wanted == section.name && !wanted.is_empty());
+        let keys = section.keys.iter().filter(|key| {
+            whole || wanted.is_some_and(|wanted| wanted == key.name || wanted == path(section, key))
+        });
+        let keys: Vec<_> = keys.collect();
+        if keys.is_empty() {
+            continue;
+        }
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        if whole {
+            let name = if section.name.is_empty() { String::new() } else { format!("[{}] ", section.name) };
+            text += &wrapped(&format!("{name}{}", section.meaning), 0);
+            text.push('\n');
+        }
+        for key in keys {
+            let default =
+                key.default.as_ref().map_or_else(String::new, |default| format!(", default {default}"));
+            let first = format!("{} = {}{default}", path(section, key), key.values);
+            text += &wrapped(&first, 2);
+            text += &wrapped(&key.meaning.replace('`', ""), INDENT);
+        }
+    }
+    if !text.is_empty() {
+        return Ok(text);
+    }
+    let wanted = wanted.unwrap_or_default();
+    let paths: Vec<String> =
+        sections.iter().flat_map(|section| section.keys.iter().map(move |key| path(section, key))).collect();
+    let names = paths.iter().map(String::as_str).chain(sections.iter().map(|section| section.name));
+    let keys = sections.iter().flat_map(|section| section.keys.iter().map(|key| key.name));
+    let near = nearest(wanted, names.chain(keys))
+        .map_or_else(|| "`lockstep help job` lists all".to_owned(), |near| format!("did you mean {near:?}?"));
+    Err(format!("a job file has no section or key {wanted:?}; {near}"))
+}
+
+/// Lines of at most [`WIDTH`] columns, all `indent` to the right; those after the first of a key's own line are further in.
+fn wrapped(text: &str, indent: usize) -> String {
+    let mut lines = String::new();
+    let mut line = " ".repeat(indent);
+    let mut is_empty = true;
+    for word in text.split(' ') {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > WIDTH {
+            let _ = writeln!(lines, "{line}");
+            line = " ".repeat(if indent == 2 { INDENT } else { indent });
+            is_empty = true;
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
+    }
+    let _ = writeln!(lines, "{line}");
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_section_or_a_key_is_shown_alone() {
+        let all = text(None).unwrap();
+        for section in reference() {
+            for key in section.keys {
+                assert!(all.contains(&format!("{} = ", key.name)), "{}", key.name);
+            }
+        }
+        assert!(all.lines().all(|line| line.chars().count() <= WIDTH), "{all}");
+        let lr = text(Some("train.lr")).unwrap();
+        assert!(lr.starts_with("  train.lr = number, above 0 and at most 10,000, default 0.01\n"), "{lr}");
+        assert_eq!(text(Some("lr")), Ok(lr));
+        let twice = text(Some("every_epochs")).unwrap();
+        assert!(
+            twice.contains("checkpoint.every_epochs") && twice.contains("evaluate.every_epochs"),
+            "{twice}"
+        );
+        let section = text(Some("recovery")).unwrap();
+        assert!(section.contains("recovery.max_restarts") && !section.contains("train."), "{section}");
+        let said = text(Some("train.lrs")).unwrap_err();
+        assert!(said.contains("train.lr"), "{said}");
+        assert!(text(Some("")).is_err() && text(Some("zzz")).unwrap_err().contains("lists all"));
+    }
+}

@@ -1,0 +1,207 @@
+//! Every call of the REST interface, as the OpenAPI document has it.
+
+use super::{made, prose, table};
+use serde_json::Value;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
+
+/// The page.
+pub(super) fn markdown(document: &Value) -> String {
+    let mut text = made("the OpenAPI document");
+    text += "# REST interface\n\n";
+    let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
+    text += "The server has this as `GET /api/v1/openapi.json`, too, for programs that make clients. Requests carry a token \
+             (`Authorization: Bearer TOKEN`) with at least the scope that the call names; `admin` includes `submit`, which includes \
+             `read`. Times are RFC 3339 in UTC, ids are opaque.\n";
+    let mut tags: BTreeMap<String, Vec<(String, String, &Value)>> = BTreeMap::new();
+    for (path, item) in document["paths"].as_object().into_iter().flatten() {
+        for (method, call) in
+            item.as_object().into_iter().flatten().filter(|(m, _)| METHODS.contains(&m.as_str()))
+        {
+            let tag = call["tags"][0].as_str().unwrap_or("server").to_owned();
+            tags.entry(tag).or_default().push((method.to_uppercase(), path.clone(), call));
+        }
+    }
+    let shared = shared(tags.values().flatten().map(|(_, _, call)| *call));
+    text += "\n## Answers that many calls share\n\nCalls list what is their own.\n\n";
+    let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), prose(words)]).collect();
+    text += &table(["status", "meaning"], &rows);
+    for (tag, calls) in &tags {
+        let _ = write!(text, "\n## {}\n", capitalised(tag));
+        for (method, path, call) in calls {
+            operation(&mut text, method, path, call, &shared);
+        }
+    }
+    text += "\n## Types\n";
+    for (name, schema) in document["components"]["schemas"].as_object().into_iter().flatten() {
+        of_type(&mut text, name, schema);
+    }
+    text
+}
+
+const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
+
+/// Calls that give the same answer before it is listed once for all.
+const MANY: usize = 5;
+
+/// Statuses of refusals and their meanings that many calls have.
+fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
+    let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for call in calls {
+        for (status, answer) in
+            call["responses"].as_object().into_iter().flatten().filter(|(s, _)| s.as_str() >= "400")
+        {
+            *counts.entry((status.clone(), one_line(&answer["description"]))).or_default() += 1;
+        }
+    }
+    counts
+        .into_iter()
+        .filter(|((_, words), count)| *count >= MANY && !words.is_empty())
+        .map(|(key, _)| key)
+        .collect()
+}
+
+fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: &BTreeSet<(String, String)>) {
+    let _ =
+        write!(text, "\n### {method} {path}\n\n{}.", prose(one_line(&call["summary"]).trim_end_matches('.')));
+    let scope = call["security"][0].as_object().and_then(|schemes| schemes.values().next()?.get(0)?.as_str());
+    let _ = match scope {
+        Some(scope) => writeln!(text, " Scope: `{scope}`."),
+        None => writeln!(text, " Open to everybody."),
+    };
+    let description = one_line(&call["description"]);
+    if !description.is_empty() {
+        let _ = write!(text, "\n{}\n", prose(&description));
+    }
+    let parameters: Vec<_> = call["parameters"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|parameter| {
+            let required = if parameter["required"] == true { "" } else { ", optional" };
+            [
+                format!("`{}`", parameter["name"].as_str().unwrap_or_default()),
+                format!("{}{required}", parameter["in"].as_str().unwrap_or_default()),
+                type_of(&parameter["schema"]),
+                prose(&one_line(&parameter["description"])),
+            ]
+        })
+        .collect();
+    if !parameters.is_empty() {
+        let _ = write!(text, "\n{}", table(["parameter", "in", "type", "meaning"], &parameters));
+    }
+    let bodies = contents(&call["requestBody"]);
+    if !bodies.is_empty() {
+        let _ = write!(text, "\nBody: {bodies}.\n");
+    }
+    let answers: Vec<_> = call["responses"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .filter(|(status, answer)| !shared.contains(&((*status).clone(), one_line(&answer["description"]))))
+        .map(|(status, answer)| {
+            [format!("`{status}`"), contents(answer), prose(&one_line(&answer["description"]))]
+        })
+        .collect();
+    let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));
+}
+
+/// The media types of a body with the type of each.
+fn contents(body: &Value) -> String {
+    let kinds = body["content"].as_object().into_iter().flatten();
+    let kinds = kinds.map(|(media, content)| match type_of(&content["schema"]) {
+        kind if kind.is_empty() => format!("`{media}`"),
+        kind => format!("{kind} (`{media}`)"),
+    });
+    kinds.collect::<Vec<_>>().join(" or ")
+}
+
+fn of_type(text: &mut String, name: &str, schema: &Value) {
+    let _ = write!(text, "\n### {name}\n\n");
+    let description = one_line(&schema["description"]);
+    if !description.is_empty() {
+        let _ = write!(text, "{}\n\n", prose(&description));
+    }
+    let required: Vec<_> =
+        schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let fields: Vec<_> = schema["properties"]
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(field, schema)| {
+            let optional = if required.contains(&field.as_str()) { "" } else { ", optional" };
+            [format!("`{field}`"), format!("{}{optional}", type_of(schema)), prose(&described(schema))]
+        })
+        .collect();
+    if fields.is_empty() {
+        let _ = writeln!(text, "{}.", type_of(schema));
+    } else {
+        text.push_str(&table(["field", "type", "meaning"], &fields));
+    }
+}
+
+/// A field's own words: an optional one has them one level deeper.
+fn described(schema: &Value) -> String {
+    let own = one_line(&schema["description"]);
+    if !own.is_empty() {
+        return own;
+    }
+    let choices = schema["oneOf"].as_array().into_iter().flatten();
+    choices.map(|choice| one_line(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
+}
+
+/// A schema in words, with links to types that have a name.
+fn type_of(schema: &Value) -> String {
+    if let Some(name) = schema["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
+        return format!("[{name}](#{})", name.to_lowercase());
+    }
+    if let Some(choices) =
+        schema["oneOf"].as_array().or(schema["allOf"].as_array()).or(schema["anyOf"].as_array())
+    {
+        let mut named: Vec<_> = choices.iter().map(type_of).filter(|kind| !kind.is_empty()).collect();
+        named.dedup();
+        return named.join(" or ");
+    }
+    if let Some(words) = schema["enum"].as_array() {
+        let words: Vec<_> =
+            words.iter().map(|word| format!("`{}`", word.as_str().unwrap_or_default())).collect();
+        return words.join(", ");
+    }
+    let one = |kind: &str| match kind {
+        "array" => match type_of(&schema["items"]) {
+            items if items.is_empty() => "list".to_owned(),
+            items => format!("list of {items}"),
+        },
+        "integer" => "whole number".into(),
+        "string" => "text".into(),
+        "boolean" => "true or false".into(),
+        "object" => match schema["properties"].as_object() {
+            Some(fields) if !fields.is_empty() => {
+                let named = fields.iter().map(|(field, schema)| format!("`{field}`: {}", type_of(schema)));
+                format!("object of {}", named.collect::<Vec<_>>().join("; "))
+            }
+            _ => "object".into(),
+        },
+        other => other.into(),
+    };
+    match &schema["type"] {
+        Value::String(kind) => one(kind),
+        Value::Array(kinds) => {
+            let kinds = kinds.iter().filter_map(Value::as_str).map(one);
+            kinds.collect::<Vec<_>>().join(" or ")
+        }
+        _ => String::new(),
+    }
+}
+
+/// A text of the document without line breaks; empty when there is none.
+fn one_line(text: &Value) -> String {
+    text.as_str().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn capitalised(word: &str) -> String {
+    let mut characters = word.chars();
+    characters.next().map_or_else(String::new, |first| first.to_uppercase().chain(characters).collect())
+}

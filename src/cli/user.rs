@@ -1,0 +1,183 @@
+//! `lockstep user`: people who sign in with a name and a password.
+
+use super::{
+    api::{self, ServerArgs},
+    block_on, output, wrong,
+};
+use anyhow::Context;
+use lockstep_protocol::people::{Person, Role, password_mistake};
+use reqwest::Method;
+use serde_json::{Value, json};
+use std::io::{self, BufRead, IsTerminal};
+
+/// Bytes of standard input that may be a password's line, at most.
+const LINE_BYTES: u64 = 8192;
+
+/// Add, list, change and remove people who sign in with a name and a password
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Args)]
+struct Named {
+    /// The person's name
+    name: String,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Add a person. The password is asked for, or read from standard input's first line
+    Add {
+        /// Name to sign in with: a to z, digits, '.', '-', '_' and '@'
+        name: String,
+        /// What the person may do: viewer (looks), member (also submits, and changes what is its own) or admin (everything)
+        #[arg(long, value_name = "ROLE", default_value = "member")]
+        role: Role,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// List people
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Remove a person: its sessions end and its tokens are revoked; its jobs keep its name
+    Remove(Named),
+    /// Give a person another password, asked for or read from standard input's first line; its sessions end
+    Password(Named),
+    /// Give a person another role; its sessions end
+    Role {
+        /// The person's name
+        name: String,
+        /// viewer, member or admin
+        role: Role,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Let a person sign in no more; its sessions end and its tokens are refused
+    Disable(Named),
+    /// Let a person sign in again
+    Enable(Named),
+}
+
+/// Runs a command about people.
+///
+/// # Errors
+/// The server's refusal, or a password that is none.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    block_on(async {
+        match args.command {
+            Command::Add { name, role, server } => {
+                let body = json!({ "name": name, "role": role, "password": password()? });
+                let made: Value = server.api()?.post("/people", &body).await?;
+                show(&server, &made)
+            }
+            Command::List { server } => {
+                let answer: Value = server.api()?.get("/people").await?;
+                if server.json {
+                    return output::json(&answer);
+                }
+                for person in api::list::<Person>(&answer, "people")? {
+                    output::line(line(&person))?;
+                }
+                Ok(())
+            }
+            Command::Remove(Named { name, server }) => {
+                server.api()?.request(Method::DELETE, &path(&name)?, None::<&()>).await?;
+                if server.json { output::json(&json!({ "removed": name })) } else { output::line(name) }
+            }
+            Command::Password(Named { name, server }) => {
+                change(&server, &name, &json!({ "password": password()? })).await
+            }
+            Command::Role { name, role, server } => change(&server, &name, &json!({ "role": role })).await,
+            Command::Disable(Named { name, server }) => {
+                change(&server, &name, &json!({ "disabled": true })).await
+            }
+            Command::Enable(Named { name, server }) => {
+                change(&server, &name, &json!({ "disabled": false })).await
+            }
+        }
+    })
+}
+
+async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result<()> {
+    let api = server.api()?;
+    let changed: Value = api.read(api.request(Method::PATCH, &path(name)?, Some(body)).await?).await?;
+    show(server, &changed)
+}
+
+/// The address of a person. What cannot be a name must not become another address.
+fn path(name: &str) -> anyhow::Result<String> {
+    match lockstep_protocol::people::name_mistake(name) {
+        None => Ok(format!("/people/{name}")),
+        Some(detail) => Err(wrong(format!("a name {detail}"))),
+    }
+}
+
+fn show(server: &ServerArgs, answer: &Value) -> anyhow::Result<()> {
+    if server.json {
+        return output::json(answer);
+    }
+    let person: Person = serde_json::from_value(answer.clone()).context("the server's answer")?;
+    output::line(line(&person))
+}
+
+/// `ada  admin  added 2026-12-23T04:17:38Z`.
+fn line(person: &Person) -> String {
+    let mut words = format!("{:<16}  {:<6}  added {}", person.name, person.role, person.created_at);
+    if let Some(at) = person.disabled_at {
+        words.push_str(&format!("  disabled {at}"));
+    }
+    words
+}
+
+/// A password, asked for twice where there is a terminal, else the first line of standard input. Never an argument: everybody on
+/// a machine sees those.
+fn password() -> anyhow::Result<String> {
+    let password = if io::stdin().is_terminal() {
+        let first = rpassword::prompt_password("password: ")?;
+        if rpassword::prompt_password("once more: ")? != first {
+            return Err(wrong("the two passwords differ"));
+        }
+        first
+    } else {
+        first_line(io::stdin().lock())?
+    };
+    match password_mistake(&password) {
+        None => Ok(password),
+        Some(detail) => Err(wrong(format!("a password {detail}"))),
+    }
+}
+
+fn first_line(from: impl BufRead) -> anyhow::Result<String> {
+    let mut line = String::new();
+    from.take(LINE_BYTES).read_line(&mut line).context("the password on standard input")?;
+    let line = line.strip_suffix('\n').unwrap_or(&line);
+    Ok(line.strip_suffix('\r').unwrap_or(line).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_is_the_first_line_without_its_end() {
+        for (input, password) in
+            [("secret\n", "secret"), ("a b \r\nmore\n", "a b "), ("no end", "no end"), ("", "")]
+        {
+            assert_eq!(first_line(input.as_bytes()).unwrap(), password);
+        }
+    }
+
+    #[test]
+    fn a_name_is_no_other_address() {
+        assert_eq!(path("ada").unwrap(), "/people/ada");
+        for name in ["", "../tokens", "a/b", "a?b", "Ada"] {
+            assert!(path(name).is_err(), "{name}");
+        }
+    }
+}

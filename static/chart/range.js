@@ -1,0 +1,63 @@
+// The vertical range of a chart as its reader wants it: fixed ends, and whether outliers count. It stands in the address.
+
+import { read, write } from "../address.js";
+
+let number = 0;
+
+/** A small menu in a chart's head. `key`: of the chart, in the address; `unit`: what one of the menu's numbers is on the axis. */
+export function rangeMenu(chart, key, unit = 1) {
+  const menu = document.createElement("details"), summary = document.createElement("summary"), box = document.createElement("div"), id = `range-${++number}`;
+  menu.className = "menu range";
+  summary.textContent = "Range";
+  summary.setAttribute("aria-label", `Vertical range of ${chart.label}`);
+  const field = (label, name) => {
+    const line = document.createElement("label"), input = Object.assign(document.createElement("input"), { type: "text", inputMode: "decimal", placeholder: "auto", maxLength: 20, autocomplete: "off", id: `${id}-${name}` });
+    line.className = "inline";
+    line.append(label, input);
+    box.append(line);
+    return input;
+  };
+  const from = field("from", "from"), to = field("to", "to");
+  const outliers = Object.assign(document.createElement("input"), { type: "checkbox", id: `${id}-outliers` }), line = document.createElement("label");
+  line.className = "inline";
+  line.append(outliers, "ignore outliers");
+  box.append(line);
+  const end = (input) => { const v = Number(input.value.trim().replace(",", ".")); return input.value.trim() === "" || !Number.isFinite(v) ? null : v; };
+  const apply = () => {
+    const ends = [end(from), end(to)], wrong = ends[0] !== null && ends[1] !== null && ends[0] >= ends[1];
+    for (const input of [from, to]) input.setAttribute("aria-invalid", String(wrong || (input.value.trim() !== "" && end(input) === null)));
+    chart.ends = wrong ? [null, null] : ends.map((v) => (v === null ? null : v * unit));
+    chart.robust = outliers.checked;
+    const any = chart.ends.some((v) => v !== null);
+    menu.classList.toggle("on", any || chart.robust);
+    chart.invalidate(true);
+    return any ? ends.map((v) => v ?? "").join("~") : "";
+  };
+  const changed = () => write({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });
+  for (const input of [from, to, outliers]) input.addEventListener("change", changed);
+  [from.value, to.value] = `${read(`${key}-range`)}~`.split("~");
+  outliers.checked = read(`${key}-outliers`) === "no";
+  apply();
+  menu.append(summary, box);
+  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; });
+  menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; summary.focus(); } });
+  return menu;
+}
+
+/** The slider for smoothing: `apply(factor)`; it stands in the address as `smooth`. */
+export function smoothingSlider(input, output, apply) {
+  const show = () => { output.textContent = Number(input.value) ? input.value : "off"; apply(Number(input.value)); };
+  const wanted = Number(read("smooth", "0"));
+  if (wanted >= 0 && wanted <= Number(input.max)) input.value = String(wanted);
+  input.addEventListener("input", show);
+  input.addEventListener("change", () => write({ smooth: Number(input.value) ? input.value : "" }));
+  show();
+}
+
+/** The lowest and the highest of `values` (sorted in place) without the outermost hundredth at either end. */
+export function withoutOutliers(values) {
+  values.sort();
+  const at = (share) => values[Math.min(values.length - 1, Math.max(0, Math.round(share * (values.length - 1))))];
+  const low = at(0.01), high = at(0.99), room = (high - low) * 0.1;
+  return [Math.max(values[0], low - room), Math.min(values[values.length - 1], high + room)];
+}

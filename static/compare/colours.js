@@ -1,0 +1,28 @@
+// The colour of a job: it keeps its own while others come and go, and on the next visit.
+
+const COLOURS = 8, KEPT = "colours";
+/** Jobs whose colour is remembered. */
+const MOST = 200;
+
+function stored() {
+  try { const all = JSON.parse(localStorage.getItem(KEPT)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
+}
+
+const known = new Map(stored());
+
+/** Gives colours to those of `ids` that have none, or share one while another is free. */
+export function assign(ids) {
+  const taken = new Map();
+  for (const id of ids) {
+    const own = known.get(id), free = [...Array(COLOURS).keys()].filter((n) => !taken.has(n));
+    const mine = own !== undefined && own < COLOURS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % COLOURS;
+    taken.set(mine, id);
+    // The newest are at the end.
+    known.delete(id);
+    known.set(id, mine);
+  }
+  try { localStorage.setItem(KEPT, JSON.stringify([...known].slice(-MOST))); } catch { /* not kept */ }
+}
+
+/** The name of its colour in app.css. */
+export const colour = (id) => `rank-${known.get(id) ?? 0}`;

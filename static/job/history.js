@@ -1,0 +1,91 @@
+// The history of a job: every attempt, what people asked for, where it comes from and what was forked from it.
+
+import { ask, byId, text } from "../page.js";
+import { clock, count, plural, timeOfDay } from "../numbers.js";
+
+const make = (tag, props = {}, ...children) => { const node = Object.assign(document.createElement(tag), props); node.append(...children); return node; };
+/** `1-38` of a checkpoint's id. */
+const short = (id) => id.slice(id.indexOf("-") + 1);
+const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
+
+/** Title and further words of an entry. */
+function told(entry) {
+  switch (entry.what) {
+    case "submitted": return ["Submitted"];
+    case "forked": return ["Forked", from(entry.checkpoint)];
+    case "started": return [`Attempt ${entry.attempt} started`, `${from(entry.checkpoint)}${entry.agents.length ? ` on ${entry.agents.join(", ")}` : ""}`];
+    case "ended": return [`Attempt ${entry.attempt} ${entry.state}`, ended(entry)];
+    case "pause_requested": return ["Pause requested"];
+    case "cancel_requested": return ["Cancel requested"];
+    case "failed": return ["Failed", entry.reason?.words];
+    case "precision_changed": return ["Precision changed", entry.reason?.words];
+    default: return [entry.what.replaceAll("_", " ").replace(/^./, (c) => c.toUpperCase())];
+  }
+}
+
+function ended({ reason, rank, step, state, next_checkpoint }) {
+  const parts = [];
+  if (reason) parts.push(reason.words);
+  if (rank != null && !reason?.words.includes(`rank ${rank}`)) parts.push(`rank ${rank}`);
+  if (step != null && !reason?.words.includes(`step ${step}`)) parts.push(`${state === "succeeded" ? "after" : "at"} step ${count(step)}`);
+  if (next_checkpoint) parts.push(`the next attempt went on from ${short(next_checkpoint)}`);
+  return parts.join("; ");
+}
+
+export class History {
+  #asked = 0;
+  #seen = false;
+  /** By attempt, how the one before it ended: what charts say at the mark where it starts. */
+  reasons = new Map();
+  /** `{ place, reason }` while the job waits. */
+  queue = null;
+
+  /** `changed()`: after each answer. */
+  constructor(job, changed) { Object.assign(this, { job, changed }); }
+
+  /** After a change of the job's state. */
+  async load() {
+    const mine = ++this.#asked, history = await ask(`/api/v1/jobs/${this.job}/history`);
+    if (mine !== this.#asked) return;
+    this.#seen = true;
+    this.queue = history.queue;
+    this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, e.reason?.words ?? e.state]));
+    byId("history-rows").replaceChildren(...history.entries.map(row));
+    this.#relatives(history);
+    this.changed();
+  }
+
+  get known() { return this.#seen; }
+
+  #relatives({ parent, forks }) {
+    const box = byId("lineage"), relative = ({ job, name, state, checkpoint }) => {
+      const label = name ?? "a job that was deleted";
+      return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
+        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: from(checkpoint) }));
+    };
+    box.hidden = !parent && !forks.length;
+    const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
+    box.replaceChildren(...list("Forked from", parent ? [parent] : []), ...list(plural(forks.length, "fork"), forks));
+    box.querySelectorAll(".pill").forEach((pill) => { pill.dataset.state = pill.textContent; });
+    const link = byId("parent");
+    if (link && parent?.name) text(link, parent.name);
+  }
+}
+
+function row(entry, i, all) {
+  const [title, words] = told(entry), at = new Date(entry.at), line = make("li", {});
+  line.dataset.what = entry.what;
+  if (entry.attempt) line.dataset.attempt = entry.attempt;
+  if (entry.state) line.dataset.state = entry.state;
+  if (entry.reason) line.dataset.code = entry.reason.code;
+  const today = at.toDateString() === new Date().toDateString(), time = make("time", { dateTime: entry.at, title: entry.at, textContent: `${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(entry.at).slice(0, 8)}` });
+  const what = make("div", {}, make("b", { textContent: title }));
+  if (entry.who) what.append(make("span", { className: "small", textContent: ` by ${entry.who}` }));
+  if (entry.what === "ended") {
+    const start = all.find((e) => e.what === "started" && e.attempt === entry.attempt);
+    if (start) what.append(make("span", { className: "small", textContent: ` after ${clock((at - new Date(start.at)) / 1000)}` }));
+  }
+  if (words) what.append(make("p", { className: "small", textContent: words }));
+  line.append(time, what);
+  return line;
+}

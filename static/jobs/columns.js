@@ -1,0 +1,123 @@
+// The columns of the list: its own, and any setting, metric or tag. What is chosen stands in the address and is kept for the
+// next visit.
+
+import { byId } from "../page.js";
+import { count, percent, value } from "../numbers.js";
+import { flat, setting, written } from "../settings.js";
+import { read, write } from "../address.js";
+
+/** Name in the address, label. */
+const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
+const METRICS = {
+  val_loss: ["Validation loss", (j) => j.last.val_loss, value], val_accuracy: ["Validation accuracy", (j) => j.last.val_accuracy, percent],
+  accuracy: ["Training accuracy", (j) => j.last.accuracy, percent], lr: ["Learning rate now", (j) => j.last.lr, value],
+  step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
+};
+/** More would be a page of its own. */
+const MOST = 12;
+const KEPT = "columns";
+/** In the address and in what is kept: every own column is shown. */
+const USUAL = OWN.map(([name]) => name).join(",");
+
+const kept = () => { try { return localStorage.getItem(KEPT); } catch { return null; } };
+const keep = (words) => { try { if (words === USUAL) localStorage.removeItem(KEPT); else localStorage.setItem(KEPT, words); } catch { /* not kept */ } };
+
+export class Columns {
+  #extra = [];
+
+  /** `refill()`: writes every row again. `known()`: jobs and tags that there are, for what is offered. */
+  constructor({ refill, known }) {
+    Object.assign(this, { refill, known, menu: byId("columns") });
+    this.menu.hidden = false;
+    const boxes = byId("own-columns");
+    for (const [name, label] of OWN) {
+      const line = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", value: name });
+      line.className = "inline";
+      line.append(box, label);
+      box.addEventListener("change", () => this.#choose());
+      boxes.append(line);
+    }
+    const add = byId("column-add");
+    byId("column-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      const key = add.value.trim();
+      if (!key || this.#extra.includes(key) || this.#extra.length >= MOST) return;
+      this.#extra.push(key);
+      add.value = "";
+      this.#choose();
+    });
+    this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#offer(); });
+    document.addEventListener("click", (event) => { if (!event.composedPath().includes(this.menu)) this.menu.open = false; });
+    this.menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { this.menu.open = false; this.menu.querySelector("summary").focus(); } });
+    this.fromAddress();
+  }
+
+  /** What the address says, or what was chosen last. */
+  fromAddress() {
+    const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter(Boolean);
+    for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
+    this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MOST);
+    this.#draw();
+  }
+
+  #choose() {
+    const own = [...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), words = [...own, ...this.#extra].join(",") || "none";
+    keep(words);
+    write({ columns: words === USUAL ? "" : words });
+    this.#draw();
+  }
+
+  #draw() {
+    const table = document.querySelector("#jobs table"), hidden = [...byId("own-columns").querySelectorAll("input:not(:checked)")].map((box) => box.value);
+    table.dataset.without = hidden.join(" ");
+    table.classList.toggle("wide", this.#extra.length > 0);
+    const head = table.tHead.rows[0], before = head.querySelector(".c-age");
+    for (const th of head.querySelectorAll(".c-extra")) th.remove();
+    for (const key of this.#extra) before.before(Object.assign(document.createElement("th"), { scope: "col", className: "num c-extra", textContent: label(key), title: key }));
+    byId("extra-columns").replaceChildren(...this.#extra.map((key) => {
+      const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key });
+      button.setAttribute("aria-label", `Remove the column ${label(key)}`);
+      button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
+      return button;
+    }));
+    this.refill();
+  }
+
+  /** The cells of a row that are not the list's own. */
+  fill(row, job) {
+    if (!this.#extra.length && !row.dataset.extra) return;
+    row.dataset.extra = this.#extra.join(",");
+    const cells = row.querySelectorAll(".c-extra"), before = row.querySelector(".c-age");
+    if (cells.length !== this.#extra.length || this.#extra.some((key, i) => cells[i].dataset.key !== key)) {
+      for (const cell of cells) cell.remove();
+      for (const key of this.#extra) {
+        const cell = Object.assign(document.createElement("td"), { className: "num c-extra" });
+        cell.dataset.key = key;
+        cell.dataset.label = label(key);
+        cell.append(document.createElement("span"));
+        before.before(cell);
+      }
+    }
+    for (const cell of row.querySelectorAll(".c-extra")) {
+      const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
+      if (span.textContent !== words) { span.textContent = words; cell.title = words; }
+    }
+  }
+
+  #offer() {
+    const { jobs, tags } = this.known(), keys = new Set(Object.keys(METRICS));
+    for (const job of jobs.slice(0, 50)) for (const [key] of flat(job.spec)) if (key !== "name") keys.add(key);
+    for (const tag of tags) keys.add(`tag:${tag}`);
+    byId("column-keys").replaceChildren(...[...keys].map((key) => Object.assign(document.createElement("option"), { value: key, label: METRICS[key]?.[0] ?? "" })));
+  }
+}
+
+const label = (key) => METRICS[key]?.[0] ?? key.replace(/^tag:/, "#");
+
+function valueOf(job, key) {
+  if (key.startsWith("tag:")) return job.tags.includes(key.slice(4)) ? "yes" : "";
+  const metric = METRICS[key];
+  if (metric) { const v = metric[1](job); return v == null ? "" : metric[2](v); }
+  const v = setting(job.spec, key);
+  return v == null ? "" : written(v);
+}

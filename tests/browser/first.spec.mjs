@@ -1,0 +1,119 @@
+// The first minutes of somebody new: no dataset, a job file with a mistake, a phone, no wish for shortcuts.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser;
+before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false }), Browser.open()]); });
+after(async () => { await browser?.close(); await server?.close(); });
+
+describe("a new server", () => {
+  test("offers its bundled pictures in one click, and the preset works with them", async () => {
+    // Before there is a dataset, the form says so.
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    await page.getByRole("button", { name: "Use the bundled pictures" }).click();
+    await page.waitForURL(/preset=fashion-mnist/);
+    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "fashion-mnist");
+    await until("the plan is known", async () => /8,000 pictures/.test(await page.locator("#plan").textContent()));
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await page.waitForURL(/\/jobs\/j\w+$/);
+    const id = page.url().split("/").at(-1);
+    await until("it trains", async () => (await server.job(id)).step > 0);
+    // A fork of it with a key that there is not.
+    await server.ask(`/jobs/${id}/pause`, {});
+    await until("there is a checkpoint", () => page.locator("#fork").isVisible());
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+
+  test("presets find pictures under another name", async () => {
+    const { datasets: [known] } = await server.ask("/datasets");
+    const gone = await fetch(`${server.url}/api/v1/datasets/${known.name}`, { method: "DELETE", headers: server.headers });
+    assert.ok(gone.ok, "no job needs it any more");
+    await server.ask("/datasets", { name: "clothes", path: known.path });
+    const page = await browser.page(server, "/jobs/new");
+    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the first preset's");
+    await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
+    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes");
+    await page.end();
+  });
+});
+
+describe("mistakes", () => {
+  test("of the form go when a job file is written that cannot be read", async () => {
+    const page = await browser.page(server, "/jobs/new", { expected: [/422|400/] });
+    await page.getByLabel("Learning rate", { exact: true }).fill("-3");
+    await page.getByLabel("Epochs", { exact: true }).focus();
+    await until("the field says what is wrong", () => page.locator(".field.wrong").first().isVisible());
+    await page.getByLabel("Specification").fill("name = \"x\n[train");
+    await until("the text's mistake is told", async () => (await page.locator("#spec-error").textContent()) !== "");
+    assert.equal(await page.locator(".field.wrong").count(), 0);
+    await page.end();
+  });
+
+  test("of a fork name their keys", async () => {
+    const { jobs: [job] } = await server.ask("/jobs");
+    const page = await browser.page(server, `/jobs/${job.id}`, { expected: [/422|400/] });
+    await page.locator("#fork").click();
+    await page.getByLabel("Settings to change").fill("train.lr = -1\nparallel.ranks = 0");
+    await page.locator("#fork-yes").click();
+    const error = page.locator("#fork-error");
+    await until("both keys are named", async () => /train\.lr: /.test(await error.textContent()) && /parallel\.ranks: /.test(await error.textContent()));
+    await page.end();
+  });
+});
+
+describe("a phone", () => {
+  test("has theme and help, and nothing is cut at 390 pixels", async () => {
+    const { jobs: [job] } = await server.ask("/jobs");
+    for (const path of ["/jobs", "/jobs/new", `/jobs/${job.id}`, `/jobs/${job.id}?tab=history`, `/compare?jobs=${job.id}`, "/datasets", "/machines"]) {
+      const page = await browser.page(server, path, { viewport: { width: 390, height: 844 } });
+      await until("it is drawn", () => page.locator("h1").first().isVisible());
+      await new Promise((done) => setTimeout(done, 400));
+      assert.ok(await page.locator("#theme").isVisible() && await page.locator("#keys").isVisible(), `theme and help on ${path}`);
+      assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), `${path} is wider than the phone`);
+      const cut = await page.evaluate(() => [...document.querySelectorAll("button, a.button, select, input")].filter((n) => {
+        const box = n.getBoundingClientRect();
+        // What lies in a box that scrolls by itself is reached by that.
+        return box.width && n.checkVisibility() && !n.closest(".sr, .scroll, dialog, .jobs thead") && (box.right > innerWidth + 1 || box.left < -1);
+      }).map((n) => n.id || n.textContent));
+      assert.deepEqual(cut, [], `cut on ${path}`);
+      await page.end();
+    }
+  });
+});
+
+describe("keys and words", () => {
+  test("single keys can be switched off", async () => {
+    const page = await browser.page(server, "/machines");
+    await page.keyboard.press("?");
+    await page.getByLabel("single keys do this").uncheck();
+    await page.getByRole("button", { name: "Close" }).click();
+    await page.keyboard.press("n");
+    await page.keyboard.press("?");
+    await new Promise((done) => setTimeout(done, 300));
+    assert.ok(page.url().endsWith("/machines") && !(await page.locator("#help").isVisible()));
+    await page.locator("#keys").click();
+    await page.getByLabel("single keys do this").check();
+    await page.getByRole("button", { name: "Close" }).click();
+    await page.keyboard.press("n");
+    await page.waitForURL(/\/jobs\/new$/);
+    await page.end();
+  });
+
+  test("what counts seconds is not read out every second", async () => {
+    const page = await browser.page(server, "/machines");
+    const said = await page.evaluate(async () => {
+      const { showLive } = await import("/static/page.js"), heard = [];
+      document.querySelector("#live-status").textContent = "";
+      new MutationObserver(() => heard.push(document.querySelector("#live-status").textContent)).observe(document.querySelector("#live-status"), { childList: true, characterData: true, subtree: true });
+      for (const status of ["live", "reconnecting", "3 s behind", "4 s behind", "5 s behind", "live"]) { showLive(status); await new Promise((done) => setTimeout(done, 20)); }
+      return { heard, role: document.querySelector("#live").getAttribute("role") };
+    });
+    assert.equal(said.role, null);
+    assert.deepEqual(said.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
+    assert.ok(said.heard.length <= 4, said.heard.join());
+    await page.end();
+  });
+});

@@ -1,0 +1,239 @@
+// One truth on every page: how fast a job is, what happened to it, what a list and a comparison say of it. Told by a made-up agent.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+const STEP_MS = [10, 20, 60];
+let server, browser, agent;
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 4);
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+/** Attempt number `n` of a job. */
+const attempt = (id, n = 1) => agent.evaluate(async ([id, n]) => {
+  for (;;) {
+    const found = window.it.started.filter((s) => s.attempt.job === id)[n - 1];
+    if (found) return found.attempt;
+    await new Promise((done) => setTimeout(done, 20));
+  }
+}, [id, n]);
+const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const begin = (of, start_step = 0) => report(of, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
+/** Steps whose times are those of STEP_MS, one after another. */
+const steps = async (of, ranks, from, to) => {
+  const at = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps: at, values: at.map(value) });
+  for (let rank = 0; rank < ranks; rank++) {
+    await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
+  }
+};
+const end = async (of, how) => {
+  await agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
+  await until("the attempt has ended", async () => (await server.ask(`/jobs/${of.job}/attempts`)).attempts.find((a) => a.attempt === of.attempt).ended_at !== null);
+};
+const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
+const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 });
+const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
+const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
+
+describe("a job", () => {
+  test("is as fast on every page, and what happened to it is told", async () => {
+    const job = await server.ask("/jobs", spec("killed once", 2, 600));
+    let of = await attempt(job.id);
+    await begin(of);
+    await steps(of, 2, 1, 300);
+    await report(of, 0, [checkpoint(290)]);
+    await end(of, killed);
+    of = await attempt(job.id, 2);
+    await begin(of, 290);
+    const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await steps(of, 2, 291, 320);
+
+    // 30 steps of 16 pictures, ten of each duration: a mean of speeds would be 889.
+    const speed = 30 * 16 / 0.9, words = String(Math.round(speed)), left = 280 * 16 / speed;
+    const told = await until("the server knows", async () => { const j = await server.job(job.id); return j.step === 320 && Math.abs(j.images_per_second - speed) < 0.5 && j; });
+    assert.ok(Math.abs(told.eta_secs - left) < 0.05, `${told.eta_secs} s left instead of ${left}`);
+    await shows(page, "#speed", words);
+    await shows(page, "#speed-more", `${Math.round(speed / 2)} a rank`);
+    await shows(page, "#ranks-note", `${words} images/s`);
+    await shows(page, "#speed-note", `${words} in all`);
+    await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
+    await until("Compare says so, too", async () => (await compare.locator("#results tr td").nth(4).textContent()) === words);
+    await until("the list and the page agree on the time left", async () => {
+      const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
+      return b.includes(`${a} left`);
+    });
+    const drawn = await page.evaluate(() => { const g = window.lockstep.charts.images_per_second.layers()[0].series.segments.at(-1); return { max: Math.max(...g.max), min: Math.min(...g.min) }; });
+    assert.ok(Math.abs(drawn.max - 1600) < 0.1 && Math.abs(drawn.min - 16000 / 60) < 0.1, `a point is its step's own speed: ${JSON.stringify(drawn)}`);
+    assert.match(await compare.locator("#results").textContent(), /so far/, "the loss of a job that runs is not its last");
+
+    // Its history: why, which rank, and from where the next attempt went on.
+    await page.getByRole("tab", { name: "History" }).click();
+    const row = page.locator('#history-rows li[data-what="ended"][data-attempt="1"]');
+    await until("the first attempt's end is told", () => row.isVisible());
+    const ended = await row.textContent();
+    for (const part of ["Attempt 1 failed", "rank 1 was killed by signal 9", "the next attempt went on from 1-290"]) assert.ok(ended.includes(part), `${part} in ${ended}`);
+    assert.deepEqual(await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what)), ["submitted", "started", "ended", "started"]);
+    assert.deepEqual(await page.evaluate(() => [...window.lockstep.charts.loss.marks]), [[2, "rank 1 was killed by signal 9 at step 300"]]);
+
+    await end(of, { how: "succeeded", step: 600 });
+    await until("it is over", async () => (await page.locator("#state").textContent()) === "succeeded");
+    assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed stays");
+    await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
+    await until("Compare followed it to its end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
+    await page.end();
+  });
+
+  test("that waits shows its place and what for, and charts say why they are empty", async () => {
+    const busy = await server.ask("/jobs", spec("busy", 4, 600)), of = await attempt(busy.id);
+    await begin(of);
+    const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
+    await shows(page, "#banner", "number 1 in the queue");
+    await shows(page, "#banner", "waits for 4 slots");
+    assert.equal(await page.locator("#loss-chart").getAttribute("data-empty"), "Nothing yet: the job waits for slots.");
+    await end(of, { how: "succeeded", step: 600 });
+    const next = await attempt(waits.id);
+    await begin(next);
+    await until("it runs, and no reason of before is left", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
+    await end(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
+    await until("it failed", async () => (await page.locator("#loss-chart").getAttribute("data-empty")) === "No point: the job failed before the first one.");
+    await page.end();
+  });
+});
+
+describe("a chart", () => {
+  test("has a slider, a range, and pictures with title, axes, units and legend", async () => {
+    const job = await server.ask("/jobs", spec("drawn", 2, 600)), of = await attempt(job.id);
+    await begin(of);
+    await steps(of, 2, 1, 200);
+    const column = { name: "loss", steps: [201], values: [5000] };
+    for (const rank of [0, 1]) await report(of, rank, [{ type: "metrics", rank, columns: [column] }]);
+    await end(of, { how: "succeeded", step: 600 });
+    const page = await browser.page(server, `/jobs/${job.id}`), loss = (what) => page.evaluate((what) => window.lockstep.charts.loss[what], what);
+    const axis = () => page.evaluate(() => { const { y } = window.lockstep.charts.loss; return [y.low, y.high]; });
+    await until("it is drawn", async () => (await loss("firstDrawnAt")) > 0);
+    assert.ok((await axis())[1] >= 5000);
+    const card = page.locator(".loss-card");
+    await card.locator("summary", { hasText: "Range" }).click();
+    await card.getByLabel("ignore outliers").check();
+    await until("the outlier is out of sight", async () => (await axis())[1] < 10);
+    await card.getByLabel("from").fill("0.5");
+    await card.getByLabel("to", { exact: true }).fill("2.5");
+    await card.getByLabel("to", { exact: true }).press("Enter");
+    await until("the range is as asked for", async () => (await axis()).join() === "0.5,2.5");
+    await page.getByLabel("Smoothing").fill("0.85");
+    await page.getByLabel("Smoothing").dispatchEvent("change");
+    const address = new URL(page.url());
+    assert.deepEqual(["loss-range", "loss-outliers", "smooth"].map((k) => address.searchParams.get(k)), ["0.5~2.5", "no", "0.85"]);
+    const tab = await page.tab(address.pathname + address.search);
+    await until("a link shows the same", async () => (await tab.evaluate(() => { const c = window.lockstep?.charts.loss; return c?.y && [c.y.low, c.y.high, c.smoothing, c.robust].join(); })) === "0.5,2.5,0.85,true");
+
+    await card.locator("summary", { hasText: "Save" }).click();
+    const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
+    const svg = await readFile(await file.path(), "utf8");
+    for (const words of ["drawn · Loss of each rank", "loss (cross-entropy)", "optimizer step", "rank 0", "rank 1"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+    await card.locator("summary", { hasText: "Save" }).click();
+    const [png] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "PNG", exact: true }).click()]);
+    const bytes = await readFile(await png.path());
+    assert.equal(bytes.subarray(1, 4).toString(), "PNG");
+    const box = await page.locator("#loss-chart").boundingBox();
+    assert.ok(bytes.readUInt32BE(20) / 2 > box.height + 60, "there is room for names around the drawing");
+    await page.end();
+  });
+});
+
+describe("the list", () => {
+  test("keeps its rows' height, shows columns that people choose, and finds by states, tags and notes", async () => {
+    const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", path = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
+    const a = await server.ask("/jobs", spec(long, 2, 600)), of = await attempt(a.id);
+    await begin(of);
+    await steps(of, 2, 1, 20);
+    await end(of, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
+    const b = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
+    for (const job of [a, b]) await until("it is listed", () => row(job).isVisible());
+    const annotate = await fetch(`${server.url}/api/v1/jobs/${b.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ note: "a strange plateau", tags: ["baseline"] }) });
+    assert.ok(annotate.ok);
+    for (const width of [1024, 1440, 1920]) {
+      await page.setViewportSize({ width, height: 1000 });
+      const heights = await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => Math.round(tr.getBoundingClientRect().height)));
+      assert.equal(new Set(heights).size, 1, `heights at ${width}: ${heights}`);
+    }
+    const name = row(a).locator("[data-f=name]");
+    assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
+    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "osine-seed-7");
+    assert.equal(await row(a).locator("[data-f=reason]").getAttribute("title"), path);
+
+    await page.locator("#columns > summary").click();
+    await page.getByLabel("Best accuracy").uncheck();
+    for (const key of ["train.batch_size", "tag:baseline", "step"]) {
+      await page.getByLabel("A setting, metric or tag").fill(key);
+      await page.locator("#columns").getByRole("button", { name: "Add", exact: true }).click();
+    }
+    await page.reload();
+    await until("the columns are there", async () => (await page.locator("#jobs thead .c-extra").allTextContents()).join() === "train.batch_size,#baseline,Step");
+    assert.equal(new URL(page.url()).searchParams.get("columns"), "progress,loss,speed,age,train.batch_size,tag:baseline,step");
+    assert.equal(await row(a).locator(".c-best").isVisible(), false);
+    await until("they are filled", async () => (await row(b).locator(".c-extra").allTextContents()).join() === "8,yes,0" && (await row(a).locator(".c-extra").allTextContents()).join() === "8,,20");
+    const again = await page.tab("/jobs");
+    await until("and kept for the next visit", async () => (await again.locator("#jobs thead .c-extra").count()) === 3);
+
+    const listed = async () => (await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => tr.dataset.state))).sort();
+    await page.goto(`${server.url}/jobs`);
+    await until("all are listed", async () => (await listed()).length >= 4);
+    const filter = (name) => page.locator("#filters").getByRole("link", { name, exact: true }).click();
+    await filter("failed");
+    await until("one state", async () => new Set(await listed()).size === 1);
+    await filter("succeeded");
+    await until("two states", async () => [...new Set(await listed())].join() === "failed,succeeded");
+    assert.equal(new URL(page.url()).searchParams.get("state"), "failed,succeeded");
+    await page.reload();
+    await until("the address holds both", async () => [...new Set(await listed())].join() === "failed,succeeded");
+    await filter("all");
+    for (const words of ["plateau", "BASELINE"]) {
+      await page.locator("#search").fill(words);
+      await until(`${words} finds it`, async () => (await page.locator("#rows tr").count()) === 1 && row(b).isVisible());
+    }
+    await page.locator("#search").fill("");
+    await page.evaluate(() => localStorage.clear());
+    await server.ask(`/jobs/${b.id}/cancel`, {});
+    await page.end();
+  });
+});
+
+describe("jobs side by side", () => {
+  test("keep their colours, differ first, and have validation loss", async () => {
+    const jobs = [];
+    for (const [name, batch_size] of [["first", 8], ["second", 8], ["third", 4]]) {
+      const job = await server.ask("/jobs", { ...spec(name, 2, 600), train: { steps: 600, batch_size } });
+      const of = await attempt(job.id);
+      await begin(of);
+      await steps(of, 2, 1, 50);
+      await report(of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
+      if (name === "first") await end(of, { how: "succeeded", step: 600 });
+      jobs.push({ ...job, of });
+      if (name === "second") await end(of, { how: "succeeded", step: 600 });
+    }
+    const page = await browser.page(server, `/compare?jobs=${jobs.map((j) => j.id).join(",")}`);
+    const colours = () => page.locator("#compare-legend li").evaluateAll((all) => Object.fromEntries(all.map((li) => [li.textContent, li.querySelector("i").className])));
+    const three = await until("all are there", async () => { const c = await colours(); return Object.keys(c).length === 3 && c; });
+    assert.equal(new Set(Object.values(three)).size, 3);
+    await page.locator("#results").getByRole("button", { name: "Leave out first" }).click();
+    const two = await until("one is left out", async () => { const c = await colours(); return Object.keys(c).length === 2 && c; });
+    assert.deepEqual(two, { second: three.second, third: three.third }, "the others keep their colours");
+    assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), three.second, "also in the list");
+    await page.locator("button[data-settings=all]").click();
+    assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "what differs comes first");
+    await page.getByRole("button", { name: "val. loss" }).click();
+    await until("validation loss is drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,2");
+    await steps(jobs[2].of, 2, 51, 60);
+    await report(jobs[2].of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);
+    await until("and follows the one that runs", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,3");
+    await end(jobs[2].of, { how: "succeeded", step: 600 });
+    await page.end();
+  });
+});

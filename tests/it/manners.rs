@@ -1,0 +1,213 @@
+//! What the command line says and asks: the first job file, all mistakes at once, what Ctrl-C does, which job has answered.
+
+use crate::{
+    commands::on_a_terminal,
+    pictures,
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, turn},
+    specs,
+};
+use serde_json::json;
+use std::{fs, process::Stdio};
+
+/// A file of small steps, whatever `init` chose.
+const QUICK: [&str; 6] =
+    ["--set", "train.epochs=", "--set", "train.steps=3", "--set", "train.global_batch_size=4"];
+
+#[tokio::test]
+async fn init_writes_a_file_that_train_and_submit_take() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let root = pictures::image_folder(server.folder().path(), 8);
+    let root = root.to_str().expect("UTF-8");
+    let made = server.cli(&["init", root]);
+    assert!(
+        made.ok().contains("lockstep.toml") && made.stdout.contains("lockstep submit"),
+        "{}",
+        made.stdout
+    );
+    let file = server.folder().path().join("lockstep.toml");
+    let text = fs::read_to_string(&file).expect("a file");
+    for words in [
+        "# 2 classes: boot (8), trouser (8).",
+        "image_size = 28",
+        "validation = \"val\"",
+        "arch = \"resnet20\"",
+    ] {
+        assert!(text.contains(words), "{words} in {text}");
+    }
+    assert!(text.lines().filter(|line| line.starts_with("# ")).count() >= 10, "{text}");
+
+    // What is there is not touched.
+    fs::write(&file, text.clone() + "# mine\n").expect("a file");
+    server.cli(&["init", root]).wrong(&["lockstep.toml is there already", "--output"]);
+    assert!(fs::read_to_string(&file).expect("a file").ends_with("# mine\n"));
+    server.cli(&["init", root, "--output", "other.toml"]).ok();
+    assert_eq!(fs::read_to_string(server.folder().path().join("other.toml")).expect("a file"), text);
+    let empty = server.folder().path().join("empty");
+    fs::create_dir(&empty).expect("a folder");
+    server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).wrong(&["empty"]);
+    assert!(!server.folder().path().join("x.toml").exists());
+
+    server.cli(&["validate", "lockstep.toml"]).ok();
+    let trained = server.cli(&[&["train", "lockstep.toml"][..], &QUICK].concat());
+    assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
+    // Its path becomes the name of a dataset, once.
+    for round in 0..2 {
+        let sent = server.cli(&[&["submit", "lockstep.toml", "--watch"][..], &QUICK].concat());
+        assert!(sent.ok().contains("succeeded: "), "{}", sent.stdout);
+        assert_eq!(sent.stderr.contains("registering"), round == 0, "{}", sent.stderr);
+        for words in ["Ctrl-C ends this display and not the job", "lockstep cancel j"] {
+            assert!(sent.stderr.contains(words), "{}", sent.stderr);
+        }
+    }
+    assert!(server.cli(&["dataset", "list"]).ok().contains(root));
+    // On a terminal it is shown without being asked for.
+    let file = file.to_str().expect("UTF-8");
+    let (status, said) = on_a_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
+    assert!(status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded: "), "{status}: {said}");
+    let (status, said) = on_a_terminal(&server, &["dataset", "remove", "folder"], "n\n");
+    assert!(
+        status == 2 && said.contains("Remove folder?") && said.contains("dataset folder stays as it is"),
+        "{said}"
+    );
+    server.cli(&["dataset", "inspect", "folder"]).ok();
+
+    let detached = server.cli(&[&["submit", "lockstep.toml", "--detach"][..], &QUICK].concat());
+    assert!(detached.ok().lines().count() == 1 && detached.ok().starts_with('j'), "{}", detached.stdout);
+    server.cli(&["submit", "lockstep.toml", "--detach", "--watch"]).wrong(&["--detach", "--watch"]);
+    let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
+    server.cli(&["watch", &id]).ok();
+
+    // Whoever names no job and whoever does both read which one has answered.
+    let picture =
+        fs::read_dir(format!("{root}/val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let picture = picture.to_str().expect("UTF-8");
+    for args in [&["predict", picture][..], &["predict", "--job", &id, picture]] {
+        let predicted = server.cli(args);
+        assert!(
+            predicted.ok().contains("boot")
+                && predicted.stderr.contains(&format!("({id}), checkpoint 1-3, the best")),
+            "{}",
+            predicted.stderr
+        );
+    }
+    let answered = server.cli(&["predict", "--json", picture]).json();
+    assert_eq!((&answered[0]["job_id"], &answered[0]["checkpoint"]), (&json!(id), &json!("1-3")));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_submission_names_all_that_is_wrong_at_once() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let wrong = specs::with(
+        specs::short("wrong", "fashon", 999, 4),
+        json!({"train": {"lr": -1, "optimiser": "momentum"}, "checkpoint": {"keep": 1}}),
+    );
+    let expected: [(&str, &[&str]); 5] = [
+        ("/train/lr", &["above 0"]),
+        ("/train/optimiser", &["optimizer"]),
+        ("/checkpoint/keep", &["2"]),
+        ("/data/dataset", &["did you mean \"fashion\"?"]),
+        ("/parallel/ranks", &["999 ranks", "2 slots"]),
+    ];
+    for path in ["/jobs", "/jobs/validate"] {
+        server.post(path, &wrong).await.mistakes(&expected);
+    }
+    let file = server.folder().write(
+        "wrong.toml",
+        "[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashon\"\n[train]\nlr = -1\noptimiser = \"momentum\"\n\
+         [parallel]\nranks = 999\ndevice = \"cpu\"\n[checkpoint]\nkeep = 1\n",
+    );
+    let file = file.to_str().expect("UTF-8");
+    for command in ["submit", "validate"] {
+        let said = server.cli(&[command, file]);
+        said.wrong(&["5 mistakes", "train.lr", "optimizer", "checkpoint.keep", "data.dataset", "999 ranks"]);
+        assert_eq!(said.stderr.matches("train.lr:").count(), 1, "{}", said.stderr);
+    }
+    // A dataset that is there, and does not fit either.
+    let wrong = specs::with(
+        specs::short("wrong", "fashion", 1, 4),
+        json!({"train": {"lr": -1}, "data": {"validation": "dev", "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}),
+    );
+    server.post("/jobs", &wrong).await.mistakes(&[
+        ("/train/lr", &["above 0"]),
+        ("/data/validation", &["no split \"dev\"", "test"]),
+        ("/data/mean", &["3 values"]),
+        ("/data/std", &["3 values"]),
+    ]);
+    // What follows from a mistake is none of its own: no batch is too large that was not read.
+    let wrong = specs::with(specs::short("wrong", "fashion", 1, 4), json!({"train": {"batch_size": "all"}}));
+    server.post("/jobs", &wrong).await.mistakes(&[("/train/batch_size", &["whole number"])]);
+    assert_eq!(server.cli(&["list", "--json"]).json(), json!([]));
+
+    // Without a server, those of the file.
+    let mut command = lockstep();
+    command.args(["submit", file]).env("LOCKSTEP_SERVER", format!("http://127.0.0.1:{}", free_port()));
+    Finished::of(&mut command).wrong(&["3 mistakes", "train.lr", "checkpoint.keep"]);
+    server.stop().await;
+}
+
+/// A listener that answers every request with these bytes.
+fn mirror(body: &'static [u8]) -> String {
+    use std::io::{Read as _, Write as _};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("an address");
+    std::thread::spawn(move || {
+        for connection in listener.incoming() {
+            let mut connection = connection.expect("a connection");
+            let (mut request, mut byte) = (Vec::new(), [0]);
+            while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).expect("bytes") == 1 {
+                request.push(byte[0]);
+            }
+            let head =
+                format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", body.len());
+            let _ = connection.write_all(head.as_bytes());
+            let _ = connection.write_all(body);
+        }
+    });
+    format!("http://{address}/")
+}
+
+#[tokio::test]
+async fn a_public_dataset_that_cannot_be_had_is_explained() {
+    let folder = Folder::new();
+    let get = |args: &[&str]| {
+        let mut command = lockstep();
+        command.args(["dataset", "get"]).args(args).current_dir(folder.path()).stdin(Stdio::null());
+        Finished::of(command.env("no_proxy", "*"))
+    };
+    let nobody = format!("http://127.0.0.1:{}/", free_port());
+    get(&["cifar10", "--from", &nobody]).fails(
+        1,
+        &[
+            &format!("{nobody}cifar-10-binary.tar.gz"),
+            "datasets/cifar10.part",
+            "Without a network",
+            "--from URL",
+        ],
+    );
+    get(&["fashion-mnist", "--from", &mirror(b"another file"), "--to", "f"])
+        .wrong(&["has 12 bytes, but train-images-idx3-ubyte.gz has 26421880", "Nothing was put into f"]);
+    assert!(!folder.path().join("f").exists() && !folder.path().join("datasets/cifar10").exists());
+    get(&["mnist"]).wrong(&["mnist", "fashion-mnist"]);
+    get(&["cifar10", "--from", "nowhere"]).wrong(&["nowhere"]);
+}
+
+#[tokio::test]
+async fn a_public_dataset_that_is_there_is_registered() {
+    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
+    // The publisher's files, of which the bundled ones are a subset, put there by hand.
+    let folder = server.folder().path().join("datasets/fashion-mnist");
+    fs::create_dir_all(&folder).expect("a folder");
+    for file in fs::read_dir(pictures::bundled()).expect("files").flatten() {
+        fs::copy(file.path(), folder.join(file.file_name())).expect("a copy");
+    }
+    let got = server.cli(&["dataset", "get", "fashion-mnist"]);
+    assert!(got.ok().contains("fashion-mnist: idx, 10 classes"), "{}", got.stdout);
+    server.cli(&["dataset", "get", "fashion-mnist"]).ok();
+    assert_eq!(server.cli(&["dataset", "list", "--json"]).json().as_array().map(Vec::len), Some(1));
+    let alone = server.cli(&["dataset", "get", "fashion-mnist", "--no-register"]);
+    assert!(alone.ok().contains("lockstep dataset add fashion-mnist "), "{}", alone.stdout);
+    server.stop().await;
+}

@@ -1,0 +1,50 @@
+//! `lockstep user` and `--private` of the real program.
+
+use crate::server::{Agents, Finished, Server, lockstep};
+use std::fs::File;
+
+/// Runs a command with a password on its standard input.
+fn with_password(server: &Server, args: &[&str], input: &str) -> Finished {
+    let file = server.folder().write("password", input);
+    let mut command = lockstep();
+    command.args(args).current_dir(server.folder().path()).envs(server.for_clients());
+    Finished::of(command.stdin(File::open(file).expect("the password")))
+}
+
+#[tokio::test]
+async fn people_are_managed_by_command_and_passwords_come_from_standard_input() {
+    let server = Server::start_with(Agents::None).await;
+    let added = with_password(&server, &["user", "add", "ada", "--role", "admin"], "correct horse\n");
+    assert!(added.ok().starts_with("ada") && added.stdout.contains("admin"), "{}", added.stdout);
+    with_password(&server, &["user", "add", "bob"], "correct horse").ok();
+    with_password(&server, &["user", "add", "bob"], "correct horse").wrong(&["\"bob\" is taken"]);
+    with_password(&server, &["user", "add", "Bob"], "correct horse").wrong(&["lower-case"]);
+    with_password(&server, &["user", "add", "eve"], "short\n").wrong(&["10 to 1024 characters"]);
+    server.cli(&["user", "add", "eve"]).wrong(&["10 to 1024 characters"]);
+    server.cli(&["user", "add", "eve", "--password", "correct horse"]).wrong(&["--password"]);
+    let listed = server.cli(&["user", "list"]);
+    let lines: Vec<_> =
+        listed.ok().lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>()).collect();
+    assert_eq!(lines, [["ada", "admin"], ["bob", "member"]]);
+    assert!(server.cli(&["user", "role", "bob", "viewer"]).ok().contains("viewer"));
+    server.cli(&["user", "role", "bob", "root"]).wrong(&["viewer, member and admin"]);
+    server.cli(&["user", "role", "eve", "viewer"]).wrong(&["nobody has this name"]);
+    let sign_in = async |password: &str| {
+        let http =
+            reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
+        let request =
+            http.post(format!("{}/login", server.url)).body(format!("name=bob&password={password}"));
+        let request = request.header("content-type", "application/x-www-form-urlencoded");
+        request.send().await.expect("an answer").status().as_u16()
+    };
+    assert_eq!(sign_in("correct horse").await, 303);
+    with_password(&server, &["user", "password", "bob"], "another password\n").ok();
+    assert_eq!((sign_in("correct horse").await, sign_in("another password").await), (401, 303));
+    assert!(server.cli(&["user", "disable", "bob"]).ok().contains("disabled"));
+    assert_eq!(sign_in("another password").await, 401);
+    server.cli(&["user", "enable", "bob", "--json"]).json();
+    assert_eq!(sign_in("another password").await, 303);
+    server.cli(&["user", "remove", "bob"]).ok();
+    server.cli(&["user", "remove", "bob"]).wrong(&["nobody has this name"]);
+    server.stop().await;
+}

@@ -1,0 +1,180 @@
+//! The reference, help, completions and man pages: what the program says of itself.
+
+use crate::server::{Agents, Finished, Folder, Server, lockstep};
+use std::{fs, path::Path, process::Command};
+
+fn program(args: &[&str]) -> Finished {
+    Finished::of(lockstep().args(args))
+}
+
+/// Names of the program's commands, as its help lists them.
+fn commands() -> Vec<String> {
+    let help = program(&["--help"]);
+    let lines = help.ok().lines().skip_while(|line| *line != "Commands:").skip(1);
+    let lines = lines.take_while(|line| !line.is_empty());
+    // Longer texts continue on lines that are further to the right.
+    let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    let names: Vec<_> =
+        names.map(|line| line.split_whitespace().next().expect("a name").to_owned()).collect();
+    assert!(names.len() > 25, "{names:?}");
+    names
+}
+
+#[test]
+fn the_reference_in_the_tree_is_what_the_program_makes() {
+    let folder = Folder::new();
+    program(&["reference", "--out", folder.path().to_str().expect("UTF-8")]).ok();
+    let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference");
+    for name in ["job-file.md", "command-line.md", "rest.md"] {
+        let made = fs::read_to_string(folder.path().join(name)).expect("a page");
+        let kept = fs::read_to_string(tree.join(name)).unwrap_or_default();
+        let line = made.lines().zip(kept.lines()).position(|(made, kept)| made != kept);
+        assert!(
+            made == kept,
+            "docs/reference/{name} is not what the program makes (line {:?} is the first that differs): run \
+             `cargo run -- reference` and commit what it writes",
+            line.map(|line| line + 1)
+        );
+    }
+}
+
+#[test]
+fn the_reference_has_every_command_and_no_hidden_one() {
+    let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference");
+    let page = fs::read_to_string(tree.join("command-line.md")).expect("a page");
+    for command in commands() {
+        assert!(page.contains(&format!("\n## lockstep {command}\n")), "{command}");
+    }
+    for hidden in ["rank", "inspect", "reference"] {
+        assert!(!page.contains(&format!("## lockstep {hidden}\n")), "{hidden}");
+    }
+    for option in ["`--set <KEY.PATH=VALUE>`", "`LOCKSTEP_SERVER`", "### lockstep dataset add"] {
+        assert!(page.contains(option), "{option}");
+    }
+    // Nothing of the machine that it was made on.
+    let home = std::env::var("HOME").unwrap_or_default();
+    assert!(home.len() < 2 || !page.contains(&home), "{home}");
+}
+
+#[test]
+fn help_is_for_commands_and_for_the_job_file() {
+    assert_eq!(program(&["help"]).ok(), program(&["--help"]).ok());
+    assert_eq!(program(&["help", "dataset", "add"]).ok(), program(&["dataset", "add", "--help"]).ok());
+    let job = program(&["help", "job"]);
+    for words in
+        ["train.lr = number, above 0 and at most 10,000, default 0.01", "[checkpoint]", "data.dataset = text"]
+    {
+        assert!(job.ok().contains(words), "{words}: {}", job.stdout);
+    }
+    let key = program(&["help", "job", "train.lr"]);
+    assert!(key.ok().starts_with("  train.lr = ") && key.stdout.lines().count() < 6, "{}", key.stdout);
+    program(&["help", "job", "train.lrr"]).wrong(&["no section or key", "train.lr"]);
+    program(&["help", "submitt"]).wrong(&["no command", "did you mean \"submit\""]);
+    program(&["help", "rank"]).wrong(&["no command"]);
+    program(&["help", "dataset", "ad"]).wrong(&["did you mean \"add\""]);
+}
+
+#[tokio::test]
+async fn the_documentation_is_served_without_a_network() {
+    let server = Server::start_with(Agents::None).await;
+    let page = async |path: &str| {
+        let answer = server.http.get(format!("{}{path}", server.url)).send().await.expect("an answer");
+        (answer.status().as_u16(), answer.text().await.expect("a page"))
+    };
+    let (status, index) = page("/docs").await;
+    assert_eq!(status, 200, "{index}");
+    for (path, words) in [
+        ("/docs/team", "<h1 id=\"a-server-for-a-team\">"),
+        ("/docs/reference/job-file", "<h2 id=\"train\">[train]</h2>"),
+        ("/docs/reference/command-line", "<h3 id=\"lockstep-dataset-add\">"),
+        ("/docs/reference/rest", "<h3 id=\"post-apiv1jobs\">"),
+        ("/docs/reference/rest.md", "REST interface"),
+    ] {
+        assert!(path.ends_with(".md") || index.contains(&format!("href=\"{path}\"")), "{path}");
+        let (status, text) = page(path).await;
+        assert!(status == 200 && text.contains(words), "{path}: {status}: {text}");
+        // Every link within the documentation leads to a page, and to a heading of it.
+        let links = text.split("href=\"").skip(1).filter_map(|rest| rest.split('"').next());
+        for link in links.filter(|link| link.starts_with("#") || link.starts_with("/docs/")) {
+            let (to, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if to.is_empty() { text.clone() } else { page(to).await.1 };
+            let id = format!("id=\"{anchor}\"");
+            assert!(anchor.is_empty() || target.contains(&id), "{path} links to {link}, which there is not");
+        }
+    }
+    assert_eq!(page("/docs/nothing").await.0, 404);
+    assert_eq!(page("/docs/../../../etc/passwd").await.0, 404);
+    let (_, jobs) = page("/jobs").await;
+    assert!(jobs.contains("href=\"/docs\""), "the dashboard links to it");
+    server.stop().await;
+}
+
+/// What bash offers where the cursor is after these words.
+fn completed(script: &Path, words: &[&str]) -> Vec<String> {
+    let last = words.last().expect("a word");
+    let previous = words[words.len() - 2];
+    let line = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
+    let program = format!(
+        "source {} && complete -p lockstep >&2 && COMP_WORDS=({line}) && COMP_CWORD={} && \
+         _lockstep lockstep '{last}' '{previous}' && printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+        script.display(),
+        words.len() - 1
+    );
+    let ended = Finished::of(Command::new("bash").args(["--norc", "--noprofile", "-c", &program]));
+    ended.ok().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn bash_completes_commands_and_options() {
+    let folder = Folder::new();
+    let script = folder.write("lockstep.bash", program(&["completions", "bash"]).ok());
+    let offered = completed(&script, &["lockstep", ""]);
+    for command in commands() {
+        assert!(offered.contains(&command), "{command} is not in {offered:?}");
+    }
+    assert_eq!(completed(&script, &["lockstep", "subm"]), ["submit"]);
+    assert_eq!(completed(&script, &["lockstep", "dataset", "ad"]), ["add"]);
+    assert_eq!(completed(&script, &["lockstep", "submit", "--wa"]), ["--watch"]);
+    assert_eq!(completed(&script, &["lockstep", "predict", "--weights", "e"]), ["ema"]);
+    for (shell, words) in [("zsh", "#compdef lockstep"), ("fish", "complete -c lockstep")] {
+        let made = program(&["completions", shell]);
+        assert!(made.ok().contains(words), "{shell}: {}", made.stdout);
+    }
+    program(&["completions", "tcsh"]).wrong(&["tcsh", "bash, zsh, fish"]);
+}
+
+#[test]
+fn there_is_a_man_page_for_each_command() {
+    let folder = Folder::new();
+    let out = folder.path().join("man1");
+    program(&["man", "--out", out.to_str().expect("UTF-8")]).ok();
+    let mut names: Vec<String> = commands().iter().map(|name| format!("lockstep-{name}.1")).collect();
+    names.extend(["lockstep.1", "lockstep-dataset-add.1", "lockstep-token-create.1"].map(str::to_owned));
+    for name in names {
+        let page = out.join(&name);
+        let text = fs::read_to_string(&page).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert!(text.contains(".TH ") && text.contains(".SH SYNOPSIS"), "{name}: {text}");
+        // Whichever reader there is, it has nothing to complain about.
+        for reader in [
+            &["mandoc", "-T", "lint", "-W", "error"][..],
+            &["man", "--warnings", "--encoding=utf8", "--local-file"],
+        ] {
+            let [reader, args @ ..] = reader else { continue };
+            let ran = Command::new(reader)
+                .args(args)
+                .arg(&page)
+                .env("MANPAGER", "cat")
+                .env("MANROFFOPT", "-ww")
+                .output();
+            // Not every machine has both.
+            let Ok(ran) = ran else { continue };
+            assert!(ran.status.success() && ran.stderr.is_empty(), "{reader} {name}: {ran:?}");
+        }
+    }
+    let helps = fs::read_dir(&out).expect("pages").filter(|page| {
+        page.as_ref().is_ok_and(|page| page.file_name().to_string_lossy().ends_with("-help.1"))
+    });
+    assert_eq!(helps.count(), 1, "`help` of the program, and none of each command that has commands");
+    let taken = folder.write("taken", "");
+    program(&["man", "--out", taken.to_str().expect("UTF-8")]).wrong(&["--out", "taken"]);
+}

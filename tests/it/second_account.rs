@@ -1,0 +1,297 @@
+//! Another account of the same machine, as on a login node that many share: what it can read, do, and fill.
+
+use crate::{
+    pictures,
+    server::{Agents, Finished, Server, lockstep, number, turn},
+    specs,
+};
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+use tokio_tungstenite::tungstenite;
+
+/// `nobody`, in no group of ours.
+const OTHER: &str = "65534";
+
+/// A shell command of another account. Only root may be somebody else: everybody's `sudo` is asked otherwise.
+fn as_other(script: &str) -> Output {
+    let mut command = if rustix::process::getuid().is_root() {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", OTHER, "--regid", OTHER, "--clear-groups", "sh", "-c", script]);
+        command
+    } else {
+        let mut command = Command::new("sudo");
+        command.args(["-n", "-u", &format!("#{OTHER}"), "sh", "-c", script]);
+        command
+    };
+    let output =
+        command.current_dir("/").env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
+    let output = output.output().expect("another account, which needs root or sudo without a password");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!error.contains("sudo:"), "another account needs root or sudo without a password: {error}");
+    output
+}
+
+fn words(output: &Output) -> String {
+    String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
+}
+
+/// Files and folders below `path` that others than their owner may use in any way.
+fn open_to_others(path: &Path, found: &mut Vec<String>) {
+    let about = fs::symlink_metadata(path).expect("it is there");
+    if about.mode() & 0o077 != 0 && !about.is_symlink() {
+        found.push(format!("{} {:o}", path.display(), about.mode() & 0o7777));
+    }
+    if about.is_dir() {
+        for entry in fs::read_dir(path).expect("a folder").flatten() {
+            open_to_others(&entry.path(), found);
+        }
+    }
+}
+
+/// All files of the server's own, by name.
+fn texts(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(path).expect("a folder").flatten() {
+        match entry.path() {
+            inner if inner.is_dir() => texts(&inner, wanted, found),
+            file if wanted(&file) => found.push(file),
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn another_account_reads_nothing_and_is_no_agent() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    // Nothing above the data directory keeps anybody out, so that its own permissions are what is tested.
+    fs::set_permissions(server.folder().path(), PermissionsExt::from_mode(0o755)).expect("open to all");
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let spec = specs::with(
+        specs::short("private work", "fashion", 2, 100_000),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 20}}),
+    );
+    let id = server.submit(&spec).await;
+    server.until("a checkpoint is there", async |s: &Server| !s.checkpoints(&id).await.is_empty()).await;
+
+    // Files: while everything runs, and locks, spools and half-written files are there.
+    let mut open = Vec::new();
+    open_to_others(&server.data_dir(), &mut open);
+    assert!(open.is_empty(), "{open:?}");
+    let data = server.data_dir().display().to_string();
+    for script in [
+        format!("ls {data}"),
+        format!("cat {data}/token"),
+        format!("cat {data}/agent/token"),
+        format!("cat {data}/lockstep.db"),
+        format!("ls {data}/jobs/{id}"),
+        format!("echo x > {data}/x"),
+        format!("cat {data}/jobs/{id}/attempts/1/rank.0.log"),
+    ] {
+        let tried = as_other(&script);
+        assert!(!tried.status.success() && words(&tried).contains("ermission denied"), "{script}: {tried:?}");
+    }
+    // What ranks of one machine share.
+    for entry in fs::read_dir("/dev/shm").expect("a folder").flatten() {
+        let Ok(about) = entry.metadata() else { continue };
+        let ours = entry.file_name().to_string_lossy().contains("lockstep");
+        assert!(!ours || about.mode() & 0o077 == 0, "{} {:o}", entry.path().display(), about.mode());
+    }
+
+    // Processes: arguments are for everybody, environments and memory for nobody else.
+    let secrets = secrets(&server);
+    for process in server.processes() {
+        let seen = words(&as_other(&format!("cat /proc/{}/cmdline", process.pid)));
+        assert!(seen.contains(process.command()), "{seen}");
+        assert!(!secrets.iter().any(|secret| seen.contains(secret)), "{seen}");
+        for read in ["head -c 1 environ", "head -c 1 mem", "head -c 1 maps", "ls cwd/", "ls fd/"] {
+            let tried = as_other(&format!("cd /proc/{} && {read}", process.pid));
+            assert!(!tried.status.success(), "{}: {read}: {tried:?}", process.command());
+        }
+        let killed = as_other(&format!("kill -9 {}", process.pid));
+        assert!(!killed.status.success());
+    }
+
+    // The interface: every account reaches the port, and gets nothing.
+    let api = server.api("");
+    for (method, path) in [
+        ("GET", "/jobs"),
+        ("GET", "/agents"),
+        ("GET", "/datasets"),
+        ("GET", "/tokens"),
+        ("GET", "/audit"),
+        ("POST", "/jobs"),
+        ("DELETE", "/datasets/fashion"),
+    ] {
+        let told = as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
+        assert_eq!(words(&told), "401", "{method} {path}");
+    }
+    let told = words(&as_other(&format!("curl -s {api}/jobs/{id}")));
+    assert!(!told.contains("private work") && !told.contains("fashion"), "{told}");
+
+    // An agent's id says nothing: with it, its name and a valid hello nobody takes its place.
+    let agents = server.get("/agents").await;
+    let agent = agents["agents"][0]["id"].as_str().expect("an id").to_owned();
+    for token in [None, Some("lockstep_guessed"), Some(agent.as_str())] {
+        let url = format!("{}/api/v1/agent/socket", server.url.replace("http", "ws"));
+        let mut request =
+            tungstenite::client::IntoClientRequest::into_client_request(url).expect("a request");
+        if let Some(token) = token {
+            let value = format!("Bearer {token}").parse().expect("a header");
+            request.headers_mut().insert("authorization", value);
+        }
+        match tokio_tungstenite::connect_async(request).await {
+            Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status(), StatusCode::UNAUTHORIZED),
+            other => panic!("{token:?}: {other:?}"),
+        }
+    }
+    let spare = tempfile::Builder::new().prefix("lockstep-other-").tempdir().expect("a folder");
+    fs::set_permissions(spare.path(), PermissionsExt::from_mode(0o777)).expect("open to all");
+    let program = spare.path().join("lockstep");
+    fs::copy(env!("CARGO_BIN_EXE_lockstep"), &program).expect("the program, where everybody may read");
+    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("its permissions");
+    let joined = as_other(&format!(
+        "HOME={0} timeout 5 {1} agent --server {2} --name local --cpu-slots 1 --data-dir {0}/agent",
+        spare.path().display(),
+        program.display(),
+        server.url
+    ));
+    assert!(words(&joined).contains("token"), "{}", words(&joined));
+    let agents = server.get("/agents").await;
+    assert_eq!(agents["agents"].as_array().expect("agents").len(), 1, "{agents}");
+    assert_eq!(agents["agents"][0]["online"], true);
+
+    // None of it has disturbed the job, and its logs tell nobody's secrets.
+    let job = server.job(&id).await;
+    assert_eq!((job["state"].as_str(), number(&job["attempt"])), (Some("running"), 1), "{job}");
+    let answer = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    assert_eq!(answer.status, StatusCode::ACCEPTED);
+    server.ended(&id).await;
+    let is_log = |file: &Path| file.extension().is_some_and(|e| e == "log" || e == "stderr");
+    let mut logs = Vec::new();
+    texts(server.folder().path(), &is_log, &mut logs);
+    assert!(logs.len() >= 3, "{logs:?}");
+    for log in logs {
+        let text = fs::read_to_string(&log).expect("a log");
+        // The one-time link is for the terminal of whoever started the server, and is used up or over soon.
+        assert!(!secrets.iter().any(|secret| text.contains(secret)), "{}", log.display());
+    }
+    server.stop().await;
+}
+
+/// The server's and the agent's tokens, and the attempt's own.
+fn secrets(server: &Server) -> Vec<String> {
+    let agent = fs::read_to_string(server.data_dir().join("agent/token")).expect("the agent's token");
+    let mut secrets = vec![server.token(), agent.trim().to_owned()];
+    let mut attempts = Vec::new();
+    texts(&server.data_dir(), &|file| file.extension().is_some_and(|e| e == "json"), &mut attempts);
+    for file in attempts {
+        let text = fs::read_to_string(&file).expect("a file");
+        let Ok(value) = serde_json::from_str::<Value>(&text) else { continue };
+        let mut values = vec![&value];
+        while let Some(value) = values.pop() {
+            match value {
+                Value::Object(map) => {
+                    for (key, inner) in map {
+                        match inner.as_str() {
+                            Some(secret) if key == "secret" => secrets.push(secret.to_owned()),
+                            Some(fencing) if key == "fencing_token" => {
+                                let (_, secret) = fencing.split_once('.').expect("a number and a secret");
+                                secrets.push(secret.to_owned());
+                            }
+                            _ => values.push(inner),
+                        }
+                    }
+                }
+                Value::Array(inner) => values.extend(inner),
+                _ => {}
+            }
+        }
+    }
+    assert!(secrets.len() > 2 && secrets.iter().all(|secret| secret.len() >= 16), "{}", secrets.len());
+    secrets
+}
+
+/// Accepts connections on a port for six seconds and prints what it is sent.
+const LISTEN: &str = r#"
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", int(sys.argv[1]))); end = time.time() + 6
+while time.time() < end:
+    server.settimeout(max(0.01, end - time.time()))
+    try: peer, _ = server.accept()
+    except TimeoutError: break
+    peer.settimeout(0.5)
+    try: print(peer.recv(65536), flush=True)
+    except OSError: pass
+    peer.close()
+"#;
+
+#[tokio::test]
+async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
+    let mut server = Server::start_with(Agents::Beside { cpu_slots: 1 }).await;
+    let port: u16 = server.url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
+    server.kill_serve();
+    let listening = std::thread::spawn(move || as_other(&format!("python3 -c '{LISTEN}' {port}")));
+    let other: u32 = OTHER.parse().expect("a number");
+    let is_there = || {
+        let owners = lockstep_worker::host::listener_owners([127, 0, 0, 1].into(), port);
+        owners == [other]
+    };
+    server.until("the other account listens", async |_: &Server| is_there()).await;
+    let mut command = lockstep();
+    command.args(["list", "--data-dir", "data"]).current_dir(server.folder().path());
+    Finished::of(command.env("LOCKSTEP_SERVER", &server.url)).wrong(&[
+        "another account",
+        &format!("user id {OTHER}"),
+        "--token-file",
+    ]);
+    // The agent that is left tries to find its server again.
+    let log = server.folder().path().join("agent.2.log");
+    let told = async |_: &Server| {
+        let log = fs::read_to_string(&log).expect("a log");
+        log.contains("another account") && log.contains(OTHER)
+    };
+    server.until("the agent says why it waits", told).await;
+    let heard = words(&listening.join().expect("it listened"));
+    assert!(!heard.contains("lockstep_") && !heard.to_lowercase().contains("bearer"), "{heard}");
+    // Its own server comes back, and the agent to it.
+    server.serve_again().await;
+    server.until("the agent is back", async |s: &Server| s.slots().await > 0).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn another_account_cannot_fill_the_disk() {
+    let server = Server::start_with(Agents::None).await;
+    let size = |server: &Server| -> u64 {
+        let mut files = Vec::new();
+        texts(&server.data_dir(), &|_| true, &mut files);
+        files.iter().filter_map(|file| Some(fs::metadata(file).ok()?.len())).sum()
+    };
+    let before = size(&server);
+    let api = server.api("");
+    // 64 MiB without a length, as a picture, as a job, as notes; then many small ones.
+    for path in ["/jobs", "/jobs/j01/predict", "/datasets", "/tokens", "/session"] {
+        let script = format!(
+            "head -c 67108864 /dev/zero | curl -s -o /dev/null -w '%{{http_code}}' -T - -X POST {api}{path}"
+        );
+        let told = words(&as_other(&script));
+        assert!(["401", "404", "405", "413"].contains(&told.as_str()), "{path}: {told}");
+    }
+    let many = format!(
+        "for i in $(seq 40); do curl -s -o /dev/null -X POST -H 'content-type: application/json' -d '{{}}' \
+         {api}/jobs {api}/datasets {api}/tokens {api}/agents {api}/jobs/$i/fork; done"
+    );
+    assert!(as_other(&many).status.success());
+    server.until("the server still answers", async |s: &Server| s.get("/jobs").await.is_object()).await;
+    let grown = size(&server).saturating_sub(before);
+    assert!(grown < 1 << 20, "{grown} bytes");
+    let audit = server.get("/audit").await.to_string();
+    assert!(audit.len() < 100_000, "{} bytes of audit log", audit.len());
+    server.stop().await;
+}

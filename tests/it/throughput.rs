@@ -1,0 +1,152 @@
+//! One truth about speed: pictures over training time, the same number wherever it is said.
+
+use crate::{
+    pictures,
+    server::{Server, number, signal, turn},
+    socket::{Socket, is_metric, last_step},
+    specs,
+};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, time::Duration};
+
+/// 19 steps of 16 pictures an epoch, the last of 12.
+const PICTURES: u64 = 300;
+const STEPS_PER_EPOCH: u64 = 19;
+const STEPS: u64 = 3 * STEPS_PER_EPOCH;
+
+fn spec(name: &str, ranks: u32) -> Value {
+    specs::with(
+        specs::short(name, "fashion", ranks, STEPS),
+        json!({
+            "data": {"drop_remainder": false},
+            "train": {"batch_size": 16 / ranks},
+            // Evaluations and checkpoints between epochs: no training time.
+            "evaluate": {"every_epochs": 1},
+            "checkpoint": {"every_epochs": 1, "keep": 10},
+        }),
+    )
+}
+
+async fn past(server: &Server, id: &str, step: u64) {
+    let mut socket = Socket::of_job(server, id, 0).await;
+    socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
+}
+
+/// Pictures of the newest attempt over the time of its steps, from the points of its first rank.
+async fn expected(server: &Server, id: &str, attempt: u64) -> f64 {
+    let points = server.points(id, "step_ms").await;
+    let own: Vec<_> = points.iter().filter(|p| p.0 == attempt && p.1 == 0).collect();
+    assert!(own.len() >= 10, "attempt {attempt} of {id} has {} steps", own.len());
+    let last = PICTURES - (STEPS_PER_EPOCH - 1) * 16;
+    let pictures: u64 = own.iter().map(|p| if p.2.is_multiple_of(STEPS_PER_EPOCH) { last } else { 16 }).sum();
+    pictures as f64 / own.iter().map(|p| p.3 / 1e3).sum::<f64>()
+}
+
+/// Seconds between the first and the last loss line of each epoch of an attempt, by the clock, and what its steps say of that time.
+async fn by_the_clock(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
+    let answer = server.get(&format!("/jobs/{id}/logs?rank=0&attempt={attempt}&limit=10000")).await;
+    let mut epochs: BTreeMap<u64, Vec<(u64, jiff::Timestamp)>> = BTreeMap::new();
+    for line in answer["lines"].as_array().expect("lines") {
+        let text = line["text"].as_str().expect("text");
+        let Some((_, rest)) = text.split_once(" step: ") else { continue };
+        let Some(step) = rest.split_once(", loss").and_then(|(step, _)| step.parse().ok()) else { continue };
+        let at = line["at"].as_str().expect("a time").parse().expect("a time");
+        epochs.entry((step - 1) / STEPS_PER_EPOCH).or_default().push((step, at));
+    }
+    let points = server.points(id, "step_ms").await;
+    let (mut clock, mut steps) = (0.0, 0.0);
+    for lines in epochs.values() {
+        let (Some((first, from)), Some((last, to))) = (lines.first(), lines.last()) else { continue };
+        clock += to.duration_since(*from).as_secs_f64();
+        let own = points.iter().filter(|p| p.0 == attempt && p.1 == 0 && p.2 > *first && p.2 <= *last);
+        steps += own.map(|p| p.3 / 1e3).sum::<f64>();
+    }
+    (clock, steps)
+}
+
+/// The words of a cell of the list's page, as it comes without scripts.
+fn cell(page: &str, id: &str, name: &str) -> String {
+    let row = page.split("<tr data-id=\"").find(|row| row.starts_with(id)).expect("a row of the job");
+    let (_, rest) = row.split_once(&format!("data-f=\"{name}\"")).expect("a cell");
+    let (_, rest) = rest.split_once('>').expect("a tag");
+    rest.split('<').next().unwrap_or_default().replace(',', "")
+}
+
+#[tokio::test]
+async fn the_speed_of_a_job_is_one_number_wherever_it_is_said() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;
+
+    let plain = server.submit(&spec("plain", 1)).await;
+    server.succeeded(&plain).await;
+
+    let from = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});
+    let fork = server.post(&format!("/jobs/{plain}/fork"), &from).await.json();
+    let forked = fork["id"].as_str().expect("an id").to_owned();
+    assert_eq!(fork["images_per_second"], Value::Null, "it has trained nothing of its own");
+    server.succeeded(&forked).await;
+
+    let paused = server.submit(&spec("paused", 1)).await;
+    past(&server, &paused, 20).await;
+    server.cli(&["pause", &paused]).ok();
+    let resting = server.job(&paused).await;
+    assert!(resting["images_per_second"].as_f64().is_some_and(|v| v > 0.0), "it stays: {resting:#}");
+    assert_eq!(resting["eta_secs"], Value::Null);
+    // A pause that would halve the speed if it counted.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    server.cli(&["resume", &paused]).ok();
+    server.succeeded(&paused).await;
+
+    let killed = server.submit(&spec("killed", 2)).await;
+    past(&server, &killed, STEPS_PER_EPOCH + 3).await;
+    let (_, rank) = server.ranks(&killed).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
+    signal(rank.pid, Signal::KILL);
+    server.succeeded(&killed).await;
+
+    let uneven = server.submit(&spec("uneven", 2)).await;
+    past(&server, &uneven, 5).await;
+    let (_, slow) = server.ranks(&uneven).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
+    for _ in 0..5 {
+        signal(slow.pid, Signal::STOP);
+        tokio::time::sleep(Duration::from_millis(40)).await;
+        signal(slow.pid, Signal::CONT);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    server.succeeded(&uneven).await;
+
+    let listed = server.get("/jobs").await;
+    let page = server.http.get(format!("{}/jobs", server.url)).header("accept", "text/html").send().await;
+    let page = page.expect("an answer").text().await.expect("a page");
+    let table = server.cli(&["list"]).ok().to_owned();
+    for (name, id, attempt) in [
+        ("plain", &plain, 1),
+        ("forked", &forked, 1),
+        ("paused", &paused, 2),
+        ("killed", &killed, 2),
+        ("uneven", &uneven, 1),
+    ] {
+        let job = server.job(id).await;
+        assert_eq!(number(&job["attempt"]), attempt, "{name}");
+        let said = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
+        let wanted = expected(&server, id, attempt).await;
+        assert!((said / wanted - 1.0).abs() < 0.01, "{name}: {said} images/s, and {wanted} by its steps");
+        let (clock, steps) = by_the_clock(&server, id, attempt).await;
+        assert!((steps / clock - 1.0).abs() < 0.05, "{name}: {steps} s of steps in {clock} s of training");
+
+        let in_list =
+            listed["jobs"].as_array().expect("jobs").iter().find(|j| j["id"] == **id).expect("listed");
+        assert_eq!(in_list["images_per_second"], job["images_per_second"], "{name}");
+        assert_eq!(server.cli(&["show", id, "--json"]).json()["images_per_second"], job["images_per_second"]);
+        let shown = server.cli(&["show", id]);
+        let line = shown.ok().lines().find(|l| l.starts_with("images a second")).expect("a line");
+        let words = if said >= 100.0 { format!("{said:.0}") } else { format!("{said:.1}") };
+        let whole = format!("{said:.0}");
+        assert_eq!(line.split_whitespace().last(), Some(whole.as_str()), "{name}");
+        let row = table.lines().find(|l| l.starts_with(id.as_str())).expect("a row");
+        assert!(row.split_whitespace().any(|cell| cell == whole), "{whole} in {row}");
+        assert_eq!(cell(&page, id, "speed"), words, "{name} on the page");
+    }
+    server.stop().await;
+}

@@ -1,0 +1,89 @@
+//! The documentation: Markdown of the source tree as pages.
+
+mod markdown;
+
+pub use markdown::title;
+
+use crate::layout::{Bar, Nav, Viewer};
+use askama::Template;
+
+/// An entry of the list of pages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DocsEntry {
+    /// Below `/docs/`, without `.md`: `reference/job-file`.
+    pub path: String,
+    /// The page's first heading.
+    pub title: String,
+}
+
+/// `GET /docs/{path}`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "docs.html")]
+pub struct DocsPage {
+    title: String,
+    path: String,
+    folders: Vec<(String, Vec<DocsEntry>)>,
+    html: String,
+    viewer: Viewer,
+}
+
+impl DocsPage {
+    /// The page `path` of this Markdown, among all pages. Links to files that are no pages become plain text.
+    pub fn new(path: &str, source: &str, pages: &[DocsEntry], viewer: Viewer) -> Self {
+        let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
+        let html = markdown::html(source, path, &is_page);
+        Self { title: title(source), path: path.into(), folders: folders(pages), html, viewer }
+    }
+
+    /// The list of all pages, in words.
+    pub fn index(pages: &[DocsEntry], viewer: Viewer) -> Self {
+        let mut source = String::from("# Documentation\n");
+        for (folder, pages) in folders(pages) {
+            source += &format!("\n## {folder}\n\n");
+            pages.iter().for_each(|page| source += &format!("- [{}]({}.md)\n", page.title, page.path));
+        }
+        Self::new("", &source, pages, viewer)
+    }
+
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar {
+        Nav::Elsewhere.seen_by(self.viewer)
+    }
+}
+
+/// Pages by the folder that they are in, those of the top first.
+fn folders(pages: &[DocsEntry]) -> Vec<(String, Vec<DocsEntry>)> {
+    let (inner, top): (Vec<_>, Vec<_>) = pages.iter().cloned().partition(|page| page.path.contains('/'));
+    let named = [("Guides", top), ("Reference", inner)];
+    named
+        .into_iter()
+        .filter(|(_, pages)| !pages.is_empty())
+        .map(|(name, pages)| (name.into(), pages))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_listed_and_its_text_escaped() {
+        let entry = |path: &str, title: &str| DocsEntry { path: path.into(), title: title.into() };
+        let pages = [entry("team", "A team & its server"), entry("reference/rest", "REST")];
+        let html =
+            DocsPage::new("team", "# A team & its server\n\n<script>x</script>\n", &pages, Viewer::NOBODY);
+        let html = html.render().expect("renders");
+        assert!(!html.contains("<script>x") && html.contains("&lt;script&gt;x"), "{html}");
+        assert!(html.contains("<title>A team &#38; its server"), "{html}");
+        assert!(html.contains(r#"<a href="/docs/team" aria-current="page">"#), "{html}");
+        let index = DocsPage::index(&pages, Viewer::NOBODY).render().expect("renders");
+        assert!(index.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{index}");
+    }
+}

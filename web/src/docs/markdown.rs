@@ -1,0 +1,172 @@
+//! Markdown to HTML, as the documentation uses it: headings with the anchors that GitHub gives them, wide tables and code that scroll
+//! and can be reached by keyboard, no HTML of the source.
+
+use pulldown_cmark::{CowStr, Event, HeadingLevel, Options, Parser, Tag, TagEnd};
+use std::collections::HashMap;
+
+/// A page's first heading; empty when it has none.
+pub fn title(source: &str) -> String {
+    source.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or_default().trim().to_owned()
+}
+
+/// The HTML of the page at `path`; `is_page` says which other paths are pages.
+pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> String {
+    let events: Vec<_> = Parser::new_ext(source, Options::ENABLE_TABLES).collect();
+    let mut anchors = HashMap::new();
+    let mut out = Vec::with_capacity(events.len());
+    // Of links: whether each of them leads somewhere.
+    let mut links = Vec::new();
+    let mut in_image = false;
+    for (number, event) in events.iter().enumerate() {
+        match event {
+            Event::Start(Tag::Heading { level, .. }) => {
+                let text =
+                    events[number + 1..].iter().take_while(|e| !matches!(e, Event::End(TagEnd::Heading(_))));
+                let text: String = text.filter_map(plain).collect();
+                out.push(heading(*level, &anchor(&text, &mut anchors)));
+            }
+            Event::Start(Tag::Table(_)) => {
+                // Only what can be focused is scrolled by keyboard.
+                out.push(Event::Html(
+                    r#"<div class="wide" role="group" aria-label="Table" tabindex="0">"#.into(),
+                ));
+                out.push(event.clone());
+            }
+            Event::End(TagEnd::Table) => out.extend([event.clone(), Event::Html("</div>\n".into())]),
+            Event::Start(Tag::CodeBlock(_)) => out.push(Event::Html(r#"<pre tabindex="0"><code>"#.into())),
+            Event::End(TagEnd::CodeBlock) => out.push(Event::Html("</code></pre>\n".into())),
+            Event::Start(Tag::Link { link_type, dest_url, title, id }) => {
+                let leads = address(dest_url, path, is_page);
+                links.push(leads.is_some());
+                let tag = |dest_url: CowStr<'static>| Tag::Link {
+                    link_type: *link_type,
+                    dest_url,
+                    title: title.clone(),
+                    id: id.clone(),
+                };
+                out.extend(leads.map(|address| Event::Start(tag(address.into()))));
+            }
+            Event::End(TagEnd::Link) => {
+                if links.pop() == Some(true) {
+                    out.push(event.clone());
+                }
+            }
+            // Pictures are not served: their description stands for them.
+            Event::Start(Tag::Image { .. }) => in_image = true,
+            Event::End(TagEnd::Image) => in_image = false,
+            Event::Text(text) if in_image => out.push(Event::Text(format!("({text})").into())),
+            Event::Html(html) | Event::InlineHtml(html) => {
+                if !html.trim_start().starts_with("<!--") {
+                    out.push(Event::Text(html.clone()));
+                }
+            }
+            other => out.push(other.clone()),
+        }
+    }
+    let mut html = String::new();
+    pulldown_cmark::html::push_html(&mut html, out.into_iter());
+    html
+}
+
+fn heading(level: HeadingLevel, anchor: &str) -> Event<'static> {
+    Event::Start(Tag::Heading {
+        level,
+        id: Some(anchor.to_owned().into()),
+        classes: Vec::new(),
+        attrs: Vec::new(),
+    })
+}
+
+fn plain<'a>(event: &'a Event<'_>) -> Option<&'a str> {
+    match event {
+        Event::Text(text) | Event::Code(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// The anchor of a heading, as GitHub makes it; one that is there already gets a number.
+fn anchor(text: &str, taken: &mut HashMap<String, u32>) -> String {
+    let characters = text.trim().to_lowercase();
+    let characters = characters.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    let name: String = characters.map(|c| if c == ' ' { '-' } else { c }).collect();
+    let count = taken.entry(name.clone()).and_modify(|n| *n += 1).or_insert(0);
+    if *count == 0 { name } else { format!("{name}-{count}") }
+}
+
+/// Where a link of the page `path` leads from a browser; `None`: to a file that is no page.
+fn address(link: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> Option<String> {
+    if link.starts_with('#') || link.starts_with("https://") || link.starts_with("http://") {
+        return Some(link.to_owned());
+    }
+    let (file, fragment) =
+        link.split_once('#').map_or((link, String::new()), |(file, of)| (file, format!("#{of}")));
+    let mut parts: Vec<&str> = path.split('/').collect();
+    parts.pop();
+    for part in file.strip_suffix(".md")?.split('/') {
+        match part {
+            "." => {}
+            ".." => {
+                parts.pop()?;
+            }
+            name => parts.push(name),
+        }
+    }
+    let target = parts.join("/");
+    is_page(&target).then(|| format!("/docs/{target}{fragment}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rendered(source: &str, path: &str) -> String {
+        html(source, path, &|path| ["team", "reference/rest"].contains(&path))
+    }
+
+    #[test]
+    fn links_lead_to_pages_or_nowhere() {
+        for (link, path, expected) in [
+            ("team.md", "other", Some("/docs/team")),
+            ("../team.md#tokens", "reference/rest", Some("/docs/team#tokens")),
+            ("rest.md", "reference/job-file", Some("/docs/reference/rest")),
+            ("reference/rest.md", "team", Some("/docs/reference/rest")),
+            ("#here", "team", Some("#here")),
+            ("https://example.org/x.md", "team", Some("https://example.org/x.md")),
+            ("../README.md", "team", None),
+            ("rest.md", "team", None),
+            ("javascript:alert(1)", "team", None),
+        ] {
+            let html = rendered(&format!("[words]({link})"), path);
+            match expected {
+                Some(to) => assert!(html.contains(&format!("<a href=\"{to}\">words</a>")), "{link}: {html}"),
+                None => assert_eq!(html, "<p>words</p>\n", "{link}"),
+            }
+        }
+    }
+
+    #[test]
+    fn headings_have_the_anchors_of_github() {
+        let html = rendered("# A\n## GET /api/v1/jobs/{id}\n## \\[train\\]\n## `code` here\n## A\n", "team");
+        for expected in [
+            r#"<h1 id="a">"#,
+            r#"<h2 id="get-apiv1jobsid">"#,
+            r#"<h2 id="train">"#,
+            r#"<h2 id="code-here">"#,
+            r#"<h2 id="a-1">"#,
+        ] {
+            assert!(html.contains(expected), "{expected}: {html}");
+        }
+    }
+
+    #[test]
+    fn code_and_tables_scroll_by_keyboard_and_html_is_text() {
+        let html = rendered(
+            "| a |\n|---|\n| `x < y` |\n\n```sh\na < b\n```\n\n<!-- made -->\n\n<b>bold</b> ![a chart](x.webp)\n",
+            "team",
+        );
+        assert!(html.contains(r#"tabindex="0"><table>"#) && html.contains("<code>x &lt; y</code>"), "{html}");
+        assert!(html.contains(r#"<pre tabindex="0"><code>a &lt; b"#), "{html}");
+        assert!(!html.contains("made") && !html.contains("<b>") && !html.contains("<img"), "{html}");
+        assert!(html.contains("(a chart)"), "{html}");
+    }
+}

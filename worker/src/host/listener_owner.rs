@@ -1,0 +1,82 @@
+//! Which account listens on a TCP port of this machine's loopback: a token that is meant for one's own server is not sent to a program that
+//! another account has put in its place.
+
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+/// `st` of `/proc/net/tcp` for a socket that listens.
+const LISTEN: &str = "0A";
+
+/// The user ids of those that accept connections to `address` and `port`, as `/proc/net/tcp` and `tcp6` tell them; none where the
+/// system does not say, or nobody listens. A server in a container shows as the account that forwards the port to it.
+pub fn listener_owners(address: IpAddr, port: u16) -> Vec<u32> {
+    let read = |name: &str| fs::read_to_string(format!("/proc/net/{name}")).unwrap_or_default();
+    [read("tcp"), read("tcp6")].iter().flat_map(|table| owners(table, address, port)).collect()
+}
+
+/// The rows of such a table that accept connections to `address` and `port`.
+fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
+    let row = |line: &str| -> Option<u32> {
+        let columns: Vec<&str> = line.split_whitespace().collect();
+        let (host, its_port) = columns.get(1)?.split_once(':')?;
+        let takes = |host: IpAddr| host.to_canonical() == address || host.is_unspecified();
+        let ours = u16::from_str_radix(its_port, 16).ok()? == port && takes(parse(host)?);
+        (ours && *columns.get(3)? == LISTEN).then(|| columns.get(7)?.parse().ok())?
+    };
+    table.lines().skip(1).filter_map(row).collect()
+}
+
+/// An address in the kernel's words of 32 bits, each in the machine's own order of bytes.
+fn parse(text: &str) -> Option<IpAddr> {
+    let word = |at: usize| u32::from_str_radix(text.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
+    match text.len() {
+        8 => Some(IpAddr::V4(Ipv4Addr::from(word(0)?))),
+        32 => {
+            let words = [word(0)?, word(1)?, word(2)?, word(3)?];
+            let bytes: [u8; 16] = words.concat().try_into().ok()?;
+            Some(IpAddr::V6(Ipv6Addr::from(bytes)))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_listener_is_this_account_s_and_a_free_port_nobody_s() {
+        let own = rustix::process::getuid().as_raw();
+        for (bound, asked) in
+            [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "::1")]
+        {
+            // A machine without IPv6 has no such address.
+            let Ok(listener) = TcpListener::bind(bound) else {
+                assert!(bound.starts_with('['), "{bound}");
+                continue;
+            };
+            let port = listener.local_addr().unwrap().port();
+            assert_eq!(listener_owners(asked.parse().unwrap(), port), [own], "{bound}");
+            let other = if asked == "::1" { "::2" } else { "127.0.0.2" };
+            let takes_all = bound.starts_with('0') || bound.starts_with("[::]");
+            assert_eq!(!listener_owners(other.parse().unwrap(), port).is_empty(), takes_all, "{bound}");
+            drop(listener);
+            assert_eq!(listener_owners(asked.parse().unwrap(), port), [0; 0], "{bound}");
+        }
+    }
+
+    #[test]
+    fn rows_of_others_and_of_connections_are_told_apart() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
+            0: 0100007F:1B9E 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1001        0 100 1\n   \
+            1: 0100007F:1B9E 0100007F:9999 01 00000000:00000000 00:00000000 00000000  1002        0 101 1\n   \
+            2: 0200007F:1B9E 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1003        0 102 1\n   \
+            3: 00000000:1B9E 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1004        0 103 1\n\
+            torn\n";
+        assert_eq!(owners(table, Ipv4Addr::LOCALHOST.into(), 7070), [1001, 1004]);
+        assert_eq!(owners(table, Ipv4Addr::LOCALHOST.into(), 7071), [0; 0]);
+    }
+}

@@ -42,7 +42,7 @@ macro_rules! codes {
 codes! {
     BadRequest = "bad_request", BAD_REQUEST, "The request cannot be read: a parameter, a header or the body is not what the call takes";
     Unauthorized = "unauthorized", UNAUTHORIZED, "No token, or one that is not valid";
-    Forbidden = "forbidden", FORBIDDEN, "The scope of the token does not suffice, or the request is a page's of another origin";
+    Forbidden = "forbidden", FORBIDDEN, "The scope or the role does not suffice, what is to change is somebody else's, or the request is a page's of another origin";
     NotFound = "not_found", NOT_FOUND, "Nothing has this name, id or address";
     MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, "The address does not know this method";
     BodyTimeout = "body_timeout", REQUEST_TIMEOUT, "The body stopped coming";

@@ -315,7 +315,7 @@ pub(crate) async fn delete(
             let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
             if !jobs.iter().all(seen) {
                 let detail = "jobs of others train on it, some of them private; ask an admin which";
-                return Err(Error::Conflict(detail.into(), None));
+                return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             Err(match jobs.first() {
                 // They may have ended since.

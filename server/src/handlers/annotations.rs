@@ -84,7 +84,7 @@ pub(crate) async fn change(
     let annotation = if change.notes.is_some() || tags.is_some() {
         app.store.annotate(&id, change.notes.as_deref(), tags.as_deref()).await?
     } else {
-        app.store.annotations().await?.remove(&id).unwrap_or_default()
+        Annotation { notes: job.notes.clone().unwrap_or_default(), tags: job.tags.clone() }
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         app.store.set_priority(&id, priority).await?;

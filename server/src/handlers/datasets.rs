@@ -47,7 +47,7 @@ pub(crate) struct DatasetList {
 
 const LIST: List<Dataset> = List {
     name: "datasets",
-    fields: &["name", "path", "info", "added_at"],
+    fields: &["name", "path", "info", "added_at", "owner", "private"],
     sorts: &[
         ("name", |dataset| dataset.name.as_str().into()),
         ("created", |dataset| dataset.added_at.into()),

@@ -70,6 +70,7 @@ const LIST: List<Token> = List {
         "scope",
         "agent",
         "agent_id",
+        "owner",
         "created_at",
         "expires_at",
         "revoked_at",

@@ -184,6 +184,13 @@ async fn every_list_has_pages_fields_and_a_count() {
         let names: Vec<_> = items[0].as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!((items.len(), names), (1, fields.split(',').collect()), "{path}");
         assert!(page.as_object().unwrap().contains_key("next_cursor"), "{path}");
+        // Whatever an element has can be asked for.
+        let (_, whole) = server.get(&format!("{path}?limit=1")).await;
+        let every: Vec<_> = whole[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        let (status, same) = server.get(&format!("{path}?limit=1&fields={}", every.join(","))).await;
+        assert_eq!(status, 200, "{path}: {same}");
+        let there: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(there, every, "{path}");
         if total > 0 {
             assert!(page["total"].as_u64().unwrap() >= total, "{path}: {page}");
         }

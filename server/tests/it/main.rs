@@ -29,6 +29,7 @@ mod refusals;
 mod safety;
 mod starting;
 mod store;
+mod store_lists;
 mod streams;
 mod submission;
 mod tls;

@@ -75,10 +75,10 @@ export class TestServer {
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
   /** A small job: `train` and the rest are laid over it. */
-  submit({ name = "small", train = {}, data = {}, ranks = 2 } = {}) {
+  submit({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
     return this.ask("/jobs", {
       name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02, ...data },
-      train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" },
+      train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" }, ...rest,
     });
   }
 

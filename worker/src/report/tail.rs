@@ -6,10 +6,15 @@ use std::{
     fs::File,
     io::{self, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// Most bytes that [`Tail::poll`] returns at once, so that a message made of them stays small.
 const POLL_BYTES: u64 = 1 << 20;
+
+/// How long bytes that make no record must stay the same. While a full disk's writer takes half a record back, a reader
+/// sees some of it as zeros for an instant.
+const BEFORE_DAMAGE_IS_BELIEVED: Duration = Duration::from_millis(2);
 
 /// Reads a file of records while it grows.
 #[derive(Debug)]
@@ -94,51 +99,82 @@ impl Tail {
                 Err(e) => return Err(io(e)),
             },
         };
-        let length = file.metadata().map_err(io)?.len();
         let mut read = 0;
-        let mut payload = Vec::new();
-        while self.offset + HEADER as u64 <= length && read < POLL_BYTES {
+        while read < POLL_BYTES {
+            let mut found = record_at(file, self.offset).map_err(io)?;
+            if let Found::Damage(_) = found {
+                // The writer may have been taking half a record back: what is damaged stays as it is.
+                std::thread::sleep(BEFORE_DAMAGE_IS_BELIEVED);
+                let again = record_at(file, self.offset).map_err(io)?;
+                if again != found {
+                    found = Found::Nothing;
+                }
+            }
             let damaged = |detail: String| TailError::Damaged {
                 path: path.clone(),
                 record: self.next,
                 offset: self.offset,
                 detail,
             };
-            file.seek(SeekFrom::Start(self.offset)).map_err(io)?;
-            let mut header = [0; HEADER];
-            if !filled(file.read_exact(&mut header)).map_err(io)? {
-                break;
-            }
-            let [a, b, c, d, e, f, g, h] = header;
-            let size = u32::from_le_bytes([a, b, c, d]);
-            let crc = u32::from_le_bytes([e, f, g, h]);
-            let end = self.offset + HEADER as u64 + u64::from(size);
-            if size > LONGEST_RECORD {
-                return Err(damaged(format!("it claims {size} bytes")));
-            }
-            if end > length {
-                break;
-            }
-            payload.resize(size as usize, 0);
-            if !filled(file.read_exact(&mut payload)).map_err(io)? {
-                break;
-            }
-            if size == 0 || crc32fast::hash(&payload) != crc {
-                // After a power failure a file may end in bytes that were never written.
-                if end == length || size == 0 && rest_is_zero(file).map_err(io)? {
-                    break;
-                }
-                return Err(damaged("its checksum does not match".into()));
-            }
+            let payload = match found {
+                Found::Nothing => break,
+                Found::Damage(detail) => return Err(damaged(detail)),
+                Found::Record(payload) => payload,
+            };
             if self.next >= self.from {
                 events.push(wire::decode(&payload).map_err(|e| damaged(e.to_string()))?);
-                read += u64::from(size);
+                read += payload.len() as u64;
             }
-            self.offset = end;
+            self.offset += (HEADER + payload.len()) as u64;
             self.next += 1;
         }
         Ok(())
     }
+}
+
+/// What is at a place of the file.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    /// No whole record yet.
+    Nothing,
+    /// Its payload, whole.
+    Record(Vec<u8>),
+    /// Something that nobody wrote, and why it is thought so.
+    Damage(String),
+}
+
+fn record_at(file: &mut File, offset: u64) -> io::Result<Found> {
+    let length = file.metadata()?.len();
+    if offset + HEADER as u64 > length {
+        return Ok(Found::Nothing);
+    }
+    file.seek(SeekFrom::Start(offset))?;
+    let mut header = [0; HEADER];
+    if !filled(file.read_exact(&mut header))? {
+        return Ok(Found::Nothing);
+    }
+    let [a, b, c, d, e, f, g, h] = header;
+    let size = u32::from_le_bytes([a, b, c, d]);
+    let crc = u32::from_le_bytes([e, f, g, h]);
+    if size > LONGEST_RECORD {
+        return Ok(Found::Damage(format!("it claims {size} bytes")));
+    }
+    let end = offset + HEADER as u64 + u64::from(size);
+    if end > length {
+        return Ok(Found::Nothing);
+    }
+    let mut payload = vec![0; size as usize];
+    if !filled(file.read_exact(&mut payload))? {
+        return Ok(Found::Nothing);
+    }
+    if size != 0 && crc32fast::hash(&payload) == crc {
+        return Ok(Found::Record(payload));
+    }
+    // After a power failure a file may end in bytes that were never written.
+    if end == length || size == 0 && rest_is_zero(file)? {
+        return Ok(Found::Nothing);
+    }
+    Ok(Found::Damage("its checksum does not match".into()))
 }
 
 /// Whether all of it was there. A writer whose disk is full takes half a record back, also while it is read.

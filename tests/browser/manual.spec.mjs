@@ -141,7 +141,7 @@ describe("side by side", () => {
     for (const job of done) await page.locator("#picker").getByLabel(job.name).check();
     await until("both curves are drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "60,60");
     await until("results are there", async () => (await page.locator("#results tr").count()) === 2);
-    assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and priority differ");
+    assert.equal(await page.locator("#settings tr").count(), 3, "learning rate, priority and project differ");
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();

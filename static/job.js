@@ -123,6 +123,7 @@ function refresh() {
 function onFrame(frame) {
   if (frame.type === "hello") {
     setJob(frame.job);
+    actions.annotated();
     // What a state's own request could not ask, while the server was away.
     past.load().catch(() => {});
     // A server that lost events, or a page that slept for long, reads history afresh.
@@ -136,6 +137,11 @@ function onFrame(frame) {
     const { step, images_per_second, eta_secs } = frame;
     job = facts.job = { ...job, step, images_per_second, eta_secs };
     return factsSoon();
+  }
+  if (frame.type === "changed") {
+    const { project, tags, priority } = frame;
+    setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
+    return void actions.annotated();
   }
   if (!facts.live && frame.at) {
     const secs = Math.floor((Date.now() + skew - Date.parse(frame.at)) / 1000);

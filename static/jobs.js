@@ -11,26 +11,25 @@ import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
 const PART = 50;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
+/** What people wrote on jobs, by job: read when somebody searches for a text. */
 let notes = {};
 const filter = () => {
   const at = new URL(location.href).searchParams;
-  return { states: (at.get("state") ?? "").split(",").filter(Boolean), text: at.get("name") ?? "", owner: at.get("owner") ?? "", tag: at.get("tag") ?? "" };
+  const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
+  return { states: list("state"), text: at.get("name") ?? "", owner: at.get("owner") ?? "", tags: list("tag"), project: at.get("project") ?? "" };
 };
 let asked = 0, next = null, reading = false;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
-const bulk = new Bulk(rows, jobs, () => annotations());
+const bulk = new Bulk(rows, jobs);
 
-const tagsOf = (id) => notes[id]?.tags ?? [];
-const matches = (job) => fits(job, filter(), notes[job.id]);
-const fill = (row, job) => { fillRow(row, job, tagsOf(job.id)); columns.fill(row, job, tagsOf(job.id)); };
+const matches = (job) => fits(job, filter(), notes[job.id]?.notes);
+const fill = (row, job) => { fillRow(row, job); columns.fill(row, job); };
 const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id), job); };
-const columns = new Columns({ refill: () => fillAll(), known: () => ({ jobs: [...jobs.values()], tags: new Set(Object.values(notes).flatMap((n) => n.tags)) }) });
+const columns = new Columns({ refill: () => fillAll(), known: () => ({ jobs: [...jobs.values()], tags: new Set([...jobs.values()].flatMap((job) => job.tags)) }) });
 
 async function annotations() {
   notes = (await ask("/api/v1/annotations")).jobs;
-  await shown;
-  fillAll();
   return notes;
 }
 
@@ -86,18 +85,20 @@ function remove(id) {
 }
 
 function empty() {
-  const { states, text: name, owner, tag } = filter(), state = states.join(" or ");
+  const { states, text: name, owner, tags, project } = filter(), state = states.join(" or "), tag = tags.join(", ");
   // What was shown is gone, and there are older ones: those come into its place.
   const none = !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
-  const filtered = Boolean(state || name || owner || tag);
+  const filtered = Boolean(state || name || owner || tag || project);
   byId("none-match").hidden = !none || !filtered;
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
-  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name, tags or note` : ""}${tag ? ` is tagged “${tag}”` : ""}${owner ? ` is of ${owner}` : ""}.`);
+  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name, tags or notes` : ""}${tag ? ` is tagged “${tag}”` : ""}${project ? ` is in project “${project}”` : ""}${owner ? ` is of ${owner}` : ""}.`);
   byId("tag-filter").hidden = !tag;
   text(byId("tag-name"), tag);
+  byId("project-filter").hidden = !project;
+  text(byId("project-name"), project);
 }
 
 function filterBy(change) {
@@ -115,11 +116,11 @@ function filterBy(change) {
 const toggled = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
 function mark() {
-  const { states, text: name, owner, tag } = filter();
+  const { states, text: name, owner, tags, project } = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     const own = a.dataset.state, on = own ? states.includes(own) : !states.length;
     if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams(Object.entries({ state: toggled(states, own).join(","), name, owner, tag }).filter(([, v]) => v));
+    const to = new URLSearchParams(Object.entries({ state: toggled(states, own).join(","), name, project, tag: tags.join(","), owner }).filter(([, v]) => v));
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -135,6 +136,7 @@ let typing = 0;
 search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => filterBy({ name: search.value.trim() }), 150); });
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); filterBy({ name: search.value.trim() }); });
 byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ tag: "" }); });
+byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ project: "" }); });
 addEventListener("popstate", () => { search.value = filter().text; mark(); columns.fromAddress(); load(); });
 setInterval(fillAll, 15_000);
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
@@ -162,4 +164,3 @@ new Stream({
   },
 });
 load().then(() => performance.mark("jobs listed"), () => {});
-annotations().catch(() => {});

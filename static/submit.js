@@ -32,7 +32,7 @@ function typed(field) {
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
   const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
   const { kind } = field.dataset;
-  if (words.startsWith("[") && ["sizes", "numbers"].includes(kind)) {
+  if (words.startsWith("[") && ["sizes", "numbers", "words"].includes(kind)) {
     try { const list = JSON.parse(words); return Array.isArray(list) ? list : words; } catch { return words; }
   }
   switch (kind) {
@@ -47,6 +47,7 @@ function typed(field) {
       const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
       return items.includes(undefined) ? words : items;
     }
+    case "words": return words.split(",").map((word) => word.trim()).filter(Boolean);
     default: return words;
   }
 }

@@ -8,6 +8,7 @@ CREATE TABLE jobs (
     cause TEXT,
     reason TEXT,
     priority BIGINT NOT NULL,
+    project TEXT COLLATE "C" NOT NULL DEFAULT 'default',
     spec TEXT NOT NULL,
     attempt BIGINT NOT NULL DEFAULT 0,
     ranks BIGINT NOT NULL,
@@ -37,6 +38,7 @@ CREATE TABLE jobs (
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
+CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.
 CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
@@ -139,7 +141,7 @@ CREATE TABLE idempotency (
 
 CREATE TABLE annotations (
     job_id TEXT COLLATE "C" PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
-    note TEXT COLLATE "C" NOT NULL,
+    notes TEXT COLLATE "C" NOT NULL,
     tags TEXT COLLATE "C" NOT NULL
 );
 
@@ -188,3 +190,18 @@ CREATE TABLE audit (
     request_id TEXT NOT NULL
 );
 CREATE INDEX audit_by_time ON audit (at);
+
+-- A number or a text inside a JSON text; NULL where there is none, or where the text is no JSON (another version may have written
+-- it). Without a function one unreadable row would fail every query that looks into this column.
+CREATE FUNCTION json_number_in(document TEXT, VARIADIC path TEXT[]) RETURNS DOUBLE PRECISION LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    RETURN (document::jsonb #>> path)::double precision;
+EXCEPTION WHEN others THEN
+    RETURN NULL;
+END $$;
+CREATE FUNCTION json_text_in(document TEXT, VARIADIC path TEXT[]) RETURNS TEXT LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    RETURN document::jsonb #>> path;
+EXCEPTION WHEN others THEN
+    RETURN NULL;
+END $$;

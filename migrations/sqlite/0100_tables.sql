@@ -11,6 +11,8 @@ CREATE TABLE jobs (
     cause TEXT,
     reason TEXT,
     priority INTEGER NOT NULL,
+    -- As in the specification.
+    project TEXT NOT NULL DEFAULT 'default',
     spec TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,
     ranks INTEGER NOT NULL,
@@ -48,6 +50,7 @@ CREATE TABLE jobs (
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
+CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.
 CREATE INDEX jobs_forks ON jobs (parent_job) WHERE parent_job IS NOT NULL;
 CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
@@ -171,7 +174,7 @@ CREATE TABLE idempotency (
 -- What people write on jobs, and machines that take no new work.
 CREATE TABLE annotations (
     job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
-    note TEXT NOT NULL,
+    notes TEXT NOT NULL,
     -- ["tag", ...]
     tags TEXT NOT NULL
 ) STRICT;

@@ -1,6 +1,6 @@
 //! A job as the server knows it: its id, its states and the moves between them.
 
-use crate::{reason::Reason, spec::JobSpec};
+use crate::{labels::DEFAULT_PROJECT, reason::Reason, spec::JobSpec};
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 use utoipa::ToSchema;
@@ -165,6 +165,18 @@ pub struct Job {
     /// The same as a code and facts, for programs; its words are `reason`. Absent when a version that had no codes said it.
     #[serde(default)]
     pub cause: Option<Reason>,
+    /// Why it failed, for programs, in a few fields; of a job that has failed alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
+    /// The project that it belongs to.
+    #[serde(default = "default_project")]
+    pub project: String,
+    /// What people tagged it with: sorted, each once.
+    #[serde(default)]
+    pub tags: Vec<String>,
+    /// What people wrote on it; may be empty. Absent in lists, unless `fields` names it, and in streams: it may be long.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub notes: Option<String>,
     /// What it was forked from.
     #[serde(default)]
     pub parent: Option<Parent>,
@@ -216,10 +228,44 @@ pub struct Job {
     pub sparkline: Vec<f32>,
 }
 
+fn default_project() -> String {
+    DEFAULT_PROJECT.to_owned()
+}
+
+/// Why a job failed. `cause` has every fact that belongs to the code, `GET /jobs/{id}/attempts` every attempt's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Failure {
+    /// As in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` where a version without codes said it.
+    pub code: String,
+    /// The rank that it began with, where one is known.
+    pub rank: Option<u32>,
+    /// Optimizer steps done then, where they are known.
+    pub step: Option<u64>,
+    /// For a person; the same as `reason`.
+    pub message: String,
+}
+
+impl Failure {
+    /// Of a job in this state, for this reason.
+    pub fn of(state: JobState, reason: Option<&str>, cause: Option<&Reason>) -> Option<Self> {
+        let message = reason.filter(|_| state == JobState::Failed)?.to_owned();
+        Some(match cause {
+            Some(cause) => Self {
+                code: cause.code().as_str().to_owned(),
+                rank: cause.facts().rank,
+                step: cause.facts().step,
+                message,
+            },
+            None => Self { code: "unknown".into(), rank: None, step: None, message },
+        })
+    }
+}
+
 impl Job {
     /// Says why it is in its state.
     pub fn set_reason(&mut self, reason: Option<Reason>) {
         self.reason = reason.as_ref().map(|r| r.words().to_owned());
+        self.failure = Failure::of(self.state, self.reason.as_deref(), reason.as_ref());
         self.cause = reason;
     }
 }

@@ -10,6 +10,7 @@ pub mod fault;
 pub mod history;
 pub mod inspect;
 pub mod job;
+pub mod labels;
 pub mod limits;
 pub mod metric;
 pub mod people;

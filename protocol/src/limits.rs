@@ -31,6 +31,14 @@ pub const CLASS_NAMES_BYTES: usize = 4 << 20;
 pub const MEMBER_NAME_BYTES: usize = 4096;
 /// Most characters of the text about a broken file of a dataset: its name, or what is wrong with it.
 pub const BROKEN_FILE_CHARS: usize = 1000;
+/// A project's name, in characters.
+pub const PROJECT_CHARS: usize = 100;
+/// Tags of a job.
+pub const TAGS: usize = 20;
+/// A tag, in characters.
+pub const TAG_CHARS: usize = 40;
+/// A job's notes, in bytes.
+pub const NOTES_BYTES: usize = 20_000;
 /// Tokens that are valid at once; every one is kept in the server's memory.
 pub const TOKENS: usize = 1000;
 /// A token's name, in characters.

@@ -28,6 +28,7 @@ pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, re
 pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
+use crate::labels;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -39,6 +40,16 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
+    /// The project that the job belongs to; `default` when absent. A project is a name and exists while a job has it.
+    #[serde(skip_serializing_if = "labels::is_default_project")]
+    pub project: String,
+    /// Tags of the new job. A server keeps them beside the specification, where they can be changed later: see the job's
+    /// `tags`. Without a server they mean nothing.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tags: Vec<String>,
+    /// Notes on the new job, kept as its tags are.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub notes: String,
     /// Only its owner and admins see the job.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub private: bool,
@@ -126,6 +137,9 @@ impl Default for JobSpec {
         Self {
             name: "untitled".into(),
             priority: 0,
+            project: labels::DEFAULT_PROJECT.into(),
+            tags: Vec::new(),
+            notes: String::new(),
             private: false,
             model: ModelSpec::default(),
             data: DataSpec::default(),

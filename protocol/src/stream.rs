@@ -23,6 +23,9 @@ pub enum Frame {
     /// On a job's stream only, once it is live and at most four times a second: how fast and how far the job is, as
     /// `GET /jobs/{id}` says it. It is no event and has no number.
     Progress(Pace),
+    /// On a job's stream only, once it is live: somebody changed what people write on the job. `notes` may have changed, too;
+    /// `GET /jobs/{id}` has them. It is no event and has no number.
+    Changed(Labels),
     #[serde(untagged)]
     Event(Event),
 }
@@ -33,6 +36,20 @@ pub struct Pace {
     pub step: u64,
     pub images_per_second: Option<f64>,
     pub eta_secs: Option<f64>,
+}
+
+/// What people sort a job by and may change at any time: fields of [`Job`], and its `spec.priority`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Labels {
+    pub project: String,
+    pub tags: Vec<String>,
+    pub priority: i32,
+}
+
+impl From<&Job> for Labels {
+    fn from(job: &Job) -> Self {
+        Self { project: job.project.clone(), tags: job.tags.clone(), priority: job.spec.priority }
+    }
 }
 
 impl From<&Job> for Pace {

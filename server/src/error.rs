@@ -1,5 +1,9 @@
 //! One error for all handlers, and its shape on the wire: RFC 9457 problem details under `/api`, a page elsewhere.
 
+mod code;
+
+pub(crate) use code::Code;
+
 use crate::{agents::RequestError, store::StoreError};
 use axum::{
     extract::rejection::{PathRejection, QueryRejection},
@@ -28,6 +32,8 @@ pub(crate) enum Error {
     Forbidden(String),
     /// Too often; seconds until it may be tried again.
     TooMany(String, u64),
+    /// Another refusal that programs may want to tell apart.
+    Of(Code, String),
     /// The body is not JSON, or too large, or the method is not one of the address.
     Refused(StatusCode, String),
     /// Something that the server needs is away; trying again may help.
@@ -42,9 +48,11 @@ pub(crate) type Result<T> = std::result::Result<T, Error>;
 /// `application/problem+json` (RFC 9457).
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Problem {
-    /// Always `about:blank`: the status says what kind it is.
+    /// `urn:lockstep:problem:` and the code.
     #[serde(rename = "type")]
     kind: &'static str,
+    /// What kind of problem it is, for programs: `not_found`, `invalid`, `wrong_state`, ...
+    code: &'static str,
     title: String,
     status: u16,
     /// What is wrong and what would be right.
@@ -58,34 +66,64 @@ pub(crate) struct Problem {
 }
 
 impl Error {
+    fn code(&self) -> Code {
+        match self {
+            Error::NotFound(_) => Code::NotFound,
+            Error::BadRequest(_) => Code::BadRequest,
+            Error::Invalid(_) => Code::Invalid,
+            Error::Conflict(_, Some(_)) => Code::WrongState,
+            Error::Conflict(_, None) => Code::Conflict,
+            Error::Unauthorized(_) => Code::Unauthorized,
+            Error::Forbidden(_) => Code::Forbidden,
+            Error::TooMany(..) => Code::TooManyRequests,
+            Error::Of(code, _) => *code,
+            Error::Refused(status, _) => Code::of(*status),
+            Error::Unavailable(_) => Code::Unavailable,
+            Error::Internal(_) => Code::Internal,
+        }
+    }
+
     fn problem(self) -> Problem {
-        let (status, detail, errors, state) = match self {
-            Error::NotFound(detail) => (StatusCode::NOT_FOUND, detail, Vec::new(), None),
-            Error::BadRequest(detail) => (StatusCode::BAD_REQUEST, detail, Vec::new(), None),
+        let code = self.code();
+        let mut status = code.status();
+        let (detail, errors, state) = match self {
             Error::Invalid(errors) => {
                 let detail = match &errors[..] {
                     [one] => format!("{} {}", one.pointer, one.detail).trim().to_owned(),
                     many => format!("{} mistakes; see errors", many.len()),
                 };
-                (StatusCode::UNPROCESSABLE_ENTITY, detail, errors, None)
+                (detail, errors, None)
             }
-            Error::Conflict(detail, state) => (StatusCode::CONFLICT, detail, Vec::new(), state),
-            Error::Unauthorized(detail) => (StatusCode::UNAUTHORIZED, detail, Vec::new(), None),
-            Error::TooMany(detail, _) => (StatusCode::TOO_MANY_REQUESTS, detail, Vec::new(), None),
-            Error::Forbidden(detail) => (StatusCode::FORBIDDEN, detail, Vec::new(), None),
-            Error::Refused(status, detail) => (status, detail, Vec::new(), None),
+            Error::Conflict(detail, state) => (detail, Vec::new(), state),
+            Error::Refused(of_its_own, detail) => {
+                status = of_its_own;
+                (detail, Vec::new(), None)
+            }
             Error::Unavailable(detail) => {
                 tracing::warn!(detail, "a request could not be served for now");
-                (StatusCode::SERVICE_UNAVAILABLE, detail, Vec::new(), None)
+                (detail, Vec::new(), None)
             }
             Error::Internal(detail) => {
                 tracing::error!(detail, "a request failed");
-                let detail = "the server failed to do this; its log says why".to_owned();
-                (StatusCode::INTERNAL_SERVER_ERROR, detail, Vec::new(), None)
+                ("the server failed to do this; its log says why".to_owned(), Vec::new(), None)
             }
+            Error::NotFound(detail)
+            | Error::BadRequest(detail)
+            | Error::Unauthorized(detail)
+            | Error::Forbidden(detail)
+            | Error::TooMany(detail, _)
+            | Error::Of(_, detail) => (detail, Vec::new(), None),
         };
         let title = status.canonical_reason().unwrap_or("Error").to_owned();
-        Problem { kind: "about:blank", title, status: status.as_u16(), detail, errors, state }
+        Problem {
+            kind: code.type_uri(),
+            code: code.as_str(),
+            title,
+            status: status.as_u16(),
+            detail,
+            errors,
+            state,
+        }
     }
 }
 
@@ -146,14 +184,15 @@ impl From<StoreError> for Error {
             StoreError::NotFound(what) => Error::NotFound(format!("there is no such {what}")),
             StoreError::Refused(refused) => Error::Conflict(refused.detail, Some(refused.state)),
             StoreError::NameTaken(name) => {
-                Error::Conflict(format!("the name {name:?} is taken; choose another"), None)
+                Error::Of(Code::NameTaken, format!("the name {name:?} is taken; choose another"))
             }
             StoreError::NoDataset(_) => Error::Invalid(vec![SpecError {
                 pointer: "/data/dataset".into(),
                 detail: format!("{error}; add it again under this name"),
             }]),
-            StoreError::DatasetInUse(_) => Error::Conflict(error.to_string(), None),
-            StoreError::KeyReused => Error::Conflict(error.to_string(), None),
+            StoreError::DatasetInUse(_) => Error::Of(Code::DatasetInUse, error.to_string()),
+            StoreError::KeyReused => Error::Of(Code::IdempotencyKeyReused, error.to_string()),
+            StoreError::Cursor => Error::BadRequest(error.to_string()),
             StoreError::Unavailable(_) => Error::Unavailable(error.to_string()),
             StoreError::Rejected(_) | StoreError::Corrupt(_) => Error::Internal(error.to_string()),
         }

@@ -5,7 +5,7 @@
 use crate::store::{Changed, EventRow};
 use lockstep_protocol::{
     job::{Job, JobId},
-    stream::{Frame, Pace},
+    stream::{Frame, Labels, Pace},
 };
 use std::{
     collections::{HashMap, VecDeque},
@@ -30,6 +30,8 @@ pub(crate) struct Hub {
     /// Jobs whose newest state has not been sent to the list's readers; `None` for a deleted one.
     unpublished: Mutex<HashMap<JobId, Option<Job>>>,
     wake: Notify,
+    /// Held from reading a job's labels until they are published, so that the newest come last.
+    labelling: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -40,6 +42,8 @@ struct Watched {
     recent_bytes: usize,
     /// With the newest event that was published.
     pace: Option<Pace>,
+    /// Since the first subscription; `None` until somebody changes them.
+    labels: watch::Sender<Option<Labels>>,
 }
 
 /// A frame of the list, and who may read it.
@@ -62,6 +66,7 @@ impl Hub {
             list: broadcast::channel(LIST_BACKLOG).0,
             unpublished: Mutex::default(),
             wake: Notify::new(),
+            labelling: tokio::sync::Mutex::default(),
         }
     }
 
@@ -87,16 +92,37 @@ impl Hub {
                 watched.last_seq.send_replace(last.seq);
             }
         }
+        self.list_job(&changed.job, !changed.events.is_empty());
+    }
+
+    /// Tells the list of a job. One that comes with events is older than one with the same number that came without.
+    fn list_job(&self, job: &Job, with_events: bool) {
         let mut unpublished = lock(&self.unpublished);
-        let newer = match unpublished.get(&changed.job.id) {
-            Some(Some(job)) => job.last_seq <= changed.job.last_seq,
+        let newer = match unpublished.get(&job.id) {
+            Some(Some(before)) if with_events => before.last_seq < job.last_seq,
+            Some(Some(before)) => before.last_seq <= job.last_seq,
             Some(None) => false,
             None => true,
         };
         if newer {
-            unpublished.insert(changed.job.id.clone(), Some(changed.job.clone()));
+            // Notes may be long, and no list shows them.
+            unpublished.insert(job.id.clone(), Some(Job { notes: None, ..job.clone() }));
             self.wake.notify_one();
         }
+    }
+
+    /// Tells readers what people changed about a job that `read` reads: the list, and the job's own stream.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
+        let _newest_last = self.labelling.lock().await;
+        let job = read.await?;
+        if let Some(watched) = lock(&self.jobs).get(&job.id) {
+            watched.labels.send_replace(Some(Labels::from(&job)));
+        }
+        self.list_job(&job, false);
+        Ok(job)
     }
 
     /// Notifies subscribers that events up to `job.last_seq` are stored, although not all of them were published. Readers read
@@ -134,9 +160,10 @@ impl Hub {
             recent: VecDeque::new(),
             recent_bytes: 0,
             pace: None,
+            labels: watch::channel(None).0,
         });
-        let last_seq = watched.last_seq.subscribe();
-        Subscription { hub: self.clone(), id: id.clone(), last_seq }
+        let (last_seq, labels) = (watched.last_seq.subscribe(), watched.labels.subscribe());
+        Subscription { hub: self.clone(), id: id.clone(), last_seq, labels }
     }
 
     /// Whether anybody reads a job's stream.
@@ -170,12 +197,21 @@ impl Hub {
     }
 }
 
+/// What a reader of a job waits for.
+#[derive(Debug)]
+pub(crate) enum News {
+    Events,
+    Labels(Labels),
+    Deleted,
+}
+
 /// One reader of one job.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     hub: Arc<Hub>,
     id: JobId,
     last_seq: watch::Receiver<u64>,
+    labels: watch::Receiver<Option<Labels>>,
 }
 
 impl Subscription {
@@ -195,9 +231,19 @@ impl Subscription {
         lock(&self.hub.jobs).get(&self.id)?.pace
     }
 
-    /// Waits until there is an event after `seq`. False when the job is deleted.
-    pub(crate) async fn wait(&mut self, seq: u64) -> bool {
-        self.last_seq.wait_for(|last| *last > seq).await.is_ok()
+    /// Waits until there is an event after `seq`, or somebody has changed the job's labels.
+    pub(crate) async fn wait(&mut self, seq: u64) -> News {
+        tokio::select! {
+            known = self.last_seq.wait_for(|last| *last > seq) => match known {
+                Ok(_) => News::Events,
+                Err(_) => News::Deleted,
+            },
+            changed = self.labels.changed() => match (changed, self.labels.borrow().clone()) {
+                (Ok(()), Some(labels)) => News::Labels(labels),
+                (Ok(()), None) => News::Events,
+                (Err(_), _) => News::Deleted,
+            },
+        }
     }
 }
 

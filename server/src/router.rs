@@ -8,8 +8,8 @@ use crate::{
     gate, guard,
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, fork, health, history, jobs, login, logs, metrics, pages, people, people_pages, pictures,
-        predict, stream, tokens,
+        evaluation, events, fork, health, history, jobs, login, logs, metrics, metrics_query, pages, people,
+        people_pages, pictures, predict, projects, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -48,13 +48,14 @@ struct Document;
 /// What programs rely on.
 fn api() -> OpenApiRouter<App> {
     let v1 = OpenApiRouter::new()
-        .routes(routes!(jobs::list, jobs::create::create))
+        .routes(routes!(jobs::list::list, jobs::create::create))
         .routes(routes!(jobs::check::validate))
         .routes(routes!(jobs::show, jobs::delete, annotations::change))
         .routes(routes!(attempts::list))
         .routes(routes!(history::show))
         .routes(routes!(annotations::size))
         .routes(routes!(annotations::list))
+        .routes(routes!(projects::list))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
         .routes(routes!(jobs::pause))
@@ -62,7 +63,9 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(fork::fork))
         .routes(routes!(metrics::find))
         .routes(routes!(metrics::csv))
+        .routes(routes!(metrics_query::find))
         .routes(routes!(logs::query))
+        .routes(routes!(events::list))
         .routes(routes!(checkpoints::list))
         .routes(routes!(checkpoints::show))
         .routes(routes!(checkpoints::file))

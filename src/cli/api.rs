@@ -31,6 +31,8 @@ use tokio_tungstenite::{
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 /// Characters of an id that stand for it, at least: ids begin with the same few.
 const SHORTEST_START: usize = 4;
+/// Elements of a list that are asked for at a time.
+const PAGE: usize = 200;
 /// Jobs that are named where several are meant.
 const NAMED: usize = 10;
 
@@ -139,17 +141,33 @@ impl Api {
     }
 
     async fn all_jobs(&self) -> anyhow::Result<Vec<Value>> {
+        self.all("/jobs", "jobs", &[], None).await
+    }
+
+    /// The elements of a list, page by page: every one, or the first `most`. `key` is the list's name in the answer.
+    ///
+    /// # Errors
+    /// As [`Api::get`].
+    pub(crate) async fn all(
+        &self,
+        path: &str,
+        key: &str,
+        query: &[(&str, String)],
+        most: Option<usize>,
+    ) -> anyhow::Result<Vec<Value>> {
         let mut all = Vec::new();
         let mut cursor: Option<String> = None;
         loop {
-            let after = cursor.map(|c| format!("&cursor={c}")).unwrap_or_default();
-            let page: Value = self.get(&format!("/jobs?limit=200{after}")).await?;
-            let jobs =
-                page.get("jobs").and_then(Value::as_array).context("the server has no list of jobs")?;
-            all.extend(jobs.iter().cloned());
-            match page.get("next").and_then(Value::as_str) {
-                Some(next) => cursor = Some(next.to_owned()),
-                None => return Ok(all),
+            let wanted = most.map_or(PAGE, |most| most.saturating_sub(all.len()).clamp(1, PAGE));
+            let mut pairs = vec![("limit", wanted.to_string())];
+            pairs.extend(query.iter().cloned());
+            pairs.extend(cursor.map(|cursor| ("cursor", cursor)));
+            let page: Value = self.get(&with_query(path, &pairs)?).await?;
+            let elements = page.get(key).and_then(Value::as_array);
+            all.extend(elements.with_context(|| format!("the server has no list of {key}"))?.iter().cloned());
+            match page.get("next_cursor").and_then(Value::as_str) {
+                Some(next) if most.is_none_or(|most| all.len() < most) => cursor = Some(next.to_owned()),
+                _ => return Ok(all),
             }
         }
     }
@@ -296,6 +314,15 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
         serde_json::from_value(element.clone()).map_err(skipped).ok()
     };
     Ok(elements.iter().filter_map(read).collect())
+}
+
+/// A path with parameters behind it.
+///
+/// # Errors
+/// None that parameters can cause.
+pub(crate) fn with_query(path: &str, pairs: &[(&str, String)]) -> anyhow::Result<String> {
+    let url = reqwest::Url::parse_with_params("http://host/", pairs)?;
+    Ok(format!("{path}?{}", url.query().unwrap_or_default()))
 }
 
 /// A problem (RFC 9457) in words: its title or detail, then every mistake on a line of its own.

@@ -65,8 +65,8 @@ pub(crate) struct Listed {
 /// # Errors
 /// Exit status 2 when there is no such checkpoint.
 pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
-    let answer: Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
-    let all: Vec<Listed> = list(&answer, "checkpoints")?;
+    let all = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?;
+    let all: Vec<Listed> = list(&Value::Array(all), "checkpoints")?;
     let newest = || all.iter().max_by_key(|c| c.info.step);
     let found = match wanted {
         "latest" => newest(),

@@ -18,15 +18,13 @@ pub(crate) struct Args {
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let answer: Value = block_on(async {
+    let all = block_on(async {
         let job = api.find_job(&args.job).await?;
-        api.get(&format!("/jobs/{}/checkpoints", job.id)).await
+        api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await
     })?;
     if args.server.json {
-        return output::json(&answer["checkpoints"]);
+        return output::json(&all);
     }
-    let empty = Vec::new();
-    let all = answer["checkpoints"].as_array().unwrap_or(&empty);
     if all.is_empty() {
         return output::line("no checkpoint yet");
     }

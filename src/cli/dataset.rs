@@ -111,8 +111,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Prepare(args) => prepare::run(&args),
         Action::List { server } => {
             let api = server.api()?;
-            let answer: Value = block_on(api.get("/datasets"))?;
-            let datasets: Vec<Dataset> = list(&answer, "datasets")?;
+            let all = block_on(api.all("/datasets", "datasets", &[], None))?;
+            let datasets: Vec<Dataset> = list(&Value::Array(all), "datasets")?;
             if server.json {
                 return output::json(&datasets);
             }
@@ -158,8 +158,8 @@ fn prepared(
 
 /// The dataset that is registered under a name.
 async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
-    let answer: Value = api.get("/datasets").await?;
-    Ok(list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| d.name == name))
+    let all = api.all("/datasets", "datasets", &[], None).await?;
+    Ok(list::<Dataset>(&Value::Array(all), "datasets")?.into_iter().find(|d| d.name == name))
 }
 
 fn unknown(name: &str) -> anyhow::Error {

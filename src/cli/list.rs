@@ -1,20 +1,43 @@
 //! `lockstep list`: the jobs.
 
-use super::{api::ServerArgs, block_on, output};
+use super::{
+    api::{ServerArgs, list},
+    block_on, output,
+};
 use lockstep_protocol::{Job, JobState};
+use serde_json::Value;
 
 /// List jobs, newest first
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Only jobs in this state
-    #[arg(long)]
-    state: Option<JobState>,
+    /// Only jobs in one of these states, such as running,failed
+    #[arg(long, value_name = "STATE,...", value_delimiter = ',')]
+    state: Vec<JobState>,
     /// Only jobs whose name contains this
     #[arg(long)]
     name: Option<String>,
     /// Only jobs of this person, or of the token with this name
     #[arg(long)]
     owner: Option<String>,
+    /// Only jobs of this project
+    #[arg(long)]
+    project: Option<String>,
+    /// Only jobs with this tag (may be repeated: with all of them)
+    #[arg(long = "tag", value_name = "TAG")]
+    tags: Vec<String>,
+    /// Only jobs submitted at this time or later, such as 2026-01-31T12:00:00Z
+    #[arg(long, value_name = "TIME")]
+    created_after: Option<String>,
+    /// Only jobs submitted before this time
+    #[arg(long, value_name = "TIME")]
+    created_before: Option<String>,
+    /// In this order: created, started, finished, name, state, project, priority, step, loss, val_accuracy, best, or a key such as
+    /// spec.train.lr; with - before it the largest first [default: -created]
+    #[arg(long, allow_hyphen_values = true)]
+    sort: Option<String>,
+    /// At most so many
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -22,17 +45,29 @@ pub(crate) struct Args {
 /// Prints the jobs.
 ///
 /// # Errors
-/// The server is not reachable.
+/// The server is not reachable, or refuses a filter or an order.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let mut jobs = block_on(api.jobs())?;
-    jobs.retain(|job| {
-        args.state.is_none_or(|state| job.state == state)
-            && (args.owner.is_none() || job.owner == args.owner)
-            && args.name.as_ref().is_none_or(|name| job.name.contains(name.as_str()))
-    });
+    let states: Vec<_> = args.state.iter().map(ToString::to_string).collect();
+    let query = [
+        ("state", Some(states.join(",")).filter(|states| !states.is_empty())),
+        ("name", args.name),
+        ("owner", args.owner),
+        ("project", args.project),
+        ("tag", Some(args.tags.join(",")).filter(|tags| !tags.is_empty())),
+        ("created_after", args.created_after),
+        ("created_before", args.created_before),
+        ("sort", args.sort),
+    ];
+    let query: Vec<_> = query.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+    let filtered = !query.is_empty();
+    let jobs = block_on(api.all("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
+    let jobs: Vec<Job> = list(&Value::Array(jobs), "jobs")?;
     if args.server.json {
         return output::json(&jobs);
+    }
+    if jobs.is_empty() && filtered {
+        return output::line("no job matches");
     }
     if jobs.is_empty() {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");

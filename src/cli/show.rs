@@ -4,7 +4,7 @@ use super::{
     api::{ServerArgs, list},
     block_on, output,
 };
-use lockstep_protocol::{Job, job::Batch, reason::Reason};
+use lockstep_protocol::{Job, job::Batch, labels::DEFAULT_PROJECT, reason::Reason};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -81,6 +81,15 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         None => job.state.to_string(),
     };
     lines.push(("state", state));
+    if job.project != DEFAULT_PROJECT {
+        lines.push(("project", job.project.clone()));
+    }
+    if !job.tags.is_empty() {
+        lines.push(("tags", job.tags.join(", ")));
+    }
+    if let Some(notes) = job.notes.clone().filter(|notes| !notes.is_empty()) {
+        lines.push(("notes", notes));
+    }
     if let Some(flaw) = &job.unreadable {
         lines.push(("unreadable", flaw.clone()));
     }

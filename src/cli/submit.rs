@@ -29,6 +29,15 @@ pub(crate) struct Args {
     /// Change a key of it, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
+    /// The project that it belongs to, in place of the file's
+    #[arg(long)]
+    project: Option<String>,
+    /// A tag, besides the file's (may be repeated)
+    #[arg(long = "tag", value_name = "TAG")]
+    tags: Vec<String>,
+    /// Notes on it, in place of the file's
+    #[arg(long)]
+    notes: Option<String>,
     /// Show its progress until it ends, as on a terminal without --detach; exit with status 1 unless it succeeds
     #[arg(long)]
     watch: bool,
@@ -45,6 +54,7 @@ pub(crate) struct Args {
 /// Exit status 2 with every mistake in the specification on a line of its own.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
+    label(&mut document, &args);
     let own = from_json(&document).err().unwrap_or_default();
     let api = match args.server.api() {
         Ok(api) => api,
@@ -75,6 +85,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))
         }
     })
+}
+
+/// Puts project, tags and notes of the command line into the specification.
+fn label(document: &mut Value, args: &Args) {
+    let Value::Object(table) = document else { return };
+    for (key, value) in [("project", &args.project), ("notes", &args.notes)] {
+        if let Some(value) = value {
+            table.insert(key.to_owned(), value.as_str().into());
+        }
+    }
+    if args.tags.is_empty() {
+        return;
+    }
+    let tags = table.entry("tags").or_insert_with(|| Value::Array(Vec::new()));
+    // What is no list is the check's to name.
+    if let Value::Array(tags) = tags {
+        tags.extend(args.tags.iter().map(|tag| Value::String(tag.clone())));
+    }
 }
 
 /// A job with mistakes of its own, with those that only the server knows: all can be mended at once.

@@ -85,19 +85,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 output::line(made.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
             Command::List { server } => {
-                let answer: Value = server.api()?.get("/tokens").await?;
+                let all = Value::Array(server.api()?.all("/tokens", "tokens", &[], None).await?);
                 if server.json {
-                    return output::json(&answer);
+                    return output::json(&json!({ "tokens": all }));
                 }
-                for token in api::list::<Token>(&answer, "tokens")? {
+                for token in api::list::<Token>(&all, "tokens")? {
                     output::line(line(&token))?;
                 }
                 Ok(())
             }
             Command::Revoke { token, server } => {
                 let api = server.api()?;
-                let answer: Value = api.get("/tokens").await?;
-                let all = api::list::<Token>(&answer, "tokens")?;
+                let all = Value::Array(api.all("/tokens", "tokens", &[], None).await?);
+                let all = api::list::<Token>(&all, "tokens")?;
                 let is_valid = |t: &&Token| t.name == token && t.revoked_at.is_none();
                 let named: Vec<_> = all.iter().filter(is_valid).collect();
                 let id = match (all.iter().find(|t| t.id == token), &named[..]) {

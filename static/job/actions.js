@@ -11,6 +11,10 @@ const WHEN = {
 };
 
 export class Actions {
+  /** Fields of the panel of notes in which somebody writes. */
+  #touched = new Set();
+  #opened = false;
+
   /** `page`: `job()`, `setJob(job)`, `checkpoints`, `quiet()` before the job is deleted and `loud()` should that fail. */
   constructor(page) {
     this.page = page;
@@ -87,24 +91,37 @@ export class Actions {
     dialog.showModal();
   }
 
-  /** The panel with a job's note, tags and priority. */
+  /** The panel with a job's notes, tags, project and priority. */
   async annotations() {
-    const job = this.page.job(), note = byId("note"), tags = byId("tags"), priority = byId("priority"), status = byId("note-status");
-    priority.value = job.spec.priority;
-    const save = async (body) => {
+    const { id } = this.page.job(), status = byId("note-status");
+    const fields = ["note", "tags", "project", "priority"].map(byId), [note, tags, project, priority] = fields;
+    const save = async (field, body) => {
       try {
-        await ask(`/api/v1/jobs/${job.id}`, { method: "PATCH", body });
+        await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body });
         text(status, "Saved");
-      } catch (error) { text(status, sentence(error)); }
+        // What is typed meanwhile is not saved yet.
+        if (document.activeElement !== field) this.#touched.delete(field);
+      } catch (error) { text(status, sentences(error)); }
     };
-    note.addEventListener("change", () => save({ note: note.value }));
-    tags.addEventListener("change", () => save({ tags: tags.value.split(",") }));
-    priority.addEventListener("change", () => save({ priority: Number(priority.value) }));
-    // What is typed before the answer comes stays.
-    const touched = new Set();
-    for (const field of [note, tags]) field.addEventListener("input", () => touched.add(field));
-    const { jobs } = await ask("/api/v1/annotations").catch(() => ({ jobs: {} }));
-    if (!touched.has(note)) note.value = jobs[job.id]?.note ?? "";
-    if (!touched.has(tags)) tags.value = (jobs[job.id]?.tags ?? []).join(", ");
+    note.addEventListener("change", () => save(note, { notes: note.value }));
+    tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));
+    project.addEventListener("change", () => save(project, { project: project.value.trim() || "default" }));
+    priority.addEventListener("change", () => save(priority, { priority: Number(priority.value) }));
+    // What is typed before an answer comes stays.
+    for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
+    this.#opened = true;
+    await this.annotated();
+  }
+
+  /** Reads what people wrote on the job again, once its panel has been opened. */
+  async annotated() {
+    if (!this.#opened) return;
+    const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);
+    if (!job) return;
+    const now = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project, priority: String(job.spec.priority) };
+    for (const [name, value] of Object.entries(now)) {
+      const field = byId(name);
+      if (!this.#touched.has(field) && field.value !== value) field.value = value;
+    }
   }
 }

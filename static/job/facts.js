@@ -94,6 +94,9 @@ export class Facts {
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
     text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
+    text(byId("project-name"), job.project);
+    byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
+    byId("job-tags").replaceChildren(...job.tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
     if (job.started_at) {
       const started = job.started_at, at = new Date(started), today = at.toDateString() === new Date().toDateString();
       text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(started).slice(0, 5)}`);

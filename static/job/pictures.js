@@ -23,7 +23,7 @@ export function figure(png, alt, lines) {
 
 /** The pictures of mistakes (or of right predictions), in their order. */
 export async function predicted(job, entries, names) {
-  const { samples } = await ask(`/api/v1/jobs/${job}/pictures?places=${entries.map((e) => e.index).join(",")}`);
+  const { samples } = await ask(`/api/v1/jobs/${job}/samples?indices=${entries.map((e) => e.index).join(",")}`);
   return samples.map((sample, i) => {
     const { label, predicted, confidence, index } = entries[i];
     const wrong = label !== predicted;

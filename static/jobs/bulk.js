@@ -12,9 +12,9 @@ const FITS = {
 export class Bulk {
   #chosen = new Set();
 
-  /** `jobs`: those listed, by id. `tagged()`: called when tags have changed. */
-  constructor(rows, jobs, tagged) {
-    Object.assign(this, { rows, jobs, tagged });
+  /** `jobs`: those listed, by id. */
+  constructor(rows, jobs) {
+    Object.assign(this, { rows, jobs });
     rows.addEventListener("change", (event) => {
       const id = event.target.closest("tr")?.dataset.id;
       if (!event.target.matches("[data-f=choose]") || !id) return;
@@ -91,10 +91,11 @@ export class Bulk {
       const tag = input.value.trim();
       if (!tag) return text(error, "Write a tag.");
       try {
-        const { jobs: known } = await ask("/api/v1/annotations");
-        await this.#each(jobs, (j) => ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...(known[j.id]?.tags ?? []), tag] } }));
+        await this.#each(jobs, async (j) => {
+          const { tags } = await ask(`/api/v1/jobs/${j.id}`);
+          return ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...tags, tag] } });
+        });
         dialog.close();
-        this.tagged();
       } catch (e) { text(error, sentence(e)); }
     };
     dialog.showModal();

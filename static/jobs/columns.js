@@ -84,7 +84,7 @@ export class Columns {
   }
 
   /** The cells of a row that are not the list's own. */
-  fill(row, job, tags) {
+  fill(row, job) {
     if (!this.#extra.length && !row.dataset.extra) return;
     row.dataset.extra = this.#extra.join(",");
     const cells = row.querySelectorAll(".c-extra"), before = row.querySelector(".c-age");
@@ -99,7 +99,7 @@ export class Columns {
       }
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
-      const words = valueOf(job, tags, cell.dataset.key), span = cell.firstChild;
+      const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
       if (span.textContent !== words) { span.textContent = words; cell.title = words; }
     }
   }
@@ -114,8 +114,8 @@ export class Columns {
 
 const label = (key) => METRICS[key]?.[0] ?? key.replace(/^tag:/, "#");
 
-function valueOf(job, tags, key) {
-  if (key.startsWith("tag:")) return tags.includes(key.slice(4)) ? "yes" : "";
+function valueOf(job, key) {
+  if (key.startsWith("tag:")) return job.tags.includes(key.slice(4)) ? "yes" : "";
   const metric = METRICS[key];
   if (metric) { const v = metric[1](job); return v == null ? "" : metric[2](v); }
   const v = setting(job.spec, key);

@@ -14,7 +14,7 @@ export function blank(job) {
   return row;
 }
 
-export function fill(row, job, tags = []) {
+export function fill(row, job) {
   const at = (name) => row.querySelector(`[data-f="${name}"]`);
   row.dataset.state = job.state;
   at("state").dataset.state = job.state;
@@ -24,7 +24,7 @@ export function fill(row, job, tags = []) {
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
   at("about").title = job.spec.data.dataset;
-  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`);
+  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
   cut(at("reason"), job.reason ?? "");
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
@@ -36,7 +36,7 @@ export function fill(row, job, tags = []) {
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(at("age"), age(Date.parse(job.created_at), Date.now()));
   at("age").title = job.created_at;
-  const box = at("tags"), key = tags.join("\n");
+  const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   box.replaceChildren(...tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));

@@ -19,23 +19,27 @@ describe("a job as text", () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const area = page.getByLabel("Specification");
     assert.match(await area.inputValue(), /^name = /, "the form is written there");
-    await area.fill('name = "pasted"\n[model]\narch = "resnet32"\n[data]\ndataset = "fashion-mnist"\nmean = [0.25]\n[train]\nepochs = 3\nlr = 0.07\n');
+    await area.fill('name = "pasted"\nproject = "vision"\nnotes = "one\\ntwo"\n[model]\narch = "resnet32"\n[data]\ndataset = "fashion-mnist"\nmean = [0.25]\n[train]\nepochs = 3\nlr = 0.07\n');
     await until("the form follows", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pasted");
     assert.equal(await page.getByLabel("Learning rate", { exact: true }).inputValue(), "0.07");
     assert.equal(await page.getByLabel("Epochs", { exact: true }).inputValue(), "3");
+    assert.equal(await page.getByLabel("Project", { exact: true }).inputValue(), "vision");
+    assert.equal(await page.locator("textarea#f-notes").inputValue(), "one\ntwo");
     await area.fill('name = "pasted"\n[data]\ndataset = "fashion-mnist"\n[train]\nlrr = 0.07\n');
     await until("a mistake is named", async () => /train\.lrr.*did you mean/s.test(await page.locator("#spec-error").textContent()));
     await area.fill("[train\n");
     await until("also one of notation", async () => (await page.locator("#spec-error").textContent()) !== "" && !/lrr/.test(await page.locator("#spec-error").textContent()));
     await page.getByRole("button", { name: "Submit job" }).click();
     await until("which is not sent", async () => /correct them first/.test(await page.locator("#plan").textContent()));
-    await area.fill(JSON.stringify({ name: "as json", model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02 }, train: { steps: 100_000, batch_size: 8 }, parallel: { ranks: 2, device: "cpu" } }));
+    await area.fill(JSON.stringify({ name: "as json", model: { arch: "resnet20" }, project: "by-hand", notes: "first line\nsecond line", data: { dataset: "fashion-mnist", validation: 0.02 }, train: { steps: 100_000, batch_size: 8 }, parallel: { ranks: 2, device: "cpu" } }));
     await until("JSON is known by its looks", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "as json");
     assert.equal(await page.getByRole("button", { name: "JSON", exact: true }).getAttribute("aria-pressed"), "true");
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
-    assert.equal((await server.job(id)).spec.train.steps, 100_000);
+    const made = await server.job(id);
+    assert.deepEqual([made.spec.train.steps, made.project, made.notes], [100_000, "by-hand", "first line\nsecond line"]);
+    assert.equal(await page.locator("#project-name").textContent(), "by-hand");
     await page.getByRole("link", { name: "Clone" }).click();
     await page.waitForURL(/from=/);
     assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has everything");
@@ -100,17 +104,33 @@ describe("many jobs", () => {
     await page.end();
   });
 
-  test("note, tags and priority are kept", async () => {
-    const page = await browser.page(server, `/jobs/${done[0].id}?tab=notes`);
-    await page.getByLabel("Note", { exact: true }).fill("learned too slowly");
-    await page.getByLabel("Tags").fill("baseline, slow");
-    await page.getByLabel("Priority").fill("7");
-    await page.getByLabel("Note", { exact: true }).focus();
-    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(done[0].id)).spec.priority === 7);
+  test("notes, tags, project and priority are kept, and shown where the job is open", async () => {
+    const { id } = done[0], list = await browser.page(server, "/jobs"), other = await list.tab(`/jobs/${id}?tab=notes`);
+    const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
+    // Each page has read what there is, and follows.
+    for (const open of [page, other]) await until("it is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
+    await until("it is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
+    await notes.fill("learned too slowly\nagain");
+    await page.locator("#tags").fill("baseline, slow");
+    await page.locator("#project").fill("vision");
+    await page.locator("#priority").fill("7");
+    await notes.focus();
+    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(id)).spec.priority === 7);
+    await until("the other page has them", async () => (await other.locator("#note").inputValue()) === "learned too slowly\nagain" && (await other.locator("#priority").inputValue()) === "7");
+    await until("in its title, too", async () => (await other.locator("#project-name").textContent()) === "vision" && (await other.locator("#job-tags a").allTextContents()).join() === "baseline,slow");
+    await until("the list has them", async () => /· vision/.test(await list.locator(`tr[data-id="${id}"] [data-f=about]`).textContent()) && (await list.locator(`tr[data-id="${id}"] .tag`).count()) === 2);
     await page.reload();
-    await until("and there again", async () => (await page.getByLabel("Note", { exact: true }).inputValue()) === "learned too slowly");
-    assert.equal(await page.getByLabel("Tags").inputValue(), "baseline, slow");
+    await until("and there again", async () => (await notes.inputValue()) === "learned too slowly\nagain");
+    assert.equal(await page.locator("#tags").inputValue(), "baseline, slow");
+    await page.locator("#project").fill("no spaces");
+    await notes.focus();
+    await until("a mistake is named", async () => /1 to 100 characters/.test(await page.locator("#note-status").textContent()));
+    await page.locator("#project-name").click();
+    await until("its project's jobs", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
+    await page.locator("#project-filter").click();
+    await until("and all", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#project-filter").isVisible()));
     await page.end();
+    await list.end();
   });
 });
 
@@ -121,7 +141,7 @@ describe("side by side", () => {
     for (const job of done) await page.locator("#picker").getByLabel(job.name).check();
     await until("both curves are drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "60,60");
     await until("results are there", async () => (await page.locator("#results tr").count()) === 2);
-    assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and priority differ");
+    assert.equal(await page.locator("#settings tr").count(), 3, "learning rate, priority and project differ");
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();

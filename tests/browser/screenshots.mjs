@@ -26,7 +26,7 @@ try {
   for (const { id } of [first, ...others]) await over(id);
   await server.ask(`/jobs/${first.id}`, undefined);
   const patch = (id, body) => fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
-  await patch(first.id, { tags: ["baseline"], note: "one_cycle to 0.1" });
+  await patch(first.id, { tags: ["baseline"], notes: "one_cycle to 0.1" });
   for (const { id } of others) await patch(id, { tags: ["sweep"] });
   const running = await job("four-ranks", 4, { epochs: 40 });
   const queued = await job("next-in-line", 2, { epochs: 5 }, { priority: 5 });

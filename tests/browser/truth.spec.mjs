@@ -156,7 +156,7 @@ describe("the list", () => {
     await end(of, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
     const b = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
     for (const job of [a, b]) await until("it is listed", () => row(job).isVisible());
-    const annotate = await fetch(`${server.url}/api/v1/jobs/${b.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ note: "a strange plateau", tags: ["baseline"] }) });
+    const annotate = await fetch(`${server.url}/api/v1/jobs/${b.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
     assert.ok(annotate.ok);
     for (const width of [1024, 1440, 1920]) {
       await page.setViewportSize({ width, height: 1000 });

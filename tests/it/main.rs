@@ -33,6 +33,7 @@ mod manners;
 mod pause;
 mod people;
 mod progressive;
+mod projects;
 mod queue;
 mod recipes;
 mod reference;

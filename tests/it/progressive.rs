@@ -123,7 +123,7 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     // It continues at one size.
     let fork = json!({"set": {"data.image_size": 24, "train.epochs": 3}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
-    assert_eq!(fork.status, 202, "{}", fork.text);
+    assert_eq!(fork.status, 201, "{}", fork.text);
     server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
     server.stop().await;
 }

@@ -134,7 +134,7 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
     assert!(fork.text.contains("/train/recipe"), "{}", fork.text);
     let fork =
         server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 3, "train.lr": null}})).await;
-    assert_eq!(fork.status, 202, "{}", fork.text);
+    assert_eq!(fork.status, 201, "{}", fork.text);
     assert_eq!(fork.json()["spec"]["train"]["lr"], json!(0.0125), "back to the recipe's");
     server.stop().await;
 }

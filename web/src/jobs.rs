@@ -6,15 +6,22 @@ use crate::{
 };
 use askama::Template;
 use jiff::Timestamp;
-use lockstep_protocol::job::{Job, JobState};
+use lockstep_protocol::{
+    job::{Job, JobState},
+    labels::DEFAULT_PROJECT,
+};
 
 /// The filter of the list; part of its address.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobFilter {
-    /// `?state=running`; `None` for all.
-    pub state: Option<JobState>,
+    /// `?state=running,failed`: jobs in one of them; empty for all.
+    pub states: Vec<JobState>,
     /// `?name=cifar`: jobs whose name contains it; empty for all.
     pub name: String,
+    /// `?project=vision`: jobs of this project; empty for all.
+    pub project: String,
+    /// `?tag=a,b`: jobs with all of these tags; empty for all.
+    pub tag: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
 }
@@ -61,26 +68,65 @@ impl JobsTemplate<'_> {
         Nav::Jobs.seen_by(self.page.viewer)
     }
 
-    /// Label, value in the address and whether it is chosen.
-    fn states(&self) -> Vec<(&'static str, &'static str, bool)> {
+    fn states(&self) -> Vec<StateLink> {
         use JobState::{Cancelled, Failed, Paused, Queued, Running, Succeeded};
-        let chosen = self.page.filter.state;
-        let mut shown = vec![("all", "", chosen.is_none())];
-        shown.extend(
-            [Running, Queued, Paused, Succeeded, Failed, Cancelled]
-                .map(|state| (state.as_str(), state.as_str(), chosen == Some(state))),
-        );
-        // A rarer state reached through the address is shown while it is chosen.
-        if let Some(state) = chosen.filter(|_| !shown.iter().any(|(_, _, on)| *on)) {
-            shown.push((state.as_str(), state.as_str(), true));
-        }
-        shown
+        let chosen = &self.page.filter.states;
+        let mut shown = vec![Running, Queued, Paused, Succeeded, Failed, Cancelled];
+        // Rarer states reached through the address are shown while they are chosen.
+        shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
+        let all = StateLink { label: "all", state: "", leads_to: String::new(), on: chosen.is_empty() };
+        let link = |state: JobState| {
+            let on = chosen.contains(&state);
+            let others = chosen.iter().copied().filter(|other| *other != state);
+            let leads_to = joined(others.chain((!on).then_some(state)));
+            StateLink { label: state.as_str(), state: state.as_str(), leads_to, on }
+        };
+        std::iter::once(all).chain(shown.into_iter().map(link)).collect()
+    }
+
+    /// The chosen states as in the address.
+    fn chosen(&self) -> String {
+        joined(self.page.filter.states.iter().copied())
+    }
+
+    /// The filters but for the states, for the end of an address.
+    fn others(&self) -> String {
+        let JobFilter { states: _, name, project, tag, owner } = &self.page.filter;
+        let given = [("name", name), ("project", project), ("tag", tag), ("owner", owner)];
+        let given = given.iter().filter(|(_, value)| !value.is_empty());
+        given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
     }
 
     /// An empty row for the script to fill and insert.
     fn blank(&self) -> JobRow {
         JobRow::default()
     }
+}
+
+/// A state to filter by.
+struct StateLink {
+    label: &'static str,
+    /// Empty for all.
+    state: &'static str,
+    /// The states that are chosen once somebody follows it: it is added to the others, or taken away.
+    leads_to: String,
+    on: bool,
+}
+
+fn joined(states: impl Iterator<Item = JobState>) -> String {
+    states.map(JobState::as_str).collect::<Vec<_>>().join(",")
+}
+
+/// As a value in an address.
+fn encoded(text: &str) -> String {
+    let is_plain = |b: &u8| b.is_ascii_alphanumeric() || b"-_.~".contains(b);
+    text.bytes().fold(String::new(), |mut out, byte| {
+        match is_plain(&byte) {
+            true => out.push(byte.into()),
+            false => out.push_str(&format!("%{byte:02X}")),
+        }
+        out
+    })
 }
 
 /// A row's text.
@@ -109,13 +155,17 @@ impl JobRow {
             state: job.state.to_string(),
             name: job.name.clone(),
             about: format!(
-                "{} · {} · {}{}",
+                "{} · {} · {}{}{}",
                 job.spec.model.arch.name(),
                 job.spec.data.dataset,
                 plural(job.ranks.into(), "rank"),
                 match job.spec.priority {
                     0 => String::new(),
                     n => format!(" · priority {n}"),
+                },
+                match job.project.as_str() {
+                    DEFAULT_PROJECT => String::new(),
+                    project => format!(" · {project}"),
                 }
             ),
             reason: job.reason.clone().unwrap_or_default(),
@@ -197,11 +247,26 @@ mod tests {
 
         let filtered = JobsPage {
             any: true,
-            filter: JobFilter { state: Some(JobState::Lost), name: "x\"<y".into(), owner: String::new() },
+            filter: JobFilter {
+                states: vec![JobState::Lost, JobState::Failed],
+                name: "x\"<y".into(),
+                project: "vision".into(),
+                tag: "a b".into(),
+                owner: "ada".into(),
+            },
             ..page
         };
         let html = filtered.render().expect("renders");
         assert!(html.contains("Show all jobs") && html.contains("lost"), "{html}");
         assert!(!html.contains("x\"<y"), "the search is escaped");
+        let others = "name=x%22%3Cy&#38;project=vision&#38;tag=a%20b&#38;owner=ada\"";
+        for states in ["", "failed", "lost", "lost,failed,running"] {
+            let link = format!("href=\"/jobs?state={states}&#38;{others}");
+            assert!(html.contains(&link), "{link}: {html}");
+        }
+        assert_eq!(html.matches("aria-current=\"true\"").count(), 2, "two states are chosen");
+        for name in ["project", "owner", "tag", "state"] {
+            assert!(html.contains(&format!("type=\"hidden\" name=\"{name}\"")), "{name}");
+        }
     }
 }

@@ -132,6 +132,10 @@ impl FieldView {
         self.field.kind == Kind::Switch
     }
 
+    fn is_lines(&self) -> bool {
+        self.field.kind == Kind::Lines
+    }
+
     fn is_dataset(&self) -> bool {
         self.field.kind == Kind::Dataset
     }
@@ -266,6 +270,8 @@ mod tests {
         let mut spec = JobSpec { name: "x".into(), ..JobSpec::default() };
         spec.data.dataset = "cifar10".into();
         spec.data.mean = Some(vec![0.4914, 0.4822, 0.4465]);
+        (spec.project, spec.notes) = ("vision".into(), "a note".into());
+        spec.tags = vec!["baseline".into(), "two words".into()];
         spec.train.lr = 0.1;
         spec.train.milestones = vec![3, 6];
         let sizes = [SizeFrom { epoch: 1, size: 128 }, SizeFrom { epoch: 4, size: 192 }].to_vec();

@@ -4,7 +4,7 @@ use super::{
     Arch, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
 };
-use crate::limits::KEY_BYTES;
+use crate::{labels, limits::KEY_BYTES};
 use serde_json::Value;
 
 /// What a key may hold.
@@ -15,6 +15,12 @@ pub enum Kind {
         min: usize,
         max: usize,
     },
+    /// A project's name.
+    Project,
+    /// A list of tags.
+    Tags,
+    /// Free text, also over several lines.
+    Notes,
     /// One of these words.
     Word(&'static [&'static str]),
     Bool,
@@ -89,6 +95,9 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("name", Kind::Text { min: 1, max: 200 }),
             ("priority", whole(-1000, 1000)),
+            ("project", Kind::Project),
+            ("tags", Kind::Tags),
+            ("notes", Kind::Notes),
             ("private", Kind::Bool),
         ],
     },
@@ -200,6 +209,22 @@ impl Kind {
                     Err(format!("must have {min} to {max} characters, has {}", t.trim().chars().count()))
                 }
                 Some(_) => Ok(()),
+            },
+            Kind::Project => match value.as_str() {
+                Some(name) => labels::project_mistake(name)
+                    .map_or(Ok(()), |mistake| Err(format!("{mistake}; is {}", shown(value)))),
+                None => is("text"),
+            },
+            Kind::Tags => {
+                match value.as_array().map(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>())
+                {
+                    Some(Some(tags)) => labels::tags_mistake(&tags).map_or(Ok(()), Err),
+                    _ => is("a list of texts, such as [\"baseline\", \"sweep\"]"),
+                }
+            }
+            Kind::Notes => match value.as_str() {
+                Some(notes) => labels::notes_mistake(notes).map_or(Ok(()), Err),
+                None => is("text"),
             },
             Kind::Word(words) => match value.as_str() {
                 Some(word) if words.contains(&word) => Ok(()),

@@ -7,6 +7,7 @@ use super::{
     image_size::SIDES,
     keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, grouped},
 };
+use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
 use serde_json::Value;
 use utoipa::PartialSchema;
 
@@ -124,6 +125,13 @@ impl Kind {
     pub fn in_words(self) -> String {
         match self {
             Kind::Text { min, max } => format!("text of {min} to {} characters", grouped(max as i64)),
+            Kind::Project => {
+                format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first no dot")
+            }
+            Kind::Tags => format!("list of at most {TAGS} texts of {TAG_CHARS} characters, without commas"),
+            Kind::Notes => {
+                format!("text of at most {} bytes, also over several lines", grouped(NOTES_BYTES as i64))
+            }
             Kind::Word(words) => {
                 let quoted: Vec<_> = words.iter().map(|word| format!("{word:?}")).collect();
                 quoted.join(", ")

@@ -58,6 +58,9 @@ fn every_network_is_read_and_written_by_its_name() {
 #[test]
 fn every_key_is_known_to_the_structs_and_back() {
     let full = serde_json::to_value(JobSpec {
+        project: "p".into(),
+        tags: vec!["t".into()],
+        notes: "n".into(),
         private: true,
         model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
         data: lockstep_protocol::spec::DataSpec {

@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 20] = [
+const RULES: [(Methods, &str, Needed); 23] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/static/{*path}", Nothing),
@@ -51,6 +51,9 @@ const RULES: [(Methods, &str, Needed); 20] = [
     (All, "/api/v1/agents/{id}/undrain", S(Scope::Admin)),
     // Named here though they are the default: numbers about jobs, and the streams of the dashboard.
     (Safe, "/metrics", S(Scope::Read)),
+    (Safe, "/api/v1/metrics/query", S(Scope::Read)),
+    (Safe, "/api/v1/projects", S(Scope::Read)),
+    (Safe, "/api/v1/jobs/{id}/events", S(Scope::Read)),
     (Safe, "/api/v1/stream", S(Scope::Read)),
 ];
 

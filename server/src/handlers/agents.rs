@@ -1,6 +1,10 @@
 //! Machines and their slots.
 
-use super::{extract::Path, jobs};
+use super::{
+    extract::{Path, Query},
+    jobs,
+    list::{List, ListParams, Listed},
+};
 use crate::{
     access::Caller,
     app::App,
@@ -14,9 +18,29 @@ use utoipa::ToSchema;
 
 /// Machines that have introduced themselves.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct AgentList {
+    /// By name, unless `sort` says otherwise.
     agents: Vec<Agent>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: machines on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Agent> = List {
+    name: "agents",
+    fields: &["id", "name", "online", "draining", "last_seen_at", "machine", "slots"],
+    sorts: &[
+        ("name", |agent| agent.name.as_str().into()),
+        ("last_seen", |agent| agent.last_seen_at.into()),
+        ("slots", |agent| Some(agent.slots.len() as f64).into()),
+    ],
+    default_sort: "name",
+    id: |agent| &agent.id,
+    created: None,
+};
 
 /// A machine.
 #[derive(Debug, Serialize, ToSchema)]
@@ -44,12 +68,16 @@ pub(crate) struct SlotUse {
 }
 
 /// List machines
-#[utoipa::path(get, path = "/agents", tag = "agents", responses((status = 200, body = AgentList)))]
+///
+/// `sort`: `name`, `last_seen`, `slots`. They have no time of creation.
+#[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams),
+    responses((status = 200, body = AgentList), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
-) -> Result<Json<AgentList>> {
-    Ok(Json(AgentList { agents: all(&app, &caller).await? }))
+    Query(params): Query<ListParams>,
+) -> Result<Json<Listed<Agent>>> {
+    Ok(Json(LIST.page(all(&app, &caller).await?, &params)?))
 }
 
 /// Let a machine take no new work

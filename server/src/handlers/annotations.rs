@@ -1,4 +1,4 @@
-//! Annotations of jobs by users: notes, tags and priorities; and how much disk space deleting a job frees.
+//! Annotations of jobs by users: notes, tags, priorities and projects; and how much disk space deleting a job frees.
 
 use super::{
     extract::{Body, Path, job_id},
@@ -11,16 +11,12 @@ use crate::{
     store::Annotation,
 };
 use axum::{Extension, Json, extract::State};
-use lockstep_protocol::{spec::SpecError, unseen::first_unseen};
+use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
-const NOTE_BYTES: usize = 20_000;
-const TAGS: usize = 20;
-const TAG_CHARS: usize = 40;
-
-/// Notes and tags of all jobs that have any, by job.
+/// Notes and tags of all jobs that have any, by job; a job itself has its own, too.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Annotations {
     #[schema(value_type = Object)]
@@ -31,10 +27,15 @@ pub(crate) struct Annotations {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Change {
-    note: Option<String>,
+    /// At most 20 000 bytes. `note` is its name of the last version.
+    #[serde(alias = "note")]
+    notes: Option<String>,
+    /// At most 20, of 40 characters each.
     tags: Option<Vec<String>>,
     /// -1000 to 1000; of use while the job waits.
     priority: Option<i32>,
+    /// The project that it belongs to from now on.
+    project: Option<String>,
 }
 
 /// Notes and tags
@@ -50,7 +51,7 @@ pub(crate) async fn list(
     Ok(Json(Annotations { jobs: all.into_iter().map(|(id, a)| (id.to_string(), a)).collect() }))
 }
 
-/// Change a job's note, tags or priority
+/// Change a job's notes, tags, priority or project
 #[utoipa::path(patch, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)), request_body = Change,
     responses((status = 200, body = Annotation), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn change(
@@ -63,26 +64,15 @@ pub(crate) async fn change(
     let mut mistake = |pointer: &str, detail: String| {
         errors.push(SpecError { pointer: pointer.into(), detail });
     };
-    if change.note.as_ref().is_some_and(|n| n.len() > NOTE_BYTES) {
-        mistake("/note", format!("has more than {NOTE_BYTES} bytes"));
+    if let Some(detail) = change.notes.as_deref().and_then(labels::notes_mistake) {
+        mistake("/notes", detail);
     }
-    let tags = change.tags.map(|tags| {
-        let mut tags: Vec<String> =
-            tags.iter().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()).collect();
-        tags.sort();
-        tags.dedup();
-        tags
-    });
-    if let Some(tags) = &tags
-        && (tags.len() > TAGS
-            || tags
-                .iter()
-                .any(|t| t.chars().count() > TAG_CHARS || t.contains(',') || first_unseen(t).is_some()))
-    {
-        let detail = format!(
-            "at most {TAGS} tags of {TAG_CHARS} characters, without commas and without characters that nobody sees"
-        );
+    let tags = change.tags.as_deref().map(labels::tidy_tags);
+    if let Some(detail) = tags.as_deref().and_then(labels::tags_mistake) {
         mistake("/tags", detail);
+    }
+    if let Some(detail) = change.project.as_deref().and_then(labels::project_mistake) {
+        mistake("/project", detail);
     }
     if change.priority.is_some_and(|p| !(-1000..=1000).contains(&p)) {
         mistake("/priority", "must be from -1000 to 1000".into());
@@ -91,15 +81,20 @@ pub(crate) async fn change(
         return Err(Error::Invalid(errors));
     }
     let id = job_id(&id)?;
-    let annotation = if change.note.is_some() || tags.is_some() {
-        app.store.annotate(&id, change.note.as_deref(), tags.as_deref()).await?
+    let annotation = if change.notes.is_some() || tags.is_some() {
+        app.store.annotate(&id, change.notes.as_deref(), tags.as_deref()).await?
     } else {
-        app.store.annotations().await?.remove(&id).unwrap_or_default()
+        Annotation { notes: job.notes.clone().unwrap_or_default(), tags: job.tags.clone() }
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         app.store.set_priority(&id, priority).await?;
         app.leases.poke();
     }
+    if let Some(project) = change.project.filter(|project| *project != job.project) {
+        app.store.set_project(&id, &project).await?;
+    }
+    // Pages that are open show it, too.
+    app.hub.labelled(jobs::find(&app, id.as_str())).await?;
     Ok(Json(annotation))
 }
 

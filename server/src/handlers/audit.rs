@@ -1,6 +1,9 @@
 //! The audit log.
 
-use super::extract::Query;
+use super::{
+    extract::{Query, count},
+    list::{self, Fields, Listed, MAX_LIMIT},
+};
 use crate::{
     app::App,
     error::{Error, Result},
@@ -10,8 +13,6 @@ use axum::{Json, extract::State};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// Entries of one answer, at most.
-const MAX_LIMIT: u32 = 1000;
 const DEFAULT_LIMIT: u32 = 100;
 
 /// A page of the audit log.
@@ -20,6 +21,8 @@ pub(crate) struct AuditPage {
     /// Newest first.
     pub(super) entries: Vec<AuditEntry>,
     /// Give it as `cursor` for the next page; null on the last.
+    pub(super) next_cursor: Option<String>,
+    /// The same, by its name of the last version.
     pub(super) next: Option<String>,
 }
 
@@ -30,34 +33,58 @@ pub(crate) struct AuditQuery {
     /// At most so many: 1 to 1000; 100 when absent.
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next` of the page before.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
+    /// Only these fields of each entry, with commas between.
+    fields: Option<String>,
+    /// Only what was done at this time or later (RFC 3339).
+    created_after: Option<String>,
+    /// Only what was done before this time (RFC 3339).
+    created_before: Option<String>,
 }
+
+const FIELDS: &[&str] =
+    &["id", "at", "who", "token_id", "address", "action", "object", "status", "request_id"];
 
 /// Read the audit log
 ///
 /// Every request that may have changed something, and every attempt to sign in: who, from where, what, and how it was answered.
 /// The newest 100 000 of the last year are kept.
-#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage)))]
-pub(crate) async fn list(State(app): State<App>, Query(query): Query<AuditQuery>) -> Result<Json<AuditPage>> {
-    Ok(Json(page(&app, &query).await?))
+#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::error::Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Query(query): Query<AuditQuery>,
+) -> Result<Json<Listed<AuditEntry>>> {
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let AuditPage { entries, next_cursor, .. } = page(&app, &query).await?;
+    Ok(Json(Listed { name: "entries", items: entries, fields, next_cursor, total: None, also_next: true }))
 }
 
 /// # Errors
 /// A limit or cursor that is none, or the store's.
 pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
-    let limit = query.limit.unwrap_or(DEFAULT_LIMIT);
-    if !(1..=MAX_LIMIT).contains(&limit) {
-        return Err(Error::BadRequest(format!("limit must be 1 to {MAX_LIMIT}, is {limit}")));
-    }
+    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let cursor = query.cursor.as_deref();
     if cursor.is_some_and(|id| uuid::Uuid::try_parse(id).is_err()) {
         return Err(Error::BadRequest("the cursor is none of this server's".into()));
     }
+    let after = list::time("created_after", query.created_after.as_deref())?;
+    let before = list::time("created_before", query.created_before.as_deref())?;
+    // Ids begin with their time in milliseconds, as twelve hexadecimal digits.
+    let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
+    let behind = match (cursor, first_id.as_deref()) {
+        (Some(cursor), Some(first)) => Some(cursor.min(first)),
+        (cursor, first) => cursor.or(first),
+    };
     app.audit.flush().await;
-    let mut entries = app.store.audit(cursor, limit + 1).await?;
-    let more = entries.len() > limit as usize;
+    let mut entries = app.store.audit(behind, limit + 1).await?;
+    let mut more = entries.len() > limit as usize;
     entries.truncate(limit as usize);
+    if let Some(after) = after {
+        let newer = entries.iter().take_while(|entry| entry.at >= after).count();
+        more = more && newer == entries.len();
+        entries.truncate(newer);
+    }
     let next = entries.last().filter(|_| more).map(|entry| entry.id.clone());
-    Ok(AuditPage { entries, next })
+    Ok(AuditPage { entries, next_cursor: next.clone(), next })
 }

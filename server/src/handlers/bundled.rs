@@ -8,7 +8,7 @@ use crate::{
     access::Caller,
     app::App,
     config::Bundled,
-    error::{Error, Problem, Result},
+    error::{Code, Error, Problem, Result},
 };
 use axum::{
     Extension, Json,
@@ -37,7 +37,7 @@ pub(crate) async fn register(
         return Err(Error::NotFound("this server has no bundled pictures".into()));
     };
     if app.store.dataset(bundled.name).await?.is_some() {
-        return Err(Error::Conflict(format!("a dataset is already called {:?}", bundled.name), None));
+        return Err(Error::Of(Code::NameTaken, format!("a dataset is already called {:?}", bundled.name)));
     }
     let folder = app.config.data_dir.join("datasets").join(bundled.name);
     let unpacked = tokio::task::spawn_blocking(move || unpack(&bundled, &folder)).await;

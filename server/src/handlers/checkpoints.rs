@@ -1,12 +1,13 @@
 //! Checkpoints: their list, and their files with ranges and checksums.
 
 use super::{
-    conditional,
-    extract::{Path, job_id},
+    conditional::{self, CACHING, tagged},
+    extract::{Path, Query, job_id},
+    list::{List, ListParams},
 };
 use crate::{
     app::App,
-    error::{Error, Problem, Result},
+    error::{Code, Error, Problem, Result},
     handlers::jobs,
     regular,
     store::CheckpointRow,
@@ -15,7 +16,7 @@ use axum::{
     Json,
     body::Body,
     extract::State,
-    http::{HeaderValue, Request, StatusCode, header},
+    http::{HeaderMap, HeaderValue, Request, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use jiff::Timestamp;
@@ -68,15 +69,43 @@ fn no_average() -> Error {
     Error::NotFound(detail.into())
 }
 
-/// Clients may cache a file, and ask whether it is still the same.
-const CACHING: &str = "private, no-cache";
-
 /// A job's checkpoints.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct CheckpointList {
-    /// Newest first.
+    /// Newest first, unless `sort` says otherwise.
     checkpoints: Vec<Checkpoint>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: checkpoints on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Checkpoint> = List {
+    name: "checkpoints",
+    fields: &[
+        "id",
+        "attempt",
+        "epoch",
+        "step",
+        "val_accuracy",
+        "val_loss",
+        "best",
+        "size_bytes",
+        "created_at",
+    ],
+    sorts: &[
+        ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
+        ("created", |checkpoint| checkpoint.created_at.into()),
+        ("val_accuracy", |checkpoint| checkpoint.info.val_accuracy.into()),
+        ("val_loss", |checkpoint| checkpoint.info.val_loss.into()),
+        ("size", |checkpoint| Some(checkpoint.info.size_bytes as f64).into()),
+    ],
+    default_sort: "-step",
+    id: |checkpoint| &checkpoint.id,
+    created: Some(|checkpoint| checkpoint.created_at),
+};
 
 /// A complete checkpoint.
 #[derive(Debug, Serialize, ToSchema)]
@@ -106,12 +135,19 @@ impl From<CheckpointRow> for Checkpoint {
 }
 
 /// A job's checkpoints
-#[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "checkpoints", params(("id" = String, Path)),
-    responses((status = 200, body = CheckpointList), (status = 404, body = Problem)))]
-pub(crate) async fn list(State(app): State<App>, Path(id): Path<String>) -> Result<Json<CheckpointList>> {
+///
+/// `sort`: `step`, `created`, `val_accuracy`, `val_loss`, `size`; `-step` when absent.
+#[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "checkpoints", params(("id" = String, Path), ListParams),
+    responses((status = 200, body = CheckpointList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    Query(params): Query<ListParams>,
+) -> Result<Response> {
     jobs::find(&app, &id).await?;
     let rows = app.store.checkpoints(&job_id(&id)?).await?;
-    Ok(Json(CheckpointList { checkpoints: rows.into_iter().map(Checkpoint::from).collect() }))
+    tagged(&headers, &LIST.page(rows.into_iter().map(Checkpoint::from).collect(), &params)?)
 }
 
 /// One checkpoint
@@ -248,5 +284,5 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
 /// `how`: what is wrong, as in `its state.json is missing`.
 pub(super) fn damaged(how: String) -> Error {
     let detail = format!("this checkpoint is damaged: {how}; use another one");
-    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+    Error::Of(Code::CheckpointDamaged, detail)
 }

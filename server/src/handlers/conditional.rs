@@ -1,6 +1,35 @@
 //! Conditional requests (RFC 9110, section 13) for what has an entity tag.
 
-use axum::http::{HeaderMap, header};
+use crate::error::{Error, Result};
+use axum::{
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::fmt::Write as _;
+
+/// Clients may cache an answer, and ask whether it is still the same.
+pub(super) const CACHING: &str = "private, no-cache";
+
+/// A value as JSON with an entity tag of its content, or 304 to whoever has it already. The tag is weak: answers are compressed
+/// on their way.
+///
+/// # Errors
+/// It cannot be written as JSON.
+pub(super) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
+    let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
+    let hash = Sha256::digest(&body).iter().take(16).fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    });
+    let tag = format!("\"{hash}\"");
+    let about = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
+    if is_known(headers, &tag) {
+        return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+    }
+    Ok((about, [(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
 
 /// Whether `If-None-Match` says that the client has what is tagged so: then the answer is 304.
 pub(super) fn is_known(headers: &HeaderMap, tag: &str) -> bool {

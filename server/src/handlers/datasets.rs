@@ -1,19 +1,21 @@
 //! Registered datasets. The server opens none itself: an agent inspects the files.
 
 use super::{
+    conditional::tagged,
     extract::{Body, Path, Query},
     inspections::{self, Inspected, InspectionProgress, WaitFor},
+    list::{List, ListParams},
 };
 use crate::{
     access::Caller,
     app::App,
-    error::{Error, Problem, Result},
+    error::{Code, Error, Problem, Result},
     store::StoreError,
 };
 use axum::{
     Extension, Json,
     extract::State,
-    http::{StatusCode, header},
+    http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
@@ -32,9 +34,28 @@ const JOBS_NAMED: usize = 10;
 
 /// All registered datasets.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct DatasetList {
+    /// By name, unless `sort` says otherwise.
     datasets: Vec<Dataset>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: datasets on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Dataset> = List {
+    name: "datasets",
+    fields: &["name", "path", "info", "added_at", "owner", "private"],
+    sorts: &[
+        ("name", |dataset| dataset.name.as_str().into()),
+        ("created", |dataset| dataset.added_at.into()),
+    ],
+    default_sort: "name",
+    id: |dataset| &dataset.name,
+    created: Some(|dataset| dataset.added_at),
+};
 
 /// A dataset to register.
 #[derive(Debug, Clone, Deserialize, ToSchema)]
@@ -128,13 +149,11 @@ pub(crate) async fn register(
         return Err(Error::Invalid(errors));
     }
     if app.store.dataset(&new.name).await?.is_some() {
-        return Err(Error::Conflict(
-            format!(
-                "a dataset is already called {:?}; choose another name, or remove that one first",
-                new.name
-            ),
-            None,
-        ));
+        let detail = format!(
+            "a dataset is already called {:?}; choose another name, or remove that one first",
+            new.name
+        );
+        return Err(Error::Of(Code::NameTaken, detail));
     }
     let (path, info) = match inspections::inspect(app, new.path, patience).await? {
         Inspected::Done { path, info } => {
@@ -252,20 +271,29 @@ fn path_mistake(path: &str) -> Option<&'static str> {
 }
 
 /// List datasets
-#[utoipa::path(get, path = "/datasets", tag = "datasets", responses((status = 200, body = DatasetList)))]
+///
+/// `sort`: `name`, `created` (when it was registered).
+#[utoipa::path(get, path = "/datasets", tag = "datasets", params(ListParams),
+    responses((status = 200, body = DatasetList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
-) -> Result<Json<DatasetList>> {
-    Ok(Json(DatasetList { datasets: seen_by(&app, &caller).await? }))
+    headers: HeaderMap,
+    Query(params): Query<ListParams>,
+) -> Result<Response> {
+    tagged(&headers, &LIST.page(seen_by(&app, &caller).await?, &params)?)
 }
 
 /// Show a dataset
 #[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
-    responses((status = 200, body = Dataset), (status = 404, body = Problem)))]
-pub(crate) async fn show(State(app): State<App>, Path(name): Path<String>) -> Result<Json<Dataset>> {
+    responses((status = 200, body = Dataset), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Path(name): Path<String>,
+) -> Result<Response> {
     let found = app.store.dataset(&name).await?;
-    found.map(Json).ok_or_else(|| Error::NotFound("no dataset has this name".into()))
+    tagged(&headers, &found.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?)
 }
 
 /// Remove a dataset
@@ -287,11 +315,11 @@ pub(crate) async fn delete(
             let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
             if !jobs.iter().all(seen) {
                 let detail = "jobs of others train on it, some of them private; ask an admin which";
-                return Err(Error::Conflict(detail.into(), None));
+                return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
             Err(match jobs.first() {
-                Some(first) => Error::Conflict(needed_by(&jobs), Some(first.state)),
-                // They have ended since.
+                // They may have ended since.
+                Some(_) => Error::Of(Code::DatasetInUse, needed_by(&jobs)),
                 None => error.into(),
             })
         }

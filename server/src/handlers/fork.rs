@@ -60,7 +60,7 @@ pub(crate) struct ForkRequest {
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
         ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
     request_body = ForkRequest,
-    responses((status = 202, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
         (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
         (status = 422, body = Problem, description = "Settings that are wrong or do not fit, or a checkpoint that is damaged")))]
 pub(crate) async fn fork(
@@ -119,8 +119,6 @@ pub(crate) async fn fork(
     let (status, mut job) =
         to_the_end(async move { make(&app, &caller, &source, from, spec, key).await }).await?;
     job.warnings = warnings;
-    let status =
-        if status == axum::http::StatusCode::CREATED { axum::http::StatusCode::ACCEPTED } else { status };
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 

@@ -1,14 +1,17 @@
-//! Jobs: list, show, pause, resume, cancel, retry, delete.
+//! Jobs: show, pause, resume, cancel, retry, delete.
 
 pub(crate) mod check;
 pub(crate) mod create;
+pub(crate) mod list;
 
 pub(super) use check::{Checked, check, no_dataset, training_samples};
 pub(crate) use create::submit;
 pub(super) use create::{idempotency_key, made_before, store};
+pub(crate) use list::ListQuery;
 
 use super::{
-    extract::{Path, Query, count, job_id, search_text},
+    conditional,
+    extract::{Path, job_id},
     fit, to_the_end,
 };
 use crate::{
@@ -17,81 +20,15 @@ use crate::{
     dispatch::{self, Wish},
     error::{Error, Problem, Result},
     lifecycle,
-    store::JobFilter,
 };
-use axum::{Extension, Json, extract::State, http::StatusCode};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{HeaderMap, StatusCode},
+    response::Response,
+};
 use lockstep_protocol::{Job, JobId};
-use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use utoipa::{IntoParams, ToSchema};
-
-/// Jobs of one answer, at most; as documented at [`ListQuery`], and by the store.
-const MAX_LIMIT: u32 = 1000;
-const DEFAULT_LIMIT: u32 = 50;
-
-/// A page of jobs.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct JobList {
-    /// Newest first.
-    jobs: Vec<Job>,
-    /// Give it as `cursor` for the next page; null on the last.
-    next: Option<String>,
-}
-
-/// Which jobs.
-#[derive(Debug, Default, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(crate) struct ListQuery {
-    /// One of the states.
-    pub(crate) state: Option<String>,
-    /// Part of the name, at most 200 characters.
-    name: Option<String>,
-    /// The person who submitted it, or the name of the token that did.
-    owner: Option<String>,
-    /// At most so many: 1 to 1000; 50 when absent.
-    #[param(minimum = 1, maximum = 1000)]
-    pub(crate) limit: Option<u32>,
-    /// `next` of the page before.
-    cursor: Option<String>,
-}
-
-impl ListQuery {
-    /// # Errors
-    /// A state, limit or cursor that is none, or a name too long to search for.
-    pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
-        let state = self
-            .state
-            .as_deref()
-            .filter(|s| !s.is_empty())
-            .map(str::parse)
-            .transpose()
-            .map_err(Error::BadRequest)?;
-        search_text("name", self.name.as_deref())?;
-        search_text("owner", self.owner.as_deref())?;
-        let cursor = self.cursor.as_deref().map(str::parse).transpose();
-        let limit = count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
-        Ok(JobFilter {
-            state,
-            name: self.name.clone().filter(|n| !n.is_empty()),
-            owner: self.owner.clone().filter(|owner| !owner.is_empty()),
-            seen_by: caller.sees_as(),
-            limit,
-            cursor: cursor.map_err(Error::BadRequest)?,
-        })
-    }
-}
-
-/// List jobs
-#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
-    responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
-pub(crate) async fn list(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Query(query): Query<ListQuery>,
-) -> Result<Json<JobList>> {
-    let page = app.store.jobs(&query.filter(&caller)?).await?;
-    Ok(Json(JobList { jobs: page.jobs, next: page.next.map(|id| id.to_string()) }))
-}
 
 /// Jobs that a caller does not see.
 ///
@@ -126,9 +63,14 @@ pub(super) async fn seen(app: &App, caller: &Caller, id: &str) -> Result<Job> {
 }
 
 /// Show a job
-#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)), responses((status = 200, body = Job), (status = 404, body = Problem)))]
-pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Job>> {
-    Ok(Json(find(&app, &id).await?))
+#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 200, body = Job), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Path(id): Path<String>,
+) -> Result<Response> {
+    conditional::tagged(&headers, &find(&app, &id).await?)
 }
 
 /// Cancel a job

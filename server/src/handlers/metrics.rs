@@ -50,7 +50,14 @@ pub(crate) struct MetricsQuery {
 }
 
 impl MetricsQuery {
-    fn filter(&self) -> Result<MetricFilter> {
+    /// Of one metric, by its name.
+    pub(super) fn of(name: String, ranks: Option<String>, from: Option<u64>, to: Option<u64>) -> Self {
+        Self { name: Some(name), ranks, from, to, points: None }
+    }
+
+    /// # Errors
+    /// 400: a name or ranks that are none.
+    pub(super) fn filter(&self) -> Result<MetricFilter> {
         if let Some(name) = &self.name
             && !metric::NAMES.contains(&name.as_str())
         {
@@ -119,12 +126,17 @@ pub(crate) async fn find(
     let job = jobs::find(&app, &id).await?;
     let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let found = query::find(&app, &job, &filter, points).await?;
-    Ok(Json(Metrics {
+    Ok(Json(answer(found)))
+}
+
+/// What was found, as in JSON.
+pub(super) fn answer(found: query::Found) -> Metrics {
+    Metrics {
         as_of_seq: found.as_of,
         exact: found.exact,
         bucket_steps: found.bucket_steps,
         series: found.series.into_iter().map(series).collect(),
-    }))
+    }
 }
 
 fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series {

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
-    error::{Error, PageError},
+    error::{Code, Error, PageError},
     store::JobFilter,
 };
 use axum::{
@@ -20,7 +20,7 @@ use axum::{
     http::StatusCode,
     response::{Html, IntoResponse, Redirect, Response},
 };
-use lockstep_protocol::access::Scope;
+use lockstep_protocol::{access::Scope, spec::JobSpec};
 use lockstep_web::{
     audit as audit_views, compare, datasets as dataset_views, job as job_views, jobs as jobs_views,
     layout::Viewer, machines, submit,
@@ -56,12 +56,8 @@ pub(crate) async fn jobs(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     ServerUrl(server_url): ServerUrl,
-    PageQuery(mut query): PageQuery<ListQuery>,
+    PageQuery(query): PageQuery<ListQuery>,
 ) -> Page {
-    // The page's script asks for several states one by one.
-    if query.state.as_deref().is_some_and(|states| states.contains(',')) {
-        query.state = None;
-    }
     // An invalid filter in the address shows everything.
     let mut filter = query
         .filter(&caller)
@@ -81,12 +77,14 @@ pub(crate) async fn jobs(
         jobs_views::JobsPage {
             jobs: page.jobs,
             filter: jobs_views::JobFilter {
-                state: filter.state,
+                states: filter.states,
                 name: filter.name.unwrap_or_default(),
+                project: filter.project.unwrap_or_default(),
+                tag: filter.tags.join(","),
                 owner: filter.owner.unwrap_or_default(),
             },
             any,
-            next: page.next.map(|id| id.to_string()),
+            next: query.next_cursor(page.next.as_ref())?,
             server_url,
             now: crate::now(),
             viewer: viewer(&caller),
@@ -123,7 +121,8 @@ pub(crate) async fn new_job(
     if let Some(id) = &query.from {
         let job = jobs::seen(&app, &caller, id).await?;
         jobs::check_readable(&job)?;
-        page.form = submit::Form::from_spec(&job.spec);
+        let tags = job.tags.clone();
+        page.form = submit::Form::from_spec(&JobSpec { tags, ..job.spec });
     }
     html(page.render())
 }
@@ -286,7 +285,7 @@ pub(crate) async fn add_dataset(
             }
             StatusCode::UNPROCESSABLE_ENTITY
         }
-        Err(Error::Conflict(detail, _)) => {
+        Err(Error::Conflict(detail, _) | Error::Of(Code::NameTaken, detail)) => {
             form.name_error = Some(detail);
             StatusCode::CONFLICT
         }
@@ -341,7 +340,7 @@ pub(crate) async fn audit(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<audit::AuditQuery>,
 ) -> Page {
-    let audit::AuditPage { entries, next } = audit::page(&app, &query).await?;
+    let audit::AuditPage { entries, next, .. } = audit::page(&app, &query).await?;
     let lines = entries.into_iter().map(|entry| audit_views::AuditLine {
         at: entry.at,
         who: entry.who,

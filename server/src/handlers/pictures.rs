@@ -77,22 +77,22 @@ pub(crate) async fn of_dataset(
 /// Which of a job's pictures.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct PlacesQuery {
-    /// Places in the split, with commas between: `index` of a mistake in an evaluation.
-    places: String,
-    /// Take the training pictures instead of the validation ones.
+pub(crate) struct IndicesQuery {
+    /// `index` of mistakes in an evaluation, with commas between: places in the split.
+    indices: String,
+    /// Take the training split instead of the validation one.
     #[serde(default)]
     train: bool,
 }
 
 /// Pictures as a job sees them
-#[utoipa::path(get, path = "/jobs/{id}/pictures", tag = "checkpoints", params(("id" = String, Path), PlacesQuery),
+#[utoipa::path(get, path = "/jobs/{id}/samples", tag = "checkpoints", params(("id" = String, Path), IndicesQuery),
     responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_job(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    Query(query): Query<PlacesQuery>,
+    Query(query): Query<IndicesQuery>,
 ) -> Result<Json<Samples>> {
     let job = jobs::find(&app, &id).await?;
     jobs::check_readable(&job)?;
@@ -103,9 +103,9 @@ pub(crate) async fn of_job(
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
     let places: std::result::Result<Vec<u64>, _> =
-        query.places.split(',').filter(|p| !p.is_empty()).take(MOST as usize).map(str::parse).collect();
+        query.indices.split(',').filter(|p| !p.is_empty()).take(MOST as usize).map(str::parse).collect();
     let places =
-        places.map_err(|_| Error::BadRequest("places are numbers with commas between them".into()))?;
+        places.map_err(|_| Error::BadRequest("indices are numbers with commas between them".into()))?;
     let pick = Pick::Seen {
         data: Box::new(spec.data),
         seed: spec.train.seed,

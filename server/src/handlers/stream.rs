@@ -5,7 +5,7 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    hub::{LIST_EVERY, Subscription},
+    hub::{LIST_EVERY, News, Subscription},
     store::{EventRow, JobFilter, JobRow},
 };
 use axum::{
@@ -18,6 +18,7 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
+use lockstep_protocol::Job;
 use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, Pace};
 use serde::Deserialize;
 use std::{
@@ -58,7 +59,7 @@ fn accept(
 /// A job's events, live
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
-/// `progress` with the job's speed and time left.
+/// `progress` with the job's speed and time left, and `changed` when somebody changes its tags, notes, priority or project.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
@@ -243,7 +244,8 @@ async fn follow(
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     let pace = Pace::from(&row.job);
-    reader.frame(&Frame::Hello { job: Box::new(row.job), first_seq, last_seq }).await?;
+    let job = Box::new(Job { notes: None, ..row.job });
+    reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
     let (mut told, mut due) = (Some(pace), Instant::now());
     loop {
@@ -293,13 +295,14 @@ async fn follow(
                 continue;
             }
             tokio::select! {
-                known = subscription.wait(sent) => {
-                    if !known {
+                news = subscription.wait(sent) => match news {
+                    News::Events => break,
+                    News::Labels(labels) => reader.frame(&Frame::Changed(labels)).await?,
+                    News::Deleted => {
                         reader.close(1000, "the job was deleted").await;
                         return Ok(());
                     }
-                    break;
-                }
+                },
                 closed = &mut reader.closed => {
                     reader.ended(closed).await;
                     return Ok(());

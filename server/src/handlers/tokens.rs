@@ -1,6 +1,9 @@
 //! Tokens: make, list, revoke.
 
-use super::extract::{Body, Path};
+use super::{
+    extract::{Body, Path, Query},
+    list::{Key, List, ListParams, Listed},
+};
 use crate::{
     access::{Caller, Secret},
     app::App,
@@ -48,17 +51,53 @@ pub(crate) struct MadeToken {
 
 /// Every token.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct TokenList {
-    /// The first made first. Those that are no longer valid are listed for 90 days.
+    /// The first made first, unless `sort` says otherwise. Those that are no longer valid are listed for 90 days.
     tokens: Vec<Token>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: tokens on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Token> = List {
+    name: "tokens",
+    fields: &[
+        "id",
+        "name",
+        "scope",
+        "agent",
+        "agent_id",
+        "owner",
+        "created_at",
+        "expires_at",
+        "revoked_at",
+        "last_used_at",
+    ],
+    sorts: &[
+        ("created", |token| token.created_at.into()),
+        ("name", |token| token.name.as_str().into()),
+        ("last_used", |token| token.last_used_at.map_or(Key::Missing, Key::from)),
+        ("expires", |token| token.expires_at.map_or(Key::Missing, Key::from)),
+    ],
+    default_sort: "created",
+    id: |token| &token.id,
+    created: Some(|token| token.created_at),
+};
 
 /// List tokens
 ///
-/// Admins see every token, other people their own.
-#[utoipa::path(get, path = "/tokens", tag = "access", responses((status = 200, body = TokenList)))]
-pub(crate) async fn list(State(app): State<App>, Extension(caller): Extension<Caller>) -> Json<TokenList> {
-    Json(TokenList { tokens: seen_by(&app, &caller) })
+/// Admins see every token, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
+#[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams),
+    responses((status = 200, body = TokenList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<Listed<Token>>> {
+    Ok(Json(LIST.page(seen_by(&app, &caller), &params)?))
 }
 
 /// The tokens that a caller may see and revoke.

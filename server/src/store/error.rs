@@ -23,6 +23,9 @@ pub enum StoreError {
     /// An idempotency key came with another request before.
     #[error("this Idempotency-Key was used before, with another request")]
     KeyReused,
+    /// A cursor has a value that its order does not have.
+    #[error("the cursor is none of this list: leave it out to begin with the first page")]
+    Cursor,
     /// The database did not do its work: full, busy, away. Trying again later may help.
     #[error("the database is not available: {0}")]
     Unavailable(String),

@@ -24,8 +24,9 @@ pub use location::Location;
 pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    Cursor, EventRow, HistoryRows, Ingested, JobFilter, LogFilter, LogPage, MetricChunk, MetricFilter,
-    MetricPage, NewJob, Owned, Page, PersonRow, Place, Report, SessionRow, Stored, TokenRow,
+    Cursor, EventRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
+    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, Place, ProjectRow, Report, SessionRow, SortBy,
+    SortValue, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -74,8 +75,10 @@ pub trait Store: Send + Sync + 'static {
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job with what only the server knows about it; `None` when there is none or it was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
-    /// Newest first, after the filter's cursor.
+    /// In the order of the filter, after its cursor.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
+    /// How many jobs a filter finds, whatever its limit and cursor are.
+    async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
@@ -162,10 +165,15 @@ pub trait Store: Send + Sync + 'static {
 
     /// Notes and tags of every job that has any.
     async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
-    /// Replaces a job's note, its tags or both; what is `None` stays. Returns what it has now.
-    async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation>;
+    /// Replaces a job's notes, its tags or both; what is `None` stays. Returns what it has now.
+    async fn annotate(&self, job: &JobId, notes: Option<&str>, tags: Option<&[String]>)
+    -> Result<Annotation>;
     /// Changes a job's priority, in its specification too.
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
+    /// Moves a job to another project, in its specification too.
+    async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
+    /// Every project, with how many of its jobs are in each state; by name.
+    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
     /// Ids of drained agents: they take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.

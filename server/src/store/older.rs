@@ -9,7 +9,8 @@ use lockstep_protocol::{metric::MetricColumn, stream::EventBody};
 const GONE: [&str; 3] = ["name", "first_step", "last_step"];
 
 /// Table, column and what the column is called today.
-const RENAMED: [(&str, &str, &str); 3] = [
+const RENAMED: [(&str, &str, &str); 4] = [
+    ("annotations", "note", "notes"),
     ("jobs", "token", "fencing_token"),
     ("attempts", "token", "fencing_token"),
     ("metric_sealed", "seq", "watermark"),
@@ -88,6 +89,7 @@ mod tests {
         for (old, today) in [
             (("metric_sealed", ["job_id", "seq"]), ("metric_compaction", "job_id watermark")),
             (("attempts", ["token", "job_id"]), ("attempts", "fencing_token job_id")),
+            (("annotations", ["job_id", "note"]), ("annotations", "job_id notes")),
             (("jobs", ["id", "token"]), ("jobs", "id fencing_token")),
             // A name that only means something else elsewhere stays.
             (("checkpoints", ["token", "seq"]), ("checkpoints", "token seq")),

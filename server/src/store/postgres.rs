@@ -41,6 +41,19 @@ mod dialect {
     /// Up to `$2` chunks of the job `$1`, by where they lie: an array, so that nothing else of the table is read.
     pub(super) const SOME_METRIC_CHUNKS: &str =
         "ctid = ANY (ARRAY (SELECT ctid FROM metric_chunks WHERE job_id = $1 LIMIT $2))";
+    /// Where the second text begins in the first, from 1; 0 where it is not in it.
+    pub(super) const POSITION: &str = "strpos";
+
+    /// A number inside a column of JSON, or NULL, also where the column is no JSON.
+    pub(super) fn json_number(column: &str, path: &[&str]) -> String {
+        format!("json_number_in({column}, '{}')", path.join("', '"))
+    }
+
+    /// A text inside a column of JSON, or NULL, also where the column is no JSON.
+    pub(super) fn json_text(column: &str, path: &[&str]) -> String {
+        format!("json_text_in({column}, '{}')", path.join("', '"))
+    }
+
     /// The next attempt's fencing token is above those that were copied.
     pub(super) const AFTER_COPY: &str = "SELECT setval(pg_get_serial_sequence('attempts', 'fencing_token'), \
         greatest((SELECT coalesce(max(fencing_token), 0) FROM attempts), 1))";

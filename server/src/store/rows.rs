@@ -4,6 +4,7 @@ mod access;
 mod attempts;
 mod events;
 mod history;
+mod job_list;
 mod jobs;
 mod metrics;
 mod people;
@@ -13,7 +14,8 @@ pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;
-pub use jobs::{Changed, Created, Cursor, JobFilter, NewJob, Page};
+pub use job_list::{Cursor, JobFilter, JobSort, Page, ProjectRow, SortBy, SortValue};
+pub use jobs::{Changed, Created, NewJob};
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub(crate) use people::principal;
 pub use people::{Owned, PersonRow};
@@ -45,7 +47,7 @@ pub struct CheckpointRow {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Annotation {
     /// Free text; may be empty.
-    pub note: String,
+    pub notes: String,
     /// Sorted, each once.
     pub tags: Vec<String>,
 }

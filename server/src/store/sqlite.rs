@@ -45,6 +45,25 @@ mod dialect {
     /// Up to `$2` chunks of the job `$1`, by where they lie.
     pub(super) const SOME_METRIC_CHUNKS: &str =
         "rowid IN (SELECT rowid FROM metric_chunks WHERE job_id = $1 LIMIT $2)";
+    /// Where the second text begins in the first, from 1; 0 where it is not in it.
+    pub(super) const POSITION: &str = "instr";
+
+    /// A number inside a column of JSON, or NULL, also where the column is no JSON.
+    pub(super) fn json_number(column: &str, path: &[&str]) -> String {
+        format!(
+            "CASE WHEN json_valid({column}) THEN CAST(json_extract({column}, '$.{}') AS REAL) END",
+            path.join(".")
+        )
+    }
+
+    /// A text inside a column of JSON, or NULL, also where the column is no JSON.
+    pub(super) fn json_text(column: &str, path: &[&str]) -> String {
+        format!(
+            "CASE WHEN json_valid({column}) THEN CAST(json_extract({column}, '$.{}') AS TEXT) END",
+            path.join(".")
+        )
+    }
+
     /// AUTOINCREMENT follows the rows by itself.
     pub(super) const AFTER_COPY: &str = "SELECT 1";
 }

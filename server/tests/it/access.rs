@@ -5,6 +5,7 @@ mod audit;
 mod guessing;
 mod owners;
 mod people;
+mod private_lists;
 mod roles;
 mod routes;
 mod sessions;

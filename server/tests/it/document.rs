@@ -229,6 +229,8 @@ async fn what_is_answered_is_documented() {
         "/jobs/{id}",
         "/jobs/{id}/size",
         "/annotations",
+        "/projects",
+        "/jobs/{id}/events",
         "/jobs/{id}/metrics",
         "/jobs/{id}/metrics.csv",
         "/jobs/{id}/logs",
@@ -260,8 +262,8 @@ async fn what_is_answered_is_documented() {
     good("post", "/jobs/validate", "", Some(spec()), 200).await;
     good("post", "/datasets/inspect", "", Some(json!({"path": "/x"})), 200).await;
     good("post", "/datasets", "", Some(json!({"name": "more", "path": "/x"})), 201).await;
-    good("patch", "/jobs/{id}", &job, Some(json!({"note": "n"})), 200).await;
-    let forked = good("post", "/jobs/{id}/fork", &job, Some(json!({})), 202).await;
+    good("patch", "/jobs/{id}", &job, Some(json!({"notes": "n"})), 200).await;
+    let forked = good("post", "/jobs/{id}/fork", &job, Some(json!({})), 201).await;
     let fork = forked["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", fork, None, 202).await;
     let made = good("post", "/jobs", "", Some(spec()), 201).await;
@@ -276,8 +278,18 @@ async fn what_is_answered_is_documented() {
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 201);
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("k")).await.0, 200);
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("")).await.0, 400);
-    let pictures = format!("/api/v1/jobs/{job}/pictures?places=1,2");
-    assert_eq!(held.ask("get", "/api/v1/jobs/{id}/pictures", &pictures, |r| r).await.0, 200);
+    let pictures = format!("/api/v1/jobs/{job}/samples?indices=1,2");
+    assert_eq!(held.ask("get", "/api/v1/jobs/{id}/samples", &pictures, |r| r).await.0, 200);
+    let metrics = format!("/api/v1/metrics/query?jobs={job}&name=loss");
+    assert_eq!(held.ask("get", "/api/v1/metrics/query", &metrics, |r| r).await.0, 200);
+    for (template, place) in [
+        ("/api/v1/jobs/{id}", format!("/api/v1/jobs/{job}")),
+        ("/api/v1/jobs/{id}/checkpoints", format!("/api/v1/jobs/{job}/checkpoints")),
+        ("/api/v1/datasets", "/api/v1/datasets".into()),
+        ("/api/v1/datasets/{name}", "/api/v1/datasets/pictures".into()),
+    ] {
+        assert_eq!(held.ask("get", template, &place, |r| r.header("if-none-match", "*")).await.0, 304);
+    }
     let logs = format!("/api/v1/jobs/{job}/logs");
     held.ask("get", "/api/v1/jobs/{id}/logs", &logs, |r| r.header("accept", "text/plain")).await;
     let predict = format!("/api/v1/checkpoints/{checkpoint}/predict");

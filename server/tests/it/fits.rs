@@ -109,7 +109,7 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
         json!({"data.image_size": 64, "model.stem": "cifar"}),
     ] {
         let (status, body) = fork(set.clone()).await;
-        assert_eq!(status, 202, "{set}: {body}");
+        assert_eq!(status, 201, "{set}: {body}");
     }
     server.stop().await;
 }
@@ -185,7 +185,7 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
         (&given, json!({"data.dataset": "val"}), json!("val")),
     ] {
         let (status, body) = server.post(&format!("/jobs/{job}/fork"), &json!({ "set": set })).await;
-        assert_eq!((status, &body["spec"]["data"]["validation"]), (202, &measured_by), "{set}: {body}");
+        assert_eq!((status, &body["spec"]["data"]["validation"]), (201, &measured_by), "{set}: {body}");
         let id = body["id"].as_str().unwrap();
         server.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
     }
@@ -213,8 +213,8 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/image_size")), "{body}");
     let text = body["errors"][0]["detail"].as_str().unwrap();
     assert!(text.contains("at 96 pixels") && text.contains("set model.stem too"), "{text}");
-    assert_eq!(fork(json!({"data.image_size": 95})).await.0, 202);
-    assert_eq!(fork(json!({"data.image_size": 96, "model.stem": "cifar"})).await.0, 202);
+    assert_eq!(fork(json!({"data.image_size": 95})).await.0, 201);
+    assert_eq!(fork(json!({"data.image_size": 96, "model.stem": "cifar"})).await.0, 201);
     // Names that keys had before, whichever way they are written.
     for set in [json!({"train.mixup_alpha": 0.1}), json!({"train": {"mixup_alpha": null}})] {
         let (status, body) = fork(set).await;
@@ -288,7 +288,7 @@ async fn names_of_the_last_version_are_taken_in_a_submission_and_a_fork_and_both
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
     for set in [json!({"train.rise": 0.125}), json!({"train": {"rise": 0.125}})] {
         let (status, made) = fork(set).await;
-        assert_eq!((status, &made["spec"]["train"]["pct_start"]), (202, &json!(0.125)), "{made}");
+        assert_eq!((status, &made["spec"]["train"]["pct_start"]), (201, &json!(0.125)), "{made}");
     }
     for set in [
         json!({"train.rise": 0.125, "train.pct_start": 0.25}),

@@ -103,7 +103,8 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     assert_eq!(story(&seen), expected);
     assert!(seen["entries"].as_array().unwrap().iter().all(|e| e.get("who").is_none()), "{seen:#}");
 
-    // Another job's story is its own.
+    // Another job's story is its own. It is cancelled before it could start.
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let other = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     assert_eq!(server.post(&format!("/jobs/{other}/cancel"), &Value::Null).await.0, 202);
     let cancelled = story(&history(&server, &other).await);

@@ -222,10 +222,10 @@ async fn a_note_and_tags_that_are_saved_at_once_are_both_kept() {
         |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
     for round in 0..30 {
         let (note, tag) = (format!("note {round}"), format!("tag {round}"));
-        let (first, second) = tokio::join!(change(json!({"note": note})), change(json!({"tags": [tag]})));
+        let (first, second) = tokio::join!(change(json!({"notes": note})), change(json!({"tags": [tag]})));
         assert_eq!((first.0, second.0), (200, 200));
         let kept = &server.get("/annotations").await.1["jobs"][&id];
-        assert_eq!((&kept["note"], &kept["tags"]), (&json!(note), &json!([tag])));
+        assert_eq!((&kept["notes"], &kept["tags"]), (&json!(note), &json!([tag])));
     }
     server.stop().await;
 }

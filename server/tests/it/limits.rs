@@ -324,6 +324,6 @@ async fn a_damaged_checkpoint_says_so_and_nobody_waits_for_a_pipe() {
     }
     assert_eq!(jobs(), before);
     std::fs::write(folder.join("state.json"), "world").unwrap();
-    assert_eq!(server.post(&format!("/jobs/{id}/fork"), &json!({})).await.0, 202);
+    assert_eq!(server.post(&format!("/jobs/{id}/fork"), &json!({})).await.0, 201);
     server.stop().await;
 }

@@ -174,7 +174,9 @@ async fn what_else_cannot_be_read_is_passed_over() {
             "'x', 'torn', '{', slots, last_seen_at",
         ))
         .await;
-    server.execute(&format!("INSERT INTO annotations (job_id, note, tags) VALUES ('{id}', 'n', '{{')")).await;
+    server
+        .execute(&format!("INSERT INTO annotations (job_id, notes, tags) VALUES ('{id}', 'n', '{{')"))
+        .await;
     let bytes = if server.database.starts_with("postgres") { "BYTEA" } else { "BLOB" };
     for (kind, column, damage) in
         [("metrics", "points", format!("CAST('{{' AS {bytes})")), ("log", "body", "'{'".into())]

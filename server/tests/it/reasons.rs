@@ -192,7 +192,7 @@ async fn a_fork_tells_its_parent_also_when_that_is_gone() {
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     checkpoint_folder(&server, &id);
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
-    assert_eq!(status, 202, "{fork}");
+    assert_eq!(status, 201, "{fork}");
     let parent = json!({"job": id, "checkpoint": format!("{id}-1-50")});
     assert_eq!(fork["parent"], parent);
     assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(50)));
@@ -225,7 +225,7 @@ async fn a_key_belongs_to_the_path_that_it_came_with() {
         server.send(server.http.post(url).header("idempotency-key", "k").json(&json!({})))
     };
     let (status, one) = fork(&checkpoints[0]).await;
-    assert_eq!(status, 202, "{one}");
+    assert_eq!(status, 201, "{one}");
     let (status, same) = fork(&checkpoints[0]).await;
     assert_eq!((status, &same["id"]), (200, &one["id"]));
     // The same body and key, of another job: not answered with the first one's fork.

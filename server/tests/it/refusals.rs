@@ -206,13 +206,16 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
     let id = server.submit(|_| {}).await.id.to_string();
     let of_job = |rest: &str| format!("/jobs/{id}/{rest}");
     for (path, words) in [
-        ("/jobs?bogus=1".to_owned(), "\"bogus\" here; the parameters are state, name, owner, limit, cursor"),
+        (
+            "/jobs?bogus=1".to_owned(),
+            "\"bogus\" here; the parameters are state, name, owner, project, tag, created_after",
+        ),
         ("/jobs?stat=queued".to_owned(), "did you mean \"state\"?"),
         (of_job("logs?Limit=5"), "did you mean \"limit\"?"),
         (of_job("metrics?names=loss"), "did you mean \"name\"?"),
         (of_job("metrics.csv?names=loss"), "did you mean \"name\"?"),
         (of_job("evaluation?checkpont=best"), "did you mean \"checkpoint\"?"),
-        (of_job("pictures?places=1&trian=true"), "did you mean \"train\"?"),
+        (of_job("samples?indices=1&trian=true"), "did you mean \"train\"?"),
         ("/datasets/pictures/samples?ofset=1".to_owned(), "did you mean \"offset\"?"),
         (of_job("logs?format=csv"), "format is text or absent, is \"csv\""),
     ] {

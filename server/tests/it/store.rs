@@ -10,8 +10,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Claim, Created, Ingested, JobFilter, MetricFilter, NewJob, Place, Report, Store, StoreError,
-        postgres::PostgresStore, sqlite::SqliteStore,
+        Annotation, Claim, Created, Ingested, JobFilter, MetricFilter, NewJob, Place, Report, Store,
+        StoreError, postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
 
@@ -31,6 +31,7 @@ async fn scenario(store: &dyn Store) {
     let new = |key: &str, request: &str| NewJob {
         id: id.clone(),
         spec: spec("told"),
+        annotation: Annotation::default(),
         at,
         idempotency: Some((key.into(), request.into())),
         fork: None,
@@ -151,7 +152,7 @@ async fn scenario(store: &dyn Store) {
     store.change_job(&id, Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
 
     let page =
-        store.jobs(&JobFilter { state: Some(JobState::Cancelled), ..JobFilter::default() }).await.unwrap();
+        store.jobs(&JobFilter { states: vec![JobState::Cancelled], ..JobFilter::default() }).await.unwrap();
     assert_eq!((page.jobs.len(), page.next), (1, None));
     assert_eq!(store.counts().await.unwrap().jobs, [(JobState::Cancelled, 1)]);
     store.delete_job(&id).await.unwrap();

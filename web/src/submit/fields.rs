@@ -7,6 +7,8 @@ use serde_json::{Value, json};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Text,
+    /// Text of several lines.
+    Lines,
     /// A whole number.
     Integer,
     Number,
@@ -14,6 +16,8 @@ pub(super) enum Kind {
     NumberOrText,
     /// Numbers with commas between them.
     Numbers,
+    /// Words with commas between them.
+    Words,
     /// A number, or epochs with the sizes that begin in them: `1: 128, 14: 192`.
     Sizes,
     Switch,
@@ -57,6 +61,9 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         "Job",
         &[
             field("name", "Name", Kind::Text, ""),
+            field("project", "Project", Kind::Text, "what the job belongs to; empty: default"),
+            more("tags", "Tags", Kind::Words, "with commas between"),
+            more("notes", "Notes", Kind::Lines, "for people: what this run is about"),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
             more("private", "Private", Kind::Switch, "only you and admins see the job"),
             field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
@@ -212,7 +219,10 @@ impl Kind {
         let list = || serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from);
         match self {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
-            Kind::Sizes | Kind::Numbers if text.starts_with('[') => or_text(list()),
+            // As a browser sends it.
+            Kind::Lines => text.replace("\r\n", "\n").into(),
+            Kind::Sizes | Kind::Numbers | Kind::Words if text.starts_with('[') => or_text(list()),
+            Kind::Words => text.split(',').map(str::trim).filter(|word| !word.is_empty()).collect(),
             Kind::Integer => or_text(integer(text).or_else(|| number(text))),
             Kind::Number | Kind::NumberOrText => or_text(number(text)),
             Kind::Switch => or_text(text.parse::<bool>().ok().map(Value::from)),
@@ -236,11 +246,12 @@ impl Kind {
     /// How `static/submit.js` reads the field.
     pub(super) fn word(self) -> &'static str {
         match self {
-            Kind::Text | Kind::Choice(_) | Kind::Dataset => "text",
+            Kind::Text | Kind::Lines | Kind::Choice(_) | Kind::Dataset => "text",
             Kind::Integer => "integer",
             Kind::Number => "number",
             Kind::NumberOrText => "number-or-text",
             Kind::Numbers => "numbers",
+            Kind::Words => "words",
             Kind::Sizes => "sizes",
             Kind::Switch => "switch",
         }

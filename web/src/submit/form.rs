@@ -138,8 +138,9 @@ const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
 /// One of a list: a number, or an epoch and the size that begins in it.
 fn item(value: &Value) -> String {
-    match value.as_array().map(Vec::as_slice) {
-        Some([epoch, size]) => format!("{epoch}: {size}"),
+    match (value.as_array().map(Vec::as_slice), value.as_str()) {
+        (Some([epoch, size]), _) => format!("{epoch}: {size}"),
+        (_, Some(word)) => word.to_owned(),
         _ => value.to_string(),
     }
 }

@@ -7,7 +7,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{extract::Document, to_the_end},
     lifecycle::Fork,
-    store::{Created, NewJob, StoreError},
+    store::{Annotation, Created, NewJob, StoreError},
 };
 use axum::{
     Extension, Json,
@@ -16,7 +16,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use lockstep_protocol::{Job, JobId, JobSpec};
+use lockstep_protocol::{Job, JobId, JobSpec, labels};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
@@ -87,10 +87,15 @@ pub(in crate::handlers) async fn store(
     app: &App,
     caller: &Caller,
     id: JobId,
-    spec: JobSpec,
+    mut spec: JobSpec,
     key: Option<(String, String)>,
     fork: Option<Fork>,
 ) -> Result<(StatusCode, Job)> {
+    // Beside the specification, where they can be changed later.
+    let annotation = Annotation {
+        notes: std::mem::take(&mut spec.notes),
+        tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
+    };
     // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
     let folder = app.job_dir(&id);
     write_folder(&folder, &spec).await.map_err(|error| {
@@ -99,6 +104,7 @@ pub(in crate::handlers) async fn store(
     let new = NewJob {
         id,
         spec,
+        annotation,
         at: crate::now(),
         idempotency: key,
         fork,

@@ -1,6 +1,6 @@
-//! Annotations of jobs by users: notes, tags and priorities.
+//! Annotations of jobs by users: notes, tags, priorities and projects.
 
-use super::SqlStore;
+use super::{Connection, SqlStore};
 use crate::store::{
     Annotation, Result, StoreError,
     quarantine::readable,
@@ -13,11 +13,11 @@ use std::collections::BTreeMap;
 impl SqlStore {
     pub(super) async fn read_annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
         let rows: Vec<(String, String, String)> =
-            sqlx::query_as("SELECT job_id, note, tags FROM annotations").fetch_all(&self.reader).await?;
-        let read = |(id, note, tags): (String, String, String)| {
+            sqlx::query_as("SELECT job_id, notes, tags FROM annotations").fetch_all(&self.reader).await?;
+        let read = |(id, notes, tags): (String, String, String)| {
             let flawed = |what: &str| StoreError::Corrupt(format!("{what} of the notes of job {id:?}"));
             let tags = from_json(&tags).map_err(|_| flawed("tags"))?;
-            Ok((id.parse().map_err(|_| flawed("the id"))?, Annotation { note, tags }))
+            Ok((id.parse().map_err(|_| flawed("the id"))?, Annotation { notes, tags }))
         };
         Ok(readable(rows.into_iter().map(read)).into_iter().collect())
     }
@@ -25,40 +25,27 @@ impl SqlStore {
     pub(super) async fn write_annotation(
         &self,
         job: &JobId,
-        note: Option<&str>,
+        notes: Option<&str>,
         tags: Option<&[String]>,
     ) -> Result<Annotation> {
-        // One statement: a note and tags that come at once are both kept.
-        let (note, tags): (String, String) = sqlx::query_as(
-            "INSERT INTO annotations (job_id, note, tags) VALUES ($1, COALESCE($2, ''), COALESCE($3, '[]')) \
+        // One statement: notes and tags that come at once are both kept.
+        let (notes, tags): (String, String) = sqlx::query_as(
+            "INSERT INTO annotations (job_id, notes, tags) VALUES ($1, COALESCE($2, ''), COALESCE($3, '[]')) \
              ON CONFLICT (job_id) DO UPDATE SET \
-             note = COALESCE($2, annotations.note), tags = COALESCE($3, annotations.tags) \
-             RETURNING note, tags",
+             notes = COALESCE($2, annotations.notes), tags = COALESCE($3, annotations.tags) \
+             RETURNING notes, tags",
         )
         .bind(job.as_str())
-        .bind(note.map(plain))
+        .bind(notes.map(plain))
         .bind(tags.map(|tags| json(&tags)).transpose()?)
         .fetch_one(&self.writer)
         .await?;
-        Ok(Annotation { note, tags: from_json(&tags)? })
+        Ok(Annotation { notes, tags: from_json(&tags)? })
     }
 
     pub(super) async fn write_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         let mut db = self.begin().await?;
-        let spec: Option<String> =
-            sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL")
-                .bind(job.as_str())
-                .fetch_optional(&mut *db)
-                .await?;
-        let stored = spec.ok_or(StoreError::NotFound("job"))?;
-        // Whatever else is in it, perhaps of another version, stays as it is.
-        let spec = match from_json::<Map<String, Value>>(&stored) {
-            Ok(mut spec) => {
-                spec.insert("priority".into(), priority.into());
-                json(&spec)?
-            }
-            Err(_) => stored,
-        };
+        let spec = with_key(&mut db, job, "priority", priority.into()).await?;
         sqlx::query("UPDATE jobs SET priority = $1, spec = $2 WHERE id = $3")
             .bind(i64::from(priority))
             .bind(spec)
@@ -66,5 +53,35 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         Ok(db.commit().await?)
+    }
+
+    pub(super) async fn write_project(&self, job: &JobId, project: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        let spec = with_key(&mut db, job, "project", project.into()).await?;
+        sqlx::query("UPDATE jobs SET project = $1, spec = $2 WHERE id = $3")
+            .bind(project)
+            .bind(spec)
+            .bind(job.as_str())
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
+    }
+}
+
+/// The stored specification of a job with another value of a key. Whatever else is in it, perhaps of another version, stays
+/// as it is.
+async fn with_key(db: &mut Connection, job: &JobId, key: &str, value: Value) -> Result<String> {
+    let spec: Option<String> =
+        sqlx::query_scalar("SELECT spec FROM jobs WHERE id = $1 AND deleted_at IS NULL")
+            .bind(job.as_str())
+            .fetch_optional(db)
+            .await?;
+    let stored = spec.ok_or(StoreError::NotFound("job"))?;
+    match from_json::<Map<String, Value>>(&stored) {
+        Ok(mut spec) => {
+            spec.insert(key.into(), value);
+            json(&spec)
+        }
+        Err(_) => Ok(stored),
     }
 }

@@ -1,13 +1,16 @@
 //! What a job's history is made of: its changes of state, its forks, who asked for what, and its place in the queue.
 
-use super::{DbRow, SqlStore, audit, jobs::job_row};
+use super::{
+    DbRow, SqlStore, audit,
+    jobs::{JOB, job_row},
+};
 use crate::store::{
     HistoryRows, Result,
     quarantine::readable,
     values::{from_json, time, uint},
 };
 use lockstep_protocol::{job::Job, stream::Event};
-use sqlx::Row;
+use sqlx::{AssertSqlSafe, Row};
 
 /// Changes of state, forks and requests that are told at most: the newest changes, the oldest forks, the newest requests.
 const MOST: i64 = 1000;
@@ -29,13 +32,13 @@ impl SqlStore {
         .bind(MOST)
         .fetch_all(&self.reader)
         .await?;
-        let forks = sqlx::query(
-            "SELECT * FROM jobs WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2",
-        )
-        .bind(job.id.as_str())
-        .bind(MOST)
-        .fetch_all(&self.reader)
-        .await?;
+        let query =
+            format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
+        let forks = sqlx::query(AssertSqlSafe(query))
+            .bind(job.id.as_str())
+            .bind(MOST)
+            .fetch_all(&self.reader)
+            .await?;
         let mut requests = Vec::new();
         if with_requests {
             requests = sqlx::query(

@@ -4,27 +4,27 @@ use super::{Connection, Db, DbRow, SqlStore, datasets, events};
 use crate::{
     lifecycle,
     store::{
-        Change, Changed, Created, Cursor, JobFilter, JobRow, NewJob, Page, Result, StoreError,
+        Annotation, Change, Changed, Created, JobRow, NewJob, Result, StoreError,
         quarantine::{self, read_spec, readable},
         values::{fencing, from_json, int, json, plain, reached, small, time, uint},
     },
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Batch, Job, JobId, JobState, LastValues, Parent},
+    job::{Batch, Failure, Job, JobId, JobState, LastValues, Parent},
     reason::Reason,
     stream::EventBody,
 };
 use serde::de::DeserializeOwned;
 use sqlx::{AssertSqlSafe, Row, Transaction};
 
-/// Jobs on a page when the filter does not say.
-const PAGE: u32 = 50;
-/// The most on any page; the interface says so, too.
-const PAGE_MAX: u32 = 1000;
+/// Jobs with their tags. Their notes may be long, so what reads many jobs leaves them out.
+pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
+/// Jobs with all that people wrote on them.
+pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESCE(annotations.notes, '') AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
 
 /// The pattern of `LIKE ... ESCAPE '!'` for names that contain `text`.
-fn part_of(text: &str) -> String {
+pub(super) fn part_of(text: &str) -> String {
     let mut pattern = String::from("%");
     for character in plain(text).chars() {
         if matches!(character, '%' | '_' | '!') {
@@ -46,15 +46,16 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     // The column decides who sees it, also when the specification cannot be read.
     spec.private = row.try_get::<i64, _>("private")? != 0;
     spec.parallel.ranks = small(row.try_get("ranks")?);
-    let state: String = row.try_get("state")?;
+    spec.project = row.try_get("project")?;
+    let stored_state: String = row.try_get("state")?;
     let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
     let fencing_token = fencing_token
         .map(|number| Ok::<_, StoreError>(fencing(number, row.try_get("fencing_secret")?)))
         .transpose()?;
     // One whose ranks may write is alive, whatever another version calls that: its slots are taken.
     let stands_for = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
-    let known = state.parse::<JobState>();
-    let unknown_state = known.is_err().then_some((state, stands_for));
+    let known = stored_state.parse::<JobState>();
+    let unknown_state = known.is_err().then_some((stored_state, stands_for));
     if let Some((state, _)) = &unknown_state {
         flaws.push(format!("its state {state:?}"));
     }
@@ -70,12 +71,19 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     };
     let optional_time = |name: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<i64>, _>(name)?.map(time_of));
     let unsigned = |name: &str| Ok::<_, sqlx::Error>(uint(row.try_get(name)?));
+    let tags = optional("tags")?.map(|text| read(&id, "tags", &text)).unwrap_or_default();
+    let (state, reason) = (known.unwrap_or(stands_for), optional("reason")?);
+    let cause = optional("cause")?.and_then(|text| read(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let job = Job {
         name: spec.name.clone(),
-        state: known.unwrap_or(stands_for),
-        reason: optional("reason")?,
-        cause: optional("cause")?.and_then(|text| read(&id, "cause", &text)),
+        failure: Failure::of(state, reason.as_deref(), cause.as_ref()),
+        state,
+        reason,
+        cause,
+        project: spec.project.clone(),
+        tags,
+        notes: optional("notes")?,
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
         owner: optional("owner")?,
         batch: flaws.is_empty().then(|| Batch::of(&spec)),
@@ -129,8 +137,8 @@ pub(super) fn stop_reason(text: &str) -> Reason {
 
 /// None for a job that was deleted, of which there may be rows yet.
 pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
-    let query = "SELECT * FROM jobs WHERE id = $1 AND deleted_at IS NULL";
-    let row = sqlx::query(query).bind(id.as_str()).fetch_optional(db).await?;
+    let query = format!("{JOB_AND_NOTES} WHERE jobs.id = $1 AND jobs.deleted_at IS NULL");
+    let row = sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).fetch_optional(db).await?;
     row.as_ref().map(job_row).transpose()
 }
 
@@ -283,7 +291,7 @@ impl SqlStore {
         datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
-             owner, private) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10)",
+             project, owner, private) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -293,10 +301,19 @@ impl SqlStore {
         .bind(new.at.as_millisecond())
         .bind(new.fork.as_ref().map(|fork| &fork.parent.job))
         .bind(new.fork.as_ref().map(|fork| &fork.parent.checkpoint))
+        .bind(&new.spec.project)
         .bind(new.owner.as_deref().map(plain))
         .bind(i64::from(new.spec.private))
         .execute(&mut *db)
         .await?;
+        if new.annotation != Annotation::default() {
+            sqlx::query("INSERT INTO annotations (job_id, notes, tags) VALUES ($1, $2, $3)")
+                .bind(new.id.as_str())
+                .bind(plain(&new.annotation.notes))
+                .bind(json(&new.annotation.tags)?)
+                .execute(&mut *db)
+                .await?;
+        }
         if let Some((key, request)) = &new.idempotency {
             sqlx::query("INSERT INTO idempotency VALUES ($1, $2, $3, $4)")
                 .bind(key)
@@ -319,40 +336,12 @@ impl SqlStore {
         load(&mut *self.reader.acquire().await?, id).await
     }
 
-    pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
-        let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
-        let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE deleted_at IS NULL AND ($1 IS NULL OR state = $1) \
-             AND ($2 IS NULL OR lower(name) LIKE lower($2) ESCAPE '!') \
-             AND ($3 IS NULL OR (created_at, id) < ($3, $4)) AND ($6 IS NULL OR owner = $6) \
-             AND ($7 IS NULL OR private = 0 OR owner = $7) ORDER BY created_at DESC, id DESC LIMIT $5",
-        )
-        .bind(filter.state.map(JobState::as_str))
-        .bind(filter.name.as_deref().filter(|n| !n.is_empty()).map(part_of))
-        .bind(filter.cursor.as_ref().map(|c| c.created_at))
-        .bind(filter.cursor.as_ref().map(|c| c.id.as_str()))
-        .bind(i64::from(limit) + 1)
-        .bind(filter.owner.as_deref().map(plain))
-        .bind(filter.seen_by.as_deref().map(plain))
-        .fetch_all(&self.reader)
-        .await?;
-        // Counts rows, not jobs: an unreadable one does not end the list.
-        let more = rows.len() > limit as usize;
-        let page = &rows[..rows.len().min(limit as usize)];
-        let cursor = |row: &DbRow| -> Result<Cursor> {
-            Ok(Cursor { created_at: row.try_get("created_at")?, id: row.try_get("id")? })
-        };
-        let next = page.last().filter(|_| more).map(cursor).transpose()?;
-        Ok(Page { jobs: readable(page.iter().map(|row| Ok(job_row(row)?.job))), next })
-    }
-
     pub(super) async fn list_waiting(&self) -> Result<Vec<JobRow>> {
-        let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
-             ORDER BY priority DESC, created_at, id LIMIT 1000",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+        let query = format!(
+            "{JOB} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
+             ORDER BY priority DESC, created_at, id LIMIT 1000"
+        );
+        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(job_row)))
     }
 

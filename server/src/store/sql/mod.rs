@@ -16,6 +16,7 @@ mod datasets;
 mod events;
 mod history;
 mod ingest;
+mod job_list;
 mod jobs;
 mod people;
 mod purge;
@@ -27,7 +28,8 @@ use super::dialect::{
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
     Created, EventRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, Report, Result, SessionRow, Store, TokenRow,
+    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, ProjectRow, Report, Result, SessionRow, Store,
+    TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -78,6 +80,9 @@ impl Store for SqlStore {
     }
     async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         self.list_jobs(filter).await
+    }
+    async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64> {
+        self.count_jobs(filter).await
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await
@@ -186,11 +191,22 @@ impl Store for SqlStore {
     async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
         self.read_annotations().await
     }
-    async fn annotate(&self, job: &JobId, note: Option<&str>, tags: Option<&[String]>) -> Result<Annotation> {
-        self.write_annotation(job, note, tags).await
+    async fn annotate(
+        &self,
+        job: &JobId,
+        notes: Option<&str>,
+        tags: Option<&[String]>,
+    ) -> Result<Annotation> {
+        self.write_annotation(job, notes, tags).await
     }
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()> {
         self.write_priority(job, priority).await
+    }
+    async fn set_project(&self, job: &JobId, project: &str) -> Result<()> {
+        self.write_project(job, project).await
+    }
+    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+        self.list_projects(seen_by).await
     }
     async fn draining(&self) -> Result<Vec<String>> {
         self.read_draining().await

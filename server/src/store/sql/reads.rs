@@ -1,6 +1,9 @@
 //! Events and what is read from them: metrics, logs, reports of ranks, checkpoints; jobs that are not over; and counts for monitoring.
 
-use super::{BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore, jobs::job_row};
+use super::{
+    BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore,
+    jobs::{JOB, job_row},
+};
 use crate::store::{
     CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
     Stored,
@@ -77,11 +80,9 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
 
 impl SqlStore {
     pub(super) async fn list_unfinished(&self) -> Result<Vec<Job>> {
-        let rows = sqlx::query(
-            "SELECT * FROM jobs WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+        let query =
+            format!("{JOB} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
+        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
     }
 

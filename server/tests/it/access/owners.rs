@@ -21,7 +21,13 @@ impl TestServer {
         (client(&secret), secret)
     }
 
-    async fn as_who(&self, who: &Client, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
+    pub(super) async fn as_who(
+        &self,
+        who: &Client,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+    ) -> (u16, Value) {
         let request = who.request(method.parse().unwrap(), self.url(&format!("/api/v1{path}")));
         self.send(match body {
             Some(body) => request.json(&body),

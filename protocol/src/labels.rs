@@ -1,0 +1,80 @@
+//! What people sort jobs by: projects, tags and notes. None of it changes what a job computes.
+
+use crate::{
+    limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS},
+    unseen::first_unseen,
+};
+
+/// The project of a job that names none.
+pub const DEFAULT_PROJECT: &str = "default";
+
+/// Left out of stored specifications: so they stay those of before there were projects.
+#[allow(clippy::ptr_arg)] // As serde calls it.
+pub(crate) fn is_default_project(name: &String) -> bool {
+    name == DEFAULT_PROJECT
+}
+
+/// Why a project cannot be called so; `None` when it can.
+pub fn project_mistake(name: &str) -> Option<String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let fits =
+        (1..=PROJECT_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
+    (!fits).then(|| {
+        format!(
+            "must have 1 to {PROJECT_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first no dot"
+        )
+    })
+}
+
+/// Why these cannot be a job's tags; `None` when they can.
+pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
+    let odd = |tag: &T| {
+        let tag = tag.as_ref().trim();
+        tag.chars().count() > TAG_CHARS || tag.contains(',') || first_unseen(tag).is_some()
+    };
+    (tags.len() > TAGS || tags.iter().any(odd)).then(|| {
+        format!(
+            "at most {TAGS} tags of {TAG_CHARS} characters, without commas and without characters that nobody sees"
+        )
+    })
+}
+
+/// Tags as they are stored: trimmed, sorted, each once, none empty.
+pub fn tidy_tags(tags: &[String]) -> Vec<String> {
+    let mut tags: Vec<String> = tags.iter().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()).collect();
+    tags.sort();
+    tags.dedup();
+    tags
+}
+
+/// Why this cannot be a job's notes; `None` when it can.
+pub fn notes_mistake(notes: &str) -> Option<String> {
+    (notes.len() > NOTES_BYTES).then(|| format!("has more than {NOTES_BYTES} bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_project_s_name_means_nothing_in_an_address_or_a_path() {
+        for name in ["a", "default", "Cifar-10_v2.1", &"x".repeat(PROJECT_CHARS)] {
+            assert_eq!(project_mistake(name), None, "{name}");
+        }
+        for name in ["", ".", ".x", "a b", "a/b", "ümläut", "a,b", "a\n", &"x".repeat(PROJECT_CHARS + 1)] {
+            assert!(project_mistake(name).is_some(), "{name}");
+        }
+    }
+
+    #[test]
+    fn tags_and_notes_have_limits() {
+        let tags = |count: usize, chars: usize| vec!["ü".repeat(chars); count];
+        assert_eq!(tags_mistake(&tags(TAGS, TAG_CHARS)), None);
+        assert!(tags_mistake(&tags(TAGS + 1, 1)).is_some());
+        assert!(tags_mistake(&tags(1, TAG_CHARS + 1)).is_some());
+        assert!(tags_mistake(&["a,b"]).is_some() && tags_mistake(&["a\u{200b}"]).is_some());
+        assert_eq!(tidy_tags(&[" b".into(), "a".into(), "b ".into(), " ".into()]), ["a", "b"]);
+        assert_eq!(notes_mistake(&"x".repeat(NOTES_BYTES)), None);
+        assert!(notes_mistake(&"x".repeat(NOTES_BYTES + 1)).is_some());
+    }
+}

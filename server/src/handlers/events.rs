@@ -1,0 +1,133 @@
+//! The stored events of a job as a list, for programs that need no stream.
+
+use super::{
+    extract::{Path, Query, count},
+    jobs,
+    list::{self, Fields, Listed, MAX_LIMIT},
+};
+use crate::{
+    app::App,
+    error::{Error, Problem, Result},
+};
+use axum::{Json, extract::State};
+use lockstep_protocol::stream::Event;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_LIMIT: u32 = 100;
+/// Rows that are read in one query, and how many one request examines: of a long run nearly all are points.
+const ROWS: u32 = 1000;
+const EXAMINED: usize = 20_000;
+
+/// What events there are.
+const TYPES: &[&str] =
+    &["state", "plan", "metrics", "log", "checkpoint", "checkpoint_removed", "evaluation", "rank"];
+
+/// What every event has; what else it has depends on its type.
+const FIELDS: &[&str] = &[
+    "seq",
+    "at",
+    "type",
+    "attempt",
+    "rank",
+    "state",
+    "reason",
+    "cause",
+    "id",
+    "epoch",
+    "step",
+    "name",
+    "steps",
+    "values",
+    "lines",
+    "val_accuracy",
+    "val_loss",
+    "best",
+    "size_bytes",
+    "total_steps",
+    "steps_per_epoch",
+    "start_step",
+];
+
+/// A page of events.
+#[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
+pub(crate) struct EventList {
+    /// In order, from the first.
+    events: Vec<Event>,
+    /// Give it as `cursor` to read on; null where there is no later event yet.
+    next_cursor: Option<String>,
+}
+
+/// Which events.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct EventsQuery {
+    /// Only of these types, with commas between: `state`, `plan`, `metrics`, `log`, `checkpoint`, `checkpoint_removed`,
+    /// `evaluation`, `rank`.
+    #[serde(rename = "type")]
+    types: Option<String>,
+    /// At most so many: 1 to 1000; 100 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+    /// Only these fields of each event, with commas between.
+    fields: Option<String>,
+}
+
+/// List a job's events
+///
+/// As its stream sends them, in order. Of a long run with few events of the types that are asked for, a page may have fewer
+/// events than `limit`, or none, and still a `next_cursor`.
+#[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
+    responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Query(query): Query<EventsQuery>,
+) -> Result<Json<Listed<Value>>> {
+    let job = jobs::find(&app, &id).await?;
+    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let types = query.types.as_deref().unwrap_or_default().split(',').map(str::trim);
+    let types = types.filter(|name| !name.is_empty()).map(|name| list::known_name("type", name, TYPES));
+    let types = types.collect::<Result<Vec<_>>>()?;
+    let mut after: u64 = list::read_cursor("seq", query.cursor.as_deref())?.unwrap_or(0);
+    let (mut items, mut examined, mut full) = (Vec::new(), 0, false);
+    while !full {
+        let rows = app.store.events(&job.id, after, ROWS).await?;
+        examined += rows.len();
+        let last = rows.len() < ROWS as usize;
+        'rows: for row in rows {
+            for (seq, frame) in row.frames(after) {
+                if items.len() == limit {
+                    full = true;
+                    break 'rows;
+                }
+                let event: Value =
+                    serde_json::from_str(&frame).map_err(|e| Error::Internal(format!("event {seq}: {e}")))?;
+                after = seq;
+                let name = event.get("type").and_then(Value::as_str).unwrap_or_default();
+                if types.is_empty() || types.contains(&name) {
+                    items.push(event);
+                }
+            }
+            after = after.max(row.seq);
+        }
+        if last && !full {
+            return Ok(Json(Listed {
+                name: "events",
+                items,
+                fields,
+                next_cursor: None,
+                total: None,
+                also_next: false,
+            }));
+        }
+        full = full || examined >= EXAMINED;
+    }
+    let next_cursor = Some(list::cursor("seq", &after)?);
+    Ok(Json(Listed { name: "events", items, fields, next_cursor, total: None, also_next: false }))
+}

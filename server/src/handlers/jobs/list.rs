@@ -1,0 +1,269 @@
+//! The list of jobs: which, in which order, and what of each.
+
+use crate::{
+    access::Caller,
+    app::App,
+    error::{Error, Problem, Result},
+    handlers::{
+        extract::{Query, count, search_text},
+        list::{self, Fields, Listed, MAX_LIMIT},
+    },
+    store::{JobFilter, JobSort, SortBy},
+};
+use axum::{Extension, Json, extract::State};
+use lockstep_protocol::{
+    Job, JobState, labels,
+    spec::{KEYS, Kind, shortened},
+};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_LIMIT: u32 = 50;
+
+/// Of a job, as in JSON.
+pub(super) const FIELDS: &[&str] = &[
+    "id",
+    "name",
+    "state",
+    "reason",
+    "cause",
+    "failure",
+    "project",
+    "tags",
+    "notes",
+    "parent",
+    "owner",
+    "unreadable",
+    "spec",
+    "batch",
+    "attempt",
+    "ranks",
+    "agents",
+    "step",
+    "epoch",
+    "total_steps",
+    "steps_per_epoch",
+    "images_per_second",
+    "eta_secs",
+    "created_at",
+    "started_at",
+    "finished_at",
+    "best",
+    "last",
+    "last_seq",
+    "sparkline",
+];
+
+/// What jobs can be sorted by, besides `spec.` and a key of the specification.
+const SORTS: [(&str, SortBy); 11] = [
+    ("created", SortBy::Created),
+    ("started", SortBy::Started),
+    ("finished", SortBy::Finished),
+    ("name", SortBy::Name),
+    ("state", SortBy::State),
+    ("project", SortBy::Project),
+    ("priority", SortBy::Priority),
+    ("step", SortBy::Step),
+    ("loss", SortBy::Loss),
+    ("val_accuracy", SortBy::ValAccuracy),
+    ("best", SortBy::Best),
+];
+
+/// A page of jobs.
+#[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
+pub(crate) struct JobList {
+    /// In the order of `sort`; with `fields`, those fields alone.
+    jobs: Vec<Job>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// The same, by its name of the last version.
+    next: Option<String>,
+    /// With `count=true`: jobs on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+/// Which jobs.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ListQuery {
+    /// In one of these states, with commas between: `running,failed`.
+    state: Option<String>,
+    /// Part of the name, at most 200 characters.
+    name: Option<String>,
+    /// The person who submitted it, or the name of the token that did.
+    owner: Option<String>,
+    /// Of this project.
+    project: Option<String>,
+    /// With all of these tags, with commas between.
+    tag: Option<String>,
+    /// Submitted at this time or later (RFC 3339).
+    created_after: Option<String>,
+    /// Submitted before this time (RFC 3339).
+    created_before: Option<String>,
+    /// `created`, `started`, `finished`, `name`, `state`, `project`, `priority`, `step`, `loss` and `val_accuracy` (the newest), `best`,
+    /// or a number, word or text of the specification such as `spec.train.lr`; `-` before it for the largest first. `-created` when absent.
+    sort: Option<String>,
+    /// At most so many: 1 to 1000; 50 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    pub(crate) limit: Option<u32>,
+    /// `next_cursor` of the page before, with the same `sort`.
+    cursor: Option<String>,
+    /// Only these fields of each job, with commas between: `id,name,state`. `notes` are in a list only when they are named here.
+    fields: Option<String>,
+    /// Also how many jobs match on all pages together, as `total`.
+    count: Option<bool>,
+}
+
+impl ListQuery {
+    /// # Errors
+    /// A state, project, time, sort, limit or cursor that is none, or a name too long to search for.
+    pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
+        search_text("name", self.name.as_deref())?;
+        search_text("owner", self.owner.as_deref())?;
+        let project = self.project.clone().filter(|project| !project.is_empty());
+        if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
+            return Err(Error::BadRequest(format!("project {mistake}")));
+        }
+        let tags: Vec<String> = parts(self.tag.as_deref()).map(str::to_owned).collect();
+        if let Some(mistake) = labels::tags_mistake(&tags) {
+            return Err(Error::BadRequest(format!("tag: {mistake}")));
+        }
+        let mut states: Vec<JobState> = Vec::new();
+        for state in parts(self.state.as_deref()) {
+            let state = state.parse().map_err(Error::BadRequest)?;
+            if !states.contains(&state) {
+                states.push(state);
+            }
+        }
+        Ok(JobFilter {
+            states,
+            name: self.name.clone().filter(|n| !n.is_empty()),
+            owner: self.owner.clone().filter(|owner| !owner.is_empty()),
+            seen_by: caller.sees_as(),
+            with_notes: false,
+            project,
+            tags,
+            created_after: list::time("created_after", self.created_after.as_deref())?,
+            created_before: list::time("created_before", self.created_before.as_deref())?,
+            sort: sort(self.sort_text())?,
+            limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
+            cursor: list::read_cursor(self.sort_text(), self.cursor.as_deref())?,
+        })
+    }
+
+    fn sort_text(&self) -> &str {
+        self.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("-created")
+    }
+
+    /// `next_cursor` for a place in this list.
+    pub(crate) fn next_cursor(&self, next: Option<&crate::store::Cursor>) -> Result<Option<String>> {
+        next.map(|next| list::cursor(self.sort_text(), next)).transpose()
+    }
+}
+
+/// What stands between commas.
+fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
+    text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
+}
+
+/// # Errors
+/// 400: jobs cannot be sorted by it.
+fn sort(text: &str) -> Result<JobSort> {
+    let (name, descending) = list::sort_key(text);
+    let by = match name.strip_prefix("spec.") {
+        Some(path) => setting(path)?,
+        None => {
+            let names = SORTS.map(|(name, _)| name);
+            let name = list::known_name("sort", name, &names)?;
+            SORTS.into_iter().find(|(known, _)| *known == name).map_or(SortBy::Created, |(_, by)| by)
+        }
+    };
+    Ok(JobSort { by, descending })
+}
+
+/// A key of the specification: from the table of keys, so nothing of the request becomes SQL.
+fn setting(path: &str) -> Result<SortBy> {
+    let (table, key) = path.split_once('.').unwrap_or(("", path));
+    let section = KEYS.iter().find(|section| section.name == table);
+    let known = section.and_then(|section| {
+        let (key, kind) = section.keys.iter().find(|(known, _)| *known == key)?;
+        Some((section.name, *key, *kind))
+    });
+    let is_number = match known {
+        Some((_, _, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })) => true,
+        Some((_, _, Kind::Text { .. } | Kind::Word(_))) => false,
+        _ => {
+            return Err(Error::BadRequest(format!(
+                "jobs cannot be sorted by spec.{}; by a number, a word or a text of the specification they can, such as spec.train.lr",
+                shortened(path)
+            )));
+        }
+    };
+    let (table, key) = known.map_or(("", ""), |(table, key, _)| (table, key));
+    Ok(SortBy::Setting { table, key, is_number })
+}
+
+/// List jobs
+#[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
+    responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Query(query): Query<ListQuery>,
+) -> Result<Json<Listed<Job>>> {
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
+    let filter = JobFilter { with_notes, ..query.filter(&caller)? };
+    let page = app.store.jobs(&filter).await?;
+    let total = match query.count {
+        Some(true) => Some(app.store.jobs_counted(&filter).await?),
+        _ => None,
+    };
+    let next_cursor = query.next_cursor(page.next.as_ref())?;
+    Ok(Json(Listed { name: "jobs", items: page.jobs, fields, next_cursor, total, also_next: true }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use utoipa::{
+        PartialSchema,
+        openapi::{RefOr, schema::Schema},
+    };
+
+    #[test]
+    fn every_field_of_a_job_can_be_asked_for() {
+        let RefOr::T(Schema::Object(job)) = Job::schema() else { panic!("a job is an object") };
+        let mut documented: Vec<_> = job.properties.keys().map(String::as_str).collect();
+        // Only the answer to a submission has them.
+        documented.retain(|name| *name != "warnings");
+        documented.sort_unstable();
+        let mut fields = FIELDS.to_vec();
+        fields.sort_unstable();
+        assert_eq!(fields, documented);
+    }
+
+    #[test]
+    fn every_setting_with_one_value_is_a_sort() {
+        for (path, expected) in [
+            ("train.lr", Some(true)),
+            ("train.seed", Some(true)),
+            ("train.optimizer", Some(false)),
+            ("priority", Some(true)),
+            ("project", None),
+            ("data.mean", None),
+            ("train.lr'", None),
+            ("train", None),
+            ("x.y", None),
+            ("", None),
+        ] {
+            let found = setting(path).ok();
+            let is_number = found.map(|by| matches!(by, SortBy::Setting { is_number: true, .. }));
+            assert_eq!(is_number, expected, "{path}");
+        }
+        assert_eq!(sort("-loss").unwrap(), JobSort { by: SortBy::Loss, descending: true });
+        assert!(sort("losss").is_err() && sort("").is_err() && sort("-").is_err());
+    }
+}

@@ -1,0 +1,361 @@
+//! What all lists have in common: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation.
+//! Lists that fit into memory are sorted and cut here ([`List`]); jobs and events are by their queries.
+
+use super::extract::count;
+use crate::error::{Error, Result};
+use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
+use jiff::Timestamp;
+use lockstep_protocol::spec::{nearest, shortened};
+use serde::{Deserialize, Serialize, Serializer, de::DeserializeOwned, ser::SerializeMap};
+use serde_json::Value;
+use std::cmp::Ordering;
+use utoipa::IntoParams;
+
+/// Elements of one answer, at most; as documented at each query.
+pub(super) const MAX_LIMIT: u32 = 1000;
+/// The longest cursor: a name of 200 characters is in one.
+const CURSOR_BYTES: usize = 4096;
+
+/// Which part of a list, and what of each element.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ListParams {
+    /// At most so many: 1 to 1000; 1000 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before, with the same `sort`.
+    cursor: Option<String>,
+    /// The field to sort by, with `-` before it for the largest first.
+    sort: Option<String>,
+    /// Only these fields of each element, with commas between.
+    fields: Option<String>,
+    /// Also how many elements there are on all pages together, as `total`.
+    count: Option<bool>,
+    /// Only what was made at this time or later (RFC 3339).
+    created_after: Option<String>,
+    /// Only what was made before this time (RFC 3339).
+    created_before: Option<String>,
+}
+
+/// A page of a list: `{"<name>": [...], "next_cursor": ..., "total": ...}`.
+#[derive(Debug)]
+pub(crate) struct Listed<T> {
+    pub(super) name: &'static str,
+    pub(super) items: Vec<T>,
+    pub(super) fields: Option<Fields>,
+    pub(super) next_cursor: Option<String>,
+    pub(super) total: Option<u64>,
+    /// Under `next` as well, as in the last version.
+    pub(super) also_next: bool,
+}
+
+impl<T: Serialize> Serialize for Listed<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        match &self.fields {
+            None => map.serialize_entry(self.name, &self.items)?,
+            Some(fields) => {
+                let items: std::result::Result<Vec<Value>, _> =
+                    self.items.iter().map(|item| fields.of(item)).collect();
+                map.serialize_entry(self.name, &items.map_err(serde::ser::Error::custom)?)?;
+            }
+        }
+        map.serialize_entry("next_cursor", &self.next_cursor)?;
+        if self.also_next {
+            map.serialize_entry("next", &self.next_cursor)?;
+        }
+        if let Some(total) = self.total {
+            map.serialize_entry("total", &total)?;
+        }
+        map.end()
+    }
+}
+
+/// The fields that are asked for.
+#[derive(Debug, PartialEq)]
+pub(super) struct Fields(Vec<&'static str>);
+
+impl Fields {
+    /// # Errors
+    /// One that the elements do not have.
+    pub(super) fn parse(asked: Option<&str>, known: &'static [&'static str]) -> Result<Option<Self>> {
+        let Some(asked) = asked else { return Ok(None) };
+        let named = asked.split(',').map(|name| known_name("field", name.trim(), known));
+        Ok(Some(Self(named.collect::<Result<_>>()?)))
+    }
+
+    /// Whether a field is asked for.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.0.contains(&name)
+    }
+
+    fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
+        // Through text, so that an f32 of 0.1 stays 0.1.
+        let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;
+        if let Value::Object(fields) = &mut item {
+            fields.retain(|name, _| self.0.contains(&name.as_str()));
+        }
+        Ok(item)
+    }
+}
+
+/// # Errors
+/// 400: it is none of `known`; with the nearest one.
+pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Result<&'static str> {
+    if let Some(found) = known.iter().find(|known| **known == name) {
+        return Ok(*found);
+    }
+    let names = match nearest(name, known.iter().copied()) {
+        Some(near) => format!("did you mean {near:?}?"),
+        None => format!("there are {}", known.join(", ")),
+    };
+    Err(Error::BadRequest(format!("there is no {what} {:?} here; {names}", shortened(name))))
+}
+
+/// A sort key of a request: its name without the sign, and whether the largest comes first.
+pub(super) fn sort_key(sort: &str) -> (&str, bool) {
+    sort.strip_prefix('-').map_or((sort, false), |name| (name, true))
+}
+
+/// A time of a request.
+///
+/// # Errors
+/// 400: it is none.
+pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
+    let Some(text) = text else { return Ok(None) };
+    text.parse().map(Some).map_err(|_| {
+        let text = shortened(text);
+        Error::BadRequest(format!(
+            "{key} must be a time such as 2026-01-31T12:00:00Z (RFC 3339), is {text:?}"
+        ))
+    })
+}
+
+/// Where a page ended, and of which order. Clients hand it back as it is.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Place<K> {
+    sort: String,
+    at: K,
+}
+
+/// A cursor for the client.
+pub(super) fn cursor<K: Serialize>(sort: &str, at: &K) -> Result<String> {
+    let place = Place { sort: sort.to_owned(), at };
+    let text = serde_json::to_vec(&place).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
+    Ok(BASE64_URL_SAFE_NO_PAD.encode(text))
+}
+
+/// What a client's cursor says.
+///
+/// # Errors
+/// 400: it is none, or one of another order.
+pub(super) fn read_cursor<K: DeserializeOwned>(sort: &str, text: Option<&str>) -> Result<Option<K>> {
+    let Some(text) = text else { return Ok(None) };
+    let wrong = |detail: &str| Error::BadRequest(detail.to_owned());
+    let place = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
+    let place: Option<Place<Value>> = place.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+    if place.as_ref().is_some_and(|place| place.sort != sort) {
+        return Err(wrong("the cursor is of another sort: leave it out to begin with the first page"));
+    }
+    let at = place.and_then(|place| serde_json::from_value(place.at).ok());
+    at.map(Some)
+        .ok_or_else(|| wrong("the cursor is none of this list: leave it out to begin with the first page"))
+}
+
+/// What an element is sorted by.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Key {
+    Number(f64),
+    Text(String),
+    Missing,
+}
+
+impl From<&str> for Key {
+    fn from(text: &str) -> Self {
+        Key::Text(text.to_owned())
+    }
+}
+
+impl From<Option<f64>> for Key {
+    fn from(number: Option<f64>) -> Self {
+        number.map_or(Key::Missing, Key::Number)
+    }
+}
+
+impl From<Timestamp> for Key {
+    fn from(at: Timestamp) -> Self {
+        Key::Number(at.as_millisecond() as f64)
+    }
+}
+
+impl Key {
+    /// What has no value comes last in either direction.
+    fn order(&self, other: &Self, descending: bool) -> Ordering {
+        let rank = |key: &Key| match key {
+            Key::Number(_) => 0,
+            Key::Text(_) => 1,
+            Key::Missing => 2,
+        };
+        let order = match (self, other) {
+            (Key::Number(a), Key::Number(b)) => a.total_cmp(b),
+            (Key::Text(a), Key::Text(b)) => a.cmp(b),
+            _ => return rank(self).cmp(&rank(other)),
+        };
+        if descending { order.reverse() } else { order }
+    }
+}
+
+/// A list that fits into memory.
+pub(super) struct List<T: 'static> {
+    /// Of the elements in the answer.
+    pub(super) name: &'static str,
+    /// Of an element, as in JSON.
+    pub(super) fields: &'static [&'static str],
+    /// What it can be sorted by.
+    pub(super) sorts: &'static [(&'static str, fn(&T) -> Key)],
+    /// When `sort` is absent.
+    pub(super) default_sort: &'static str,
+    /// Elements of the same value follow by it.
+    pub(super) id: fn(&T) -> &str,
+    /// When it was made; none for what has no such time, which refuses to be asked for it.
+    pub(super) created: Option<fn(&T) -> Timestamp>,
+}
+
+impl<T> List<T> {
+    /// The part that is asked for.
+    ///
+    /// # Errors
+    /// 400: a limit, cursor, field, sort or time that is none.
+    pub(super) fn page(&self, mut items: Vec<T>, params: &ListParams) -> Result<Listed<T>> {
+        let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+        let sort = params.sort.as_deref().unwrap_or(self.default_sort);
+        let (by, descending) = sort_key(sort);
+        let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
+        known_name("sort", by, &names)?;
+        let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
+        let key = |item: &T| key.map_or(Key::Missing, |key| key(item));
+        let fields = Fields::parse(params.fields.as_deref(), self.fields)?;
+        let after = time("created_after", params.created_after.as_deref())?;
+        let before = time("created_before", params.created_before.as_deref())?;
+        match self.created {
+            Some(created) => items.retain(|item| {
+                after.is_none_or(|after| created(item) >= after)
+                    && before.is_none_or(|before| created(item) < before)
+            }),
+            None if after.or(before).is_some() => {
+                let detail = format!(
+                    "{} have no time of creation: leave created_after and created_before out",
+                    self.name
+                );
+                return Err(Error::BadRequest(detail));
+            }
+            None => {}
+        }
+        let total = (params.count == Some(true)).then_some(items.len() as u64);
+        let order = |a: (&Key, &str), b: (&Key, &str)| {
+            let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
+            a.0.order(b.0, descending).then(ids)
+        };
+        items.sort_by(|a, b| order((&key(a), (self.id)(a)), (&key(b), (self.id)(b))));
+        let from: Option<(Key, String)> = read_cursor(sort, params.cursor.as_deref())?;
+        if let Some((at, id)) = &from {
+            items.retain(|item| order((&key(item), (self.id)(item)), (at, id)) == Ordering::Greater);
+        }
+        let more = items.len() > limit;
+        items.truncate(limit);
+        let next_cursor = match items.last().filter(|_| more) {
+            Some(last) => Some(cursor(sort, &(key(last), (self.id)(last)))?),
+            None => None,
+        };
+        Ok(Listed { name: self.name, items, fields, next_cursor, total, also_next: false })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Clone, Serialize, PartialEq)]
+    struct Item {
+        id: String,
+        size: Option<f64>,
+        lr: f32,
+    }
+
+    const ITEMS: List<Item> = List {
+        name: "items",
+        fields: &["id", "size", "lr"],
+        sorts: &[("id", |item| item.id.as_str().into()), ("size", |item| item.size.into())],
+        default_sort: "id",
+        id: |item| &item.id,
+        created: None,
+    };
+
+    fn items() -> Vec<Item> {
+        let sizes = [Some(2.0), None, Some(1.0), Some(2.0), None];
+        sizes.into_iter().enumerate().map(|(n, size)| Item { id: format!("i{n}"), size, lr: 0.1 }).collect()
+    }
+
+    fn walked(sort: &str, limit: u32) -> Vec<String> {
+        let (mut ids, mut cursor) = (Vec::new(), None);
+        loop {
+            let params =
+                ListParams { sort: Some(sort.into()), limit: Some(limit), cursor, ..ListParams::default() };
+            let page = ITEMS.page(items(), &params).unwrap();
+            assert!(page.items.len() <= limit as usize);
+            ids.extend(page.items.into_iter().map(|item| item.id));
+            cursor = page.next_cursor;
+            if cursor.is_none() {
+                return ids;
+            }
+        }
+    }
+
+    #[test]
+    fn pages_of_any_size_are_the_whole_list_in_order() {
+        for limit in 1..=6 {
+            assert_eq!(walked("id", limit), ["i0", "i1", "i2", "i3", "i4"]);
+            assert_eq!(walked("-id", limit), ["i4", "i3", "i2", "i1", "i0"]);
+            assert_eq!(walked("size", limit), ["i2", "i0", "i3", "i1", "i4"]);
+            assert_eq!(walked("-size", limit), ["i3", "i0", "i2", "i4", "i1"]);
+        }
+    }
+
+    #[test]
+    fn what_a_list_does_not_have_is_refused() {
+        let refused = |params: ListParams| match ITEMS.page(items(), &params) {
+            Err(Error::BadRequest(detail)) => detail,
+            other => panic!("{other:?}"),
+        };
+        let text = |text: &str| Some(text.to_owned());
+        assert!(
+            refused(ListParams { sort: text("sizes"), ..Default::default() })
+                .contains("did you mean \"size\"")
+        );
+        assert!(refused(ListParams { fields: text("id,sice"), ..Default::default() }).contains("\"size\""));
+        assert!(refused(ListParams { limit: Some(0), ..Default::default() }).contains("1 to 1000"));
+        assert!(refused(ListParams { limit: Some(1001), ..Default::default() }).contains("1 to 1000"));
+        assert!(
+            refused(ListParams { cursor: text("x"), ..Default::default() }).contains("none of this list")
+        );
+        assert!(
+            refused(ListParams { created_after: text("1970-01-01T00:00:00Z"), ..Default::default() })
+                .contains("no time")
+        );
+        let page = ITEMS.page(items(), &ListParams { limit: Some(1), ..Default::default() }).unwrap();
+        let other = ListParams { cursor: page.next_cursor, sort: text("-id"), ..Default::default() };
+        assert!(refused(other).contains("another sort"));
+    }
+
+    #[test]
+    fn an_answer_has_the_fields_that_are_asked_for() {
+        let params =
+            ListParams { fields: Some("lr".into()), limit: Some(1), count: Some(true), ..Default::default() };
+        let mut page = ITEMS.page(items(), &params).unwrap();
+        page.next_cursor = None;
+        let answer = serde_json::to_string(&page).unwrap();
+        assert_eq!(answer, r#"{"items":[{"lr":0.1}],"next_cursor":null,"total":5}"#);
+    }
+}

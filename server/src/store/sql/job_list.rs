@@ -1,0 +1,186 @@
+//! The list of jobs: its conditions and its order as SQL. Only what stands in this file becomes SQL; what a request says is
+//! bound to it.
+
+use super::{
+    super::dialect::{POSITION, json_number, json_text},
+    Db, DbRow, SqlStore,
+    jobs::{JOB, JOB_AND_NOTES, job_row, part_of},
+};
+use crate::store::{
+    Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SortBy, SortValue, StoreError,
+    quarantine::readable,
+    values::{json, plain, time, uint},
+};
+use lockstep_protocol::job::JobState;
+use sqlx::{QueryBuilder, Row};
+
+/// Jobs on a page when the filter does not say.
+const PAGE: u32 = 50;
+/// The most on any page; the interface says so, too.
+const PAGE_MAX: u32 = 1000;
+
+/// What a column holds.
+#[derive(Clone, Copy, PartialEq)]
+enum Holds {
+    Integer,
+    Number,
+    Text,
+}
+
+/// What to sort by as SQL, what it holds, and whether it may be NULL.
+fn expression(by: SortBy) -> (String, Holds, bool) {
+    match by {
+        SortBy::Created => ("jobs.created_at".into(), Holds::Integer, false),
+        SortBy::Started => ("jobs.started_at".into(), Holds::Integer, true),
+        SortBy::Finished => ("jobs.finished_at".into(), Holds::Integer, true),
+        SortBy::Name => ("jobs.name".into(), Holds::Text, false),
+        SortBy::State => ("jobs.state".into(), Holds::Text, false),
+        SortBy::Project => ("jobs.project".into(), Holds::Text, false),
+        SortBy::Priority => ("jobs.priority".into(), Holds::Integer, false),
+        SortBy::Step => ("jobs.step".into(), Holds::Integer, false),
+        SortBy::Loss => (json_number("jobs.last", &["loss"]), Holds::Number, true),
+        SortBy::ValAccuracy => (json_number("jobs.last", &["val_accuracy"]), Holds::Number, true),
+        SortBy::Best => (json_number("jobs.best", &["value"]), Holds::Number, true),
+        SortBy::Setting { table, key, is_number } => {
+            let path: Vec<&str> = [table, key].into_iter().filter(|part| !part.is_empty()).collect();
+            if is_number {
+                (json_number("jobs.spec", &path), Holds::Number, true)
+            } else {
+                (json_text("jobs.spec", &path), Holds::Text, true)
+            }
+        }
+    }
+}
+
+/// What somebody sees: jobs that are there, without what is private to others.
+fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
+    query.push(" WHERE jobs.deleted_at IS NULL");
+    if let Some(name) = seen_by {
+        query.push(" AND (jobs.private = 0 OR jobs.owner = ").push_bind(plain(name).into_owned()).push(")");
+    }
+}
+
+/// The conditions of a filter but for its cursor.
+fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<()> {
+    push_seen(query, filter.seen_by.as_deref());
+    if let Some(owner) = &filter.owner {
+        query.push(" AND jobs.owner = ").push_bind(plain(owner).into_owned());
+    }
+    if !filter.states.is_empty() {
+        query.push(" AND jobs.state IN (");
+        let mut states = query.separated(", ");
+        for state in &filter.states {
+            states.push_bind(state.as_str());
+        }
+        query.push(")");
+    }
+    if let Some(name) = filter.name.as_deref().filter(|name| !name.is_empty()) {
+        query.push(" AND lower(jobs.name) LIKE lower(").push_bind(part_of(name)).push(") ESCAPE '!'");
+    }
+    if let Some(project) = &filter.project {
+        query.push(" AND jobs.project = ").push_bind(project.clone());
+    }
+    for tag in &filter.tags {
+        // Between its quotation marks, as it stands in the list: a tag's own are escaped there.
+        query.push(format!(" AND {POSITION}(annotations.tags, ")).push_bind(json(tag)?).push(") > 0");
+    }
+    if let Some(after) = filter.created_after {
+        query.push(" AND jobs.created_at >= ").push_bind(after.as_millisecond());
+    }
+    if let Some(before) = filter.created_before {
+        query.push(" AND jobs.created_at < ").push_bind(before.as_millisecond());
+    }
+    Ok(())
+}
+
+/// Behind the cursor, in the order of `sort`.
+fn push_cursor(query: &mut QueryBuilder<Db>, sort: JobSort, cursor: &Cursor) -> Result<()> {
+    let (by, holds, nullable) = expression(sort.by);
+    let than = if sort.descending { "<" } else { ">" };
+    query.push(" AND (");
+    if cursor.value == SortValue::Missing {
+        query.push(format!("{by} IS NULL AND jobs.id {than} ")).push_bind(cursor.id.clone());
+    } else {
+        query.push(format!("({by}, jobs.id) {than} ("));
+        match (&cursor.value, holds) {
+            (SortValue::Integer(value), Holds::Integer) => query.push_bind(*value),
+            (SortValue::Integer(value), Holds::Number) => query.push_bind(*value as f64),
+            (SortValue::Number(value), Holds::Number) => query.push_bind(*value),
+            (SortValue::Text(value), Holds::Text) => query.push_bind(value.clone()),
+            // Ours say what they are of, so this one was made up.
+            _ => return Err(StoreError::Cursor),
+        };
+        query.push(", ").push_bind(cursor.id.clone()).push(")");
+        if nullable {
+            query.push(format!(" OR {by} IS NULL"));
+        }
+    }
+    query.push(")");
+    Ok(())
+}
+
+fn value(row: &DbRow, holds: Holds) -> Result<SortValue> {
+    Ok(match holds {
+        Holds::Integer => row.try_get::<Option<i64>, _>("sorted_by")?.map(SortValue::Integer),
+        Holds::Number => row.try_get::<Option<f64>, _>("sorted_by")?.map(SortValue::Number),
+        Holds::Text => row.try_get::<Option<String>, _>("sorted_by")?.map(SortValue::Text),
+    }
+    .unwrap_or(SortValue::Missing))
+}
+
+impl SqlStore {
+    pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
+        let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
+        let (by, holds, nullable) = expression(filter.sort.by);
+        let order = if filter.sort.descending { "DESC" } else { "ASC" };
+        let jobs = if filter.with_notes { JOB_AND_NOTES } else { JOB };
+        let mut query = QueryBuilder::new(jobs.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
+        push_conditions(&mut query, filter)?;
+        if let Some(cursor) = &filter.cursor {
+            push_cursor(&mut query, filter.sort, cursor)?;
+        }
+        query.push(" ORDER BY ");
+        if nullable {
+            query.push(format!("{by} IS NULL, "));
+        }
+        query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
+        let rows = query.build().fetch_all(&self.reader).await?;
+        // Counts rows, not jobs: an unreadable one does not end the list.
+        let more = rows.len() > limit as usize;
+        let page = &rows[..rows.len().min(limit as usize)];
+        let cursor = |row: &DbRow| -> Result<Cursor> {
+            Ok(Cursor { value: value(row, holds)?, id: row.try_get("id")? })
+        };
+        let next = page.last().filter(|_| more).map(cursor).transpose()?;
+        Ok(Page { jobs: readable(page.iter().map(|row| Ok(job_row(row)?.job))), next })
+    }
+
+    pub(super) async fn count_jobs(&self, filter: &JobFilter) -> Result<u64> {
+        let mut query = QueryBuilder::new(
+            "SELECT count(*) FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id",
+        );
+        push_conditions(&mut query, filter)?;
+        Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
+    }
+
+    pub(super) async fn list_projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+        let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
+        push_seen(&mut query, seen_by);
+        query.push(" GROUP BY project, state ORDER BY project, state");
+        let rows: Vec<(String, String, i64, i64)> = query.build_query_as().fetch_all(&self.reader).await?;
+        let mut projects: Vec<ProjectRow> = Vec::new();
+        let read = |(name, state, count, newest): (String, String, i64, i64)| {
+            Ok((name, state.parse::<JobState>().map_err(StoreError::Corrupt)?, uint(count), time(newest)?))
+        };
+        for (name, state, count, newest_at) in readable(rows.into_iter().map(read)) {
+            match projects.last_mut().filter(|project| project.name == name) {
+                Some(project) => {
+                    project.states.push((state, count));
+                    project.newest_at = project.newest_at.max(newest_at);
+                }
+                None => projects.push(ProjectRow { name, states: vec![(state, count)], newest_at }),
+            }
+        }
+        Ok(projects)
+    }
+}

@@ -1,0 +1,267 @@
+//! What is private to somebody shows in no list, count, project, metric, event, order or cursor of others.
+
+use crate::{
+    agent::{Agent, info},
+    document::a_job,
+    test_server::{Stream, TestServer, spec},
+};
+use reqwest::Client;
+use serde_json::{Value, json};
+
+/// Every order that there is, and one by a setting.
+const SORTS: [&str; 13] = [
+    "created",
+    "started",
+    "finished",
+    "name",
+    "state",
+    "project",
+    "priority",
+    "step",
+    "loss",
+    "val_accuracy",
+    "best",
+    "spec.train.lr",
+    "spec.name",
+];
+
+/// Otto's open job; Mona's private one, with points and events, alone in a project; another private one of hers in his project.
+struct Made {
+    open: String,
+    secret: String,
+}
+
+async fn made(server: &mut TestServer, agent: &mut Agent, mona: &Client, otto: &Client) -> Made {
+    let admin = std::mem::replace(&mut server.http, otto.clone());
+    let (open, _) = a_job(server, agent, |spec| {
+        spec["name"] = json!("open");
+        spec["project"] = json!("shared");
+    })
+    .await;
+    server.http = mona.clone();
+    let (secret, _) = a_job(server, agent, |spec| {
+        spec["name"] = json!("secret run");
+        spec["private"] = json!(true);
+        spec["project"] = json!("secret-project");
+        spec["tags"] = json!(["secret-tag"]);
+        spec["notes"] = json!("secret notes");
+        spec["train"]["lr"] = json!(0.05);
+    })
+    .await;
+    a_job(server, agent, |spec| {
+        spec["name"] = json!("secret too");
+        spec["private"] = json!(true);
+        spec["project"] = json!("shared");
+    })
+    .await;
+    server.http = admin;
+    Made { open, secret }
+}
+
+/// Every page of a list, one element each.
+async fn pages(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec<Value>, Value) {
+    let (mut all, mut cursor) = (Vec::new(), String::new());
+    loop {
+        let sign = if path.contains('?') { '&' } else { '?' };
+        let (status, page) =
+            server.as_who(who, "GET", &format!("{path}{sign}limit=1&count=true{cursor}"), None).await;
+        assert_eq!(status, 200, "{path}: {page}");
+        all.extend(page[key].as_array().unwrap().iter().cloned());
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
+            None => return (all, page["total"].clone()),
+        }
+    }
+}
+
+#[tokio::test]
+async fn no_list_shows_what_is_private_to_somebody_else() {
+    let mut server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
+        server.add_person(name, role).await;
+    }
+    let (mona, _) = server.client_of("mona", "submit").await;
+    let (otto, _) = server.client_of("otto", "submit").await;
+    let (vera, _) = server.client_of("vera", "read").await;
+    let (ada, _) = server.client_of("ada", "admin").await;
+    let Made { open, secret } = made(&mut server, &mut agent, &mona, &otto).await;
+    let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
+    let registered = server.as_who(&mona, "POST", "/datasets", Some(new));
+    let ((status, dataset), ()) = tokio::join!(registered, agent.answer(Ok(info())));
+    assert_eq!(status, 201, "{dataset}");
+
+    for (who, client, sees) in
+        [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]
+    {
+        // Whatever the order, and page by page.
+        for sort in SORTS {
+            for sort in [sort.to_owned(), format!("-{sort}")] {
+                let (jobs, total) = pages(&server, client, &format!("/jobs?sort={sort}"), "jobs").await;
+                let names: Vec<_> = jobs.iter().map(|job| job["name"].as_str().unwrap()).collect();
+                let expected = if sees { 3 } else { 1 };
+                assert_eq!((names.len(), total.as_u64()), (expected, Some(expected as u64)), "{who}: {sort}");
+                assert_eq!(names.contains(&"secret run"), sees, "{who}: {sort}: {names:?}");
+            }
+        }
+        // Whatever is asked for.
+        for query in [
+            "project=secret-project",
+            "tag=secret-tag",
+            "owner=mona",
+            "name=secret",
+            "state=failed&owner=mona",
+            "fields=notes,tags,owner&name=secret",
+            "created_after=2020-01-01T00:00:00Z&owner=mona",
+        ] {
+            let (jobs, total) = pages(&server, client, &format!("/jobs?{query}"), "jobs").await;
+            assert_eq!(!jobs.is_empty(), sees, "{who}: {query}");
+            assert_eq!(total.as_u64(), Some(jobs.len() as u64), "{who}: {query}");
+        }
+        // Projects, and how many jobs they have.
+        let (projects, total) = pages(&server, client, "/projects", "projects").await;
+        let shown: Vec<_> =
+            projects.iter().map(|p| (p["name"].as_str().unwrap(), p["jobs"].as_u64().unwrap())).collect();
+        match sees {
+            true => assert_eq!(shown, [("secret-project", 1), ("shared", 2)], "{who}"),
+            false => assert_eq!(shown, [("shared", 1)], "{who}"),
+        }
+        assert_eq!(total.as_u64(), Some(shown.len() as u64), "{who}");
+        let newest: jiff::Timestamp =
+            projects.last().unwrap()["newest_at"].as_str().unwrap().parse().unwrap();
+        let (_, job) = server.as_who(client, "GET", &format!("/jobs/{open}"), None).await;
+        let its: jiff::Timestamp = job["created_at"].as_str().unwrap().parse().unwrap();
+        assert_eq!(newest > its, sees, "{who}: a private job's time is not told");
+        // Datasets.
+        let (datasets, total) = pages(&server, client, "/datasets", "datasets").await;
+        assert_eq!((datasets.len(), total.as_u64()), if sees { (2, Some(2)) } else { (1, Some(1)) }, "{who}");
+
+        // By its id: as of a job that there is not.
+        let none = "j00000000000000000000000000";
+        for rest in ["", "/events", "/events?type=metrics", "/checkpoints", "/history", "/metrics?name=loss"]
+        {
+            let path = |id: &str| format!("/jobs/{id}{rest}");
+            let (status, answer) = server.as_who(client, "GET", &path(&secret), None).await;
+            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {rest}: {answer}");
+            if !sees {
+                let missing = server.as_who(client, "GET", &path(none), None).await;
+                assert_eq!((status, answer), missing, "{who}: {rest}");
+            }
+            // An entity tag says no more.
+            let url = server.url(&format!("/api/v1{}", path(&secret)));
+            let known = client.get(url).header("if-none-match", "*").send().await.unwrap();
+            let (status, tagged) = (known.status().as_u16(), known.headers().contains_key("etag"));
+            assert!(if sees { status < 400 } else { status == 404 && !tagged }, "{who}: {rest}: {status}");
+        }
+        let query = |ids: &str| format!("/metrics/query?jobs={ids}&name=loss");
+        for ids in [secret.clone(), format!("{open},{secret}")] {
+            let (status, answer) = server.as_who(client, "GET", &query(&ids), None).await;
+            assert_eq!(status, if sees { 200 } else { 404 }, "{who}: {answer}");
+            if !sees {
+                let ids = ids.replace(&secret, none);
+                let (_, missing) = server.as_who(client, "GET", &query(&ids), None).await;
+                let said = answer["detail"].as_str().unwrap().replace(&secret, none);
+                assert_eq!(said, missing["detail"].as_str().unwrap(), "{who}");
+            }
+        }
+        let (status, _) = server.as_who(client, "GET", &query(&open), None).await;
+        assert_eq!(status, 200, "{who}");
+        // On the page, too.
+        for page in ["/jobs", "/jobs?project=secret-project", "/jobs?state=failed,running&tag=secret-tag"] {
+            let html = client.get(server.url(page)).send().await.unwrap().text().await.unwrap();
+            assert_eq!(html.contains(&secret), sees, "{who}: {page}");
+        }
+    }
+
+    // A cursor is a place, and no key: what its maker saw is not seen behind it.
+    for sort in ["-created", "name", "loss", "spec.train.lr"] {
+        let (_, page) =
+            server.as_who(&mona, "GET", &format!("/jobs?sort={sort}&limit=1&fields=name"), None).await;
+        let mut cursor = page["next_cursor"].as_str().map(str::to_owned);
+        assert!(cursor.is_some(), "{page}");
+        while let Some(next) = cursor {
+            let path = format!("/jobs?sort={sort}&limit=1&count=true&cursor={next}");
+            let (status, his) = server.as_who(&otto, "GET", &path, None).await;
+            assert_eq!((status, &his["total"]), (200, &json!(1)), "{his}");
+            assert!(!his.to_string().contains("secret"), "{his}");
+            let (_, hers) = server.as_who(&mona, "GET", &path, None).await;
+            cursor = hers["next_cursor"].as_str().map(str::to_owned);
+        }
+    }
+    // The tag of her list is not that of his.
+    let list = async |who: &Client, tag: &str| {
+        let url = server.url("/api/v1/datasets");
+        who.get(url).header("if-none-match", tag).send().await.unwrap()
+    };
+    let hers = list(&mona, "\"none\"").await.headers()["etag"].to_str().unwrap().to_owned();
+    assert_eq!(list(&mona, &hers).await.status(), 304);
+    assert_eq!(list(&otto, &hers).await.status(), 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_people_change_on_a_job_is_streamed_to_those_who_see_it() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    for (name, role) in [("mona", "member"), ("otto", "member")] {
+        server.add_person(name, role).await;
+    }
+    let (mona, mona_s) = server.client_of("mona", "submit").await;
+    let (otto, otto_s) = server.client_of("otto", "submit").await;
+    let submitted = async |who: &Client, private: bool| {
+        let mut spec = spec();
+        spec["private"] = json!(private);
+        spec["notes"] = json!("first notes");
+        let (status, job) = server.as_who(who, "POST", "/jobs", Some(spec)).await;
+        assert_eq!((status, &job["notes"]), (201, &json!("first notes")), "{job}");
+        job["id"].as_str().unwrap().to_owned()
+    };
+    let (secret, open) = (submitted(&mona, true).await, submitted(&otto, false).await);
+    let mut lists = Vec::new();
+    for token in [&mona_s, &otto_s] {
+        let mut list = Stream::open(server.socket("/stream", token)).await;
+        assert_eq!(list.next().await.unwrap()["type"], "live");
+        lists.push(list);
+    }
+    let mut job = Stream::open(server.socket(&format!("/jobs/{secret}/stream"), &mona_s)).await;
+    let hello = job.until(|frame| frame["type"] == "live").await.swap_remove(0);
+    assert_eq!((hello["type"].as_str(), hello["job"].get("notes")), (Some("hello"), None), "{hello}");
+
+    let labels = |words: &str| json!({"tags": [words], "project": words, "priority": 7, "notes": words});
+    let change = async |who: &Client, id: &str, words: &str| {
+        let (status, answer) = server.as_who(who, "PATCH", &format!("/jobs/{id}"), Some(labels(words))).await;
+        assert_eq!(status, 200, "{answer}");
+    };
+    change(&mona, &secret, "hidden").await;
+    let frame = job.until(|frame| frame["type"] == "changed").await.pop().unwrap();
+    let expected = json!({"type": "changed", "project": "hidden", "tags": ["hidden"], "priority": 7});
+    assert_eq!(frame, expected);
+    // Notes alone are told, and not sent.
+    let (status, _) =
+        server.as_who(&mona, "PATCH", &format!("/jobs/{secret}"), Some(json!({"notes": "more"}))).await;
+    assert_eq!((status, job.next().await.unwrap()), (200, expected));
+    let (_, stored) = server.as_who(&mona, "GET", &format!("/jobs/{secret}"), None).await;
+    assert_eq!((&stored["notes"], &stored["spec"]["priority"]), (&json!("more"), &json!(7)));
+
+    // Until the other job's change has come, nothing of hers has come to him.
+    change(&otto, &open, "shown").await;
+    for (list, sees) in lists.iter_mut().zip([true, false]) {
+        let is_new = |frame: &Value, id: &str, words: &str| {
+            let job = &frame["job"];
+            job["id"] == id && job["project"] == words && job["tags"] == json!([words])
+        };
+        let mut frames = list.until(|frame| is_new(frame, &open, "shown")).await;
+        // The two come in any order.
+        if sees && !frames.iter().any(|frame| is_new(frame, &secret, "hidden")) {
+            frames.extend(list.until(|frame| is_new(frame, &secret, "hidden")).await);
+        }
+        assert_eq!(frames.iter().any(|frame| frame["job"]["id"] == secret.as_str()), sees, "{frames:?}");
+        assert!(frames.iter().all(|frame| frame["job"].get("notes").is_none()), "{frames:?}");
+    }
+    let (_, list) = server.as_who(&otto, "GET", "/jobs", None).await;
+    assert!(list["jobs"][0].get("notes").is_none() && list["jobs"][0]["tags"] == json!(["shown"]), "{list}");
+    let (_, list) = server.as_who(&otto, "GET", "/jobs?fields=id,notes", None).await;
+    assert_eq!(list["jobs"], json!([{"id": open, "notes": "shown"}]));
+    server.stop().await;
+}

@@ -1,0 +1,407 @@
+//! Lists: pages, orders, filters, fields; projects and tags; errors and entity tags.
+
+use crate::{
+    agent::{Agent, losses, running},
+    test_server::TestServer,
+};
+use lockstep_protocol::agent::{Ending, Source};
+use serde_json::{Value, json};
+
+/// Submits one after another, drained: none starts.
+async fn jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<String> {
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    let mut ids = Vec::new();
+    for (name, lr, project) in specs {
+        let job = server.submit(|spec| {
+            spec["name"] = json!(name);
+            spec["train"]["lr"] = json!(lr);
+            if !project.is_empty() {
+                spec["project"] = json!(project);
+            }
+        });
+        ids.push(job.await.id.to_string());
+    }
+    ids
+}
+
+/// The names of a whole list, page by page.
+async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<String> {
+    let (mut names, mut cursor) = (Vec::new(), String::new());
+    loop {
+        let (status, page) = server.get(&format!("/jobs?limit={limit}&{query}{cursor}")).await;
+        assert_eq!(status, 200, "{query}: {page}");
+        let jobs = page["jobs"].as_array().unwrap();
+        assert!(jobs.len() <= limit);
+        names.extend(jobs.iter().map(|job| job["name"].as_str().unwrap().to_owned()));
+        assert_eq!(page["next"], page["next_cursor"]);
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
+            None => return names,
+        }
+    }
+}
+
+#[tokio::test]
+async fn jobs_are_listed_in_any_order_whatever_a_page_s_size() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let specs = [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.1, "vision"), ("d", 0.2, "x")];
+    jobs(&server, &specs).await;
+    for limit in 1..=5 {
+        for (query, expected) in [
+            ("", "dcab"),
+            ("sort=created", "bacd"),
+            ("sort=name", "abcd"),
+            ("sort=-name", "dcba"),
+            ("sort=spec.train.lr", "bcda"),
+            ("sort=-spec.train.lr", "adcb"),
+            ("sort=project", "abcd"),
+            // None has one: by id, which is by time.
+            ("sort=loss", "bacd"),
+            ("sort=-loss", "dcab"),
+            ("sort=started", "bacd"),
+            ("sort=spec.train.optimizer", "bacd"),
+            ("project=vision&sort=name", "bc"),
+            ("project=default", "a"),
+            ("state=queued,failed", "dcab"),
+            ("state=failed", ""),
+            ("name=A", "a"),
+            ("created_after=2020-01-01T00:00:00Z", "dcab"),
+            ("created_before=2020-01-01T00:00:00Z", ""),
+        ] {
+            assert_eq!(walked(&server, query, limit).await.concat(), expected, "{query} by {limit}");
+        }
+    }
+    // A job that is stored in a way that nobody can read ends no order.
+    assert_eq!(server.execute("UPDATE jobs SET spec = '{', last = 'x' WHERE name = 'b'").await, 1);
+    for limit in [1, 4] {
+        assert_eq!(walked(&server, "sort=spec.train.lr", limit).await.concat(), "cdab");
+        assert_eq!(walked(&server, "sort=-spec.train.lr", limit).await.concat(), "adcb");
+        assert_eq!(walked(&server, "sort=loss", limit).await.concat(), "bacd");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut ids = Vec::new();
+    for name in ["a", "b", "c"] {
+        let id = server.submit(|spec| spec["name"] = json!(name)).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        let last = match name {
+            "a" => 1..=3,
+            "b" => 1..=9,
+            _ => 1..=1,
+        };
+        agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, last)]).await;
+        agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+        ids.push(id);
+    }
+    let losses: Vec<f64> = {
+        let (_, page) = server.get("/jobs?sort=loss&fields=last").await;
+        page["jobs"].as_array().unwrap().iter().map(|job| job["last"]["loss"].as_f64().unwrap()).collect()
+    };
+    assert!(losses.is_sorted() && losses[0] < losses[2], "{losses:?}");
+    let by_loss = walked(&server, "sort=loss", 1).await;
+    assert_eq!(walked(&server, "sort=loss", 3).await, by_loss);
+    let reversed: Vec<_> = by_loss.iter().rev().cloned().collect();
+    assert_eq!(walked(&server, "sort=-loss", 1).await, reversed);
+
+    // The job that a cursor was taken from is deleted: the list goes on behind its place.
+    let (_, page) = server.get("/jobs?limit=1&sort=name").await;
+    assert_eq!(server.delete(&format!("/jobs/{}", ids[0])).await.0, 204);
+    let next = page["next_cursor"].as_str().unwrap();
+    let (_, page) = server.get(&format!("/jobs?limit=1&sort=name&cursor={next}")).await;
+    assert_eq!(page["jobs"][0]["name"], "b");
+
+    // Why one failed, in fields.
+    let (_, job) = server.get(&format!("/jobs/{}", ids[1])).await;
+    assert_eq!(
+        (&job["failure"]["message"], &job["failure"]["code"]),
+        (&job["reason"], &job["cause"]["code"])
+    );
+    assert!(job["failure"].get("rank").is_some() && job["failure"].get("step").is_some(), "{job}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_list_does_not_have_is_refused_by_name() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
+    let (_, page) = server.get("/jobs?limit=1").await;
+    let cursor = page["next_cursor"].as_str().unwrap().to_owned();
+    for (path, words) in [
+        ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
+        ("/jobs?sort=spec.data.mean".into(), "spec.data.mean"),
+        ("/jobs?sort=spec.train.lr'--".into(), "cannot be sorted"),
+        ("/jobs?fields=id,nane".into(), "did you mean \"name\"?"),
+        ("/jobs?state=running,done".into(), "the states are"),
+        ("/jobs?project=a%20b".into(), "project must have"),
+        ("/jobs?created_after=yesterday".into(), "RFC 3339"),
+        (format!("/jobs?sort=name&cursor={cursor}"), "another sort"),
+        (format!("/datasets?cursor={cursor}"), "another sort"),
+        ("/jobs?cursor=x".into(), "none of this list"),
+        ("/jobs?limit=1001".into(), "1 to 1000"),
+        ("/datasets?limit=0".into(), "1 to 1000"),
+        ("/tokens?sort=nam".into(), "did you mean \"name\"?"),
+        ("/agents?created_after=2020-01-01T00:00:00Z".into(), "no time of creation"),
+        ("/projects?sorted=name".into(), "did you mean \"sort\"?"),
+        ("/audit?fields=whom".into(), "did you mean \"who\"?"),
+    ] {
+        let (status, problem) = server.get(&path).await;
+        assert_eq!((status, &problem["code"]), (400, &json!("bad_request")), "{path}");
+        assert_eq!(problem["type"], "urn:lockstep:problem:bad_request");
+        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn every_list_has_pages_fields_and_a_count() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let ids = jobs(&server, &[("a", 0.1, "vision"), ("b", 0.1, "")]).await;
+    for name in ["one", "two"] {
+        server.make_token(&json!({"name": name, "scope": "read"})).await;
+    }
+    let events = format!("/jobs/{}/events", ids[0]);
+    for (path, list, fields, total) in [
+        ("/jobs", "jobs", "id,spec", 2),
+        ("/projects", "projects", "name,states", 2),
+        ("/datasets", "datasets", "name,path", 1),
+        ("/agents", "agents", "id,slots", 1),
+        ("/tokens", "tokens", "id,name", 4),
+        ("/audit", "entries", "at,id", 0),
+        (&events, "events", "seq,type", 0),
+    ] {
+        let count = if total > 0 { "&count=true" } else { "" };
+        let (status, page) = server.get(&format!("{path}?fields={fields}&limit=1{count}")).await;
+        assert_eq!(status, 200, "{path}: {page}");
+        let items = page[list].as_array().unwrap_or_else(|| panic!("{path}: {page}"));
+        let names: Vec<_> = items[0].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!((items.len(), names), (1, fields.split(',').collect()), "{path}");
+        assert!(page.as_object().unwrap().contains_key("next_cursor"), "{path}");
+        // Whatever an element has can be asked for.
+        let (_, whole) = server.get(&format!("{path}?limit=1")).await;
+        let every: Vec<_> = whole[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        let (status, same) = server.get(&format!("{path}?limit=1&fields={}", every.join(","))).await;
+        assert_eq!(status, 200, "{path}: {same}");
+        let there: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(there, every, "{path}");
+        if total > 0 {
+            assert!(page["total"].as_u64().unwrap() >= total, "{path}: {page}");
+        }
+    }
+    // The audit log by time: what was just done, and nothing of the future or the past.
+    let (_, page) = server.get("/audit?created_after=2020-01-01T00:00:00Z&limit=1").await;
+    assert!(page["next_cursor"].is_string() && page["entries"].as_array().unwrap().len() == 1, "{page}");
+    for query in ["created_after=2100-01-01T00:00:00Z", "created_before=2020-01-01T00:00:00Z"] {
+        let (_, page) = server.get(&format!("/audit?{query}")).await;
+        assert_eq!((page["entries"].as_array().unwrap().len(), &page["next_cursor"]), (0, &Value::Null));
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    jobs(&server, &[("a", 0.1, "")]).await;
+    let labelled = server
+        .submit(|spec| {
+            spec["project"] = json!("vision");
+            spec["tags"] = json!(["sweep", " base line", "sweep"]);
+            spec["notes"] = json!("first line\nsecond");
+        })
+        .await;
+    let id = labelled.id.to_string();
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    assert_eq!((&job["project"], &job["tags"]), (&json!("vision"), &json!(["base line", "sweep"])));
+    assert_eq!(job["notes"], "first line\nsecond");
+    assert!(job["spec"].get("tags").is_none() && job["spec"].get("notes").is_none(), "{job}");
+    assert_eq!(server.get("/annotations").await.1["jobs"][&id]["notes"], "first line\nsecond");
+    for (query, found) in [
+        ("tag=sweep", 1),
+        ("tag=sweep,base%20line", 1),
+        ("tag=sweep,other", 0),
+        ("tag=weep", 0),
+        ("tag=SWEEP", 0),
+        ("project=vision", 1),
+        ("project=visio", 0),
+    ] {
+        let (_, page) = server.get(&format!("/jobs?{query}&count=true")).await;
+        assert_eq!(
+            (page["jobs"].as_array().unwrap().len(), &page["total"]),
+            (found, &json!(found)),
+            "{query}"
+        );
+    }
+    let projects = async || {
+        let (_, page) = server.get("/projects").await;
+        let list = page["projects"].as_array().unwrap().clone();
+        list.iter().map(|p| (p["name"].as_str().unwrap().to_owned(), p["states"].clone())).collect::<Vec<_>>()
+    };
+    let queued = json!({"queued": 1});
+    assert_eq!(projects().await, [("default".into(), queued.clone()), ("vision".into(), queued.clone())]);
+
+    // To another project, with the stored specification.
+    let change =
+        |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
+    assert_eq!(change(json!({"project": "audio", "tags": [], "note": "n"})).await.0, 200);
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    assert_eq!((&job["project"], &job["spec"]["project"]), (&json!("audio"), &json!("audio")));
+    assert_eq!((&job["tags"], &job["notes"]), (&json!([]), &json!("n")));
+    assert_eq!(projects().await, [("audio".into(), queued.clone()), ("default".into(), queued)]);
+
+    for (body, pointer) in [
+        (json!({"project": "a b"}), "/project"),
+        (json!({"project": "x".repeat(101)}), "/project"),
+        (json!({"tags": ["a,b"]}), "/tags"),
+        (json!({"tags": vec!["x".repeat(41)]}), "/tags"),
+        (json!({"notes": "x".repeat(20_001)}), "/notes"),
+    ] {
+        let mut spec = crate::test_server::spec();
+        spec.as_object_mut().unwrap().extend(body.as_object().unwrap().clone());
+        for (status, problem) in [change(body.clone()).await, server.post("/jobs", &spec).await] {
+            assert_eq!((status, &problem["code"]), (422, &json!("invalid")), "{problem}");
+            assert_eq!(problem["errors"][0]["pointer"], pointer);
+        }
+    }
+    let mut spec = crate::test_server::spec();
+    spec["project"] = json!("x".repeat(100));
+    spec["tags"] = json!((0..20).map(|n| format!("{n:040}")).collect::<Vec<_>>());
+    spec["notes"] = json!("x".repeat(20_000));
+    assert_eq!(server.post("/jobs", &spec).await.0, 201);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_known_is_not_sent_again() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let ids = jobs(&server, &[("a", 0.1, "")]).await;
+    let job = format!("/jobs/{}", ids[0]);
+    // Over, nothing but a request changes it.
+    assert_eq!(server.post(&format!("{job}/cancel"), &json!({})).await.0, 202);
+    for path in [&job, "/datasets", "/datasets/pictures", &format!("{job}/checkpoints")] {
+        let url = server.url(&format!("/api/v1{path}"));
+        let first = server.http.get(&url).send().await.unwrap();
+        let tag = first.headers()["etag"].to_str().unwrap().to_owned();
+        assert!(first.text().await.unwrap().starts_with('{'), "{path}");
+        let again = server.http.get(&url).header("if-none-match", &tag).send().await.unwrap();
+        assert_eq!((again.status().as_u16(), again.headers()["etag"].to_str().unwrap()), (304, tag.as_str()));
+        assert_eq!(again.text().await.unwrap(), "", "{path}");
+    }
+    let url = server.url(&format!("/api/v1{job}"));
+    let tag = server.http.get(&url).send().await.unwrap().headers()["etag"].clone();
+    assert_eq!(server.send(server.http.patch(&url).json(&json!({"tags": ["new"]}))).await.0, 200);
+    let changed = server.http.get(&url).header("if-none-match", tag).send().await.unwrap();
+    assert_eq!(changed.status().as_u16(), 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn one_request_answers_a_metric_of_several_jobs() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut ids = Vec::new();
+    for steps in [3, 40] {
+        let id = server.submit(|_| {}).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=steps)]).await;
+        agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+        ids.push(id);
+    }
+    let query = |rest: &str| format!("/metrics/query?jobs={}&{rest}", ids.join(","));
+    for points in [4, 500] {
+        let (status, found) = server.get(&query(&format!("name=loss&points={points}"))).await;
+        assert_eq!(status, 200, "{found}");
+        for (id, mut one) in ids.iter().zip(found["jobs"].as_array().unwrap().iter().cloned()) {
+            let (_, alone) = server.get(&format!("/jobs/{id}/metrics?name=loss&points={points}")).await;
+            assert_eq!(one.as_object_mut().unwrap().remove("job"), Some(json!(id)));
+            assert_eq!(one, alone);
+            assert!(!one["series"].as_array().unwrap().is_empty());
+        }
+    }
+    let many = |count: usize| vec!["j00000000000000000000000000"; count].join(",");
+    let different = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
+    for (path, expected, words) in [
+        (query("name=losss"), 400, "no metric is called"),
+        (query("name=loss&points=10001"), 400, "1 to 10000"),
+        ("/metrics/query?jobs=&name=loss".to_owned(), 400, "1 to 50"),
+        // The same one often is one.
+        (format!("/metrics/query?jobs={}&name=loss", many(60)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2000", different(50)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2001", different(50)), 400, "at most 2000"),
+        (format!("/metrics/query?jobs={}&name=loss", different(51)), 400, "1 to 50"),
+    ] {
+        let (status, problem) = server.get(&path).await;
+        assert_eq!(status, expected, "{path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn events_are_read_in_pages_by_their_types() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=5)]).await;
+    agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+    let stored = server.stored(&id).await;
+    for limit in [1, 2, 100] {
+        let (mut events, mut cursor) = (Vec::new(), String::new());
+        loop {
+            let (status, page) = server.get(&format!("/jobs/{id}/events?limit={limit}{cursor}")).await;
+            assert_eq!(status, 200, "{page}");
+            events.extend(page["events"].as_array().unwrap().iter().cloned());
+            match page["next_cursor"].as_str() {
+                Some(next) => cursor = format!("&cursor={next}"),
+                None => break,
+            }
+        }
+        assert_eq!(events, stored, "by {limit}");
+    }
+    let (_, page) = server.get(&format!("/jobs/{id}/events?type=state,metrics&fields=type")).await;
+    let wanted: Vec<_> =
+        stored.iter().map(|e| e["type"].clone()).filter(|t| t == "state" || t == "metrics").collect();
+    let found: Vec<_> = page["events"].as_array().unwrap().iter().map(|e| e["type"].clone()).collect();
+    assert_eq!(found, wanted);
+    let (status, problem) = server.get(&format!("/jobs/{id}/events?type=stat")).await;
+    assert!(status == 400 && problem["detail"].as_str().unwrap().contains("\"state\""), "{problem}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn problems_have_codes() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let ids = jobs(&server, &[("a", 0.1, "")]).await;
+    let body = json!({"name": "pictures", "path": "/x"});
+    for ((status, problem), expected) in [
+        (server.get("/nothing").await, (404, "not_found")),
+        (server.delete("/jobs").await, (405, "method_not_allowed")),
+        (server.post("/datasets", &body).await, (409, "name_taken")),
+        (server.delete("/datasets/pictures").await, (409, "dataset_in_use")),
+        (server.post(&format!("/jobs/{}/resume", ids[0]), &json!({})).await, (409, "wrong_state")),
+        (server.post("/jobs", &json!({"nam": 1})).await, (422, "invalid")),
+        (server.send(reqwest::Client::new().get(server.url("/api/v1/jobs"))).await, (401, "unauthorized")),
+    ] {
+        assert_eq!((status, problem["code"].as_str().unwrap()), expected, "{problem}");
+        assert_eq!(problem["type"], format!("urn:lockstep:problem:{}", expected.1));
+    }
+    let keyed = |body: Value| {
+        server.send(server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k").json(&body))
+    };
+    let mut spec = crate::test_server::spec();
+    assert_eq!(keyed(spec.clone()).await.0, 201);
+    spec["name"] = json!("other");
+    let (status, problem) = keyed(spec).await;
+    assert_eq!((status, &problem["code"]), (409, &json!("idempotency_key_reused")));
+    server.stop().await;
+}

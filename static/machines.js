@@ -1,9 +1,12 @@
-// The machines, read again as jobs come and go; and the switch that lets one take no new work.
+// The machines, read again every few seconds and as jobs come and go; and the switch that lets one take no new work.
 
 import { ask, byId, sentence, showLive, signIn, text } from "./page.js";
 import { Stream } from "./stream.js";
+import { Lines } from "./machines/lines.js";
+import { morph } from "./machines/morph.js";
 
 const EVERY_MS = 5000;
+const lines = new Lines(byId("machines"));
 let asking = false, soon = 0;
 
 /** Takes the cards from the page as the server now writes it: cards are rendered in one place. */
@@ -18,8 +21,10 @@ async function refresh() {
     for (const id of ["machines", "summary"]) {
       const fresh = page.getElementById(id), here = byId(id);
       if (!fresh || !here) { if (fresh || here) location.reload(); continue; }
-      if (!here.contains(document.activeElement) && fresh.innerHTML !== here.innerHTML) here.replaceChildren(...fresh.childNodes);
+      morph(here, fresh);
     }
+    lines.draw();
+    await lines.refresh();
   } catch { /* the stream says that the server is away */ } finally { asking = false; }
 }
 
@@ -29,9 +34,9 @@ byId("machines").addEventListener("click", async (event) => {
   button.disabled = true;
   try {
     await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
-    button.blur();
+    text(button.closest(".machine").querySelector(".error"), "");
     await refresh();
-  } catch (error) { button.disabled = false; text(button.closest(".machine").querySelector(".error"), sentence(error)); }
+  } catch (error) { text(button.closest(".machine").querySelector(".error"), sentence(error)); } finally { button.disabled = false; }
 });
 
 new Stream({
@@ -41,3 +46,4 @@ new Stream({
 });
 setInterval(refresh, EVERY_MS);
 document.addEventListener("visibilitychange", refresh);
+lines.refresh().catch(() => {});

@@ -8,8 +8,8 @@ use crate::{
     gate, guard,
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, fork, health, history, jobs, login, logs, metrics, pages, people, people_pages, pictures,
-        predict, stream, tokens,
+        evaluation, fork, health, history, jobs, login, logs, machine_metrics, metrics, pages, people,
+        people_pages, pictures, predict, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -79,6 +79,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
         .routes(routes!(agents::list))
+        .routes(routes!(machine_metrics::find))
         .routes(routes!(agents::drain))
         .routes(routes!(agents::undrain))
         .routes(routes!(agent_socket::socket))

@@ -5,6 +5,7 @@
 
 mod config;
 mod error;
+mod machine_metrics;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -187,6 +188,10 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     let told = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), life.progress.clone());
     let _told = told.unwrap_or_else(|why| {
         reporter.log(&why);
+        None
+    });
+    let _machine = machine_metrics::start(config, reporter.clone(), life.progress.clone()).unwrap_or_else(|why| {
+        reporter.log(&format!("no metrics of the machine: {why}"));
         None
     });
     let checkpoints = config.checkpoints_dir();

@@ -8,6 +8,7 @@ use crate::{
     dispatch,
     error::{Error, Problem, Result},
     inbox::{RESERVE_TIMEOUT, Work},
+    machines,
     store::{AgentRow, Report},
 };
 use axum::{
@@ -21,7 +22,7 @@ use axum::{
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use lockstep_protocol::{
-    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ToAgent},
+    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Slot, ToAgent},
     reason::ReasonCode,
     stream::CLOSE_SIGNED_OUT,
     unseen::first_unseen,
@@ -225,6 +226,7 @@ async fn serve(app: App, caller: Caller, socket: WebSocket) {
         id: id.clone(),
         name: name.clone(),
         number: connection,
+        slots: hello.row.slots.clone(),
         cut,
         leaving: None,
         waited: Duration::ZERO,
@@ -311,6 +313,7 @@ struct Connection<'a> {
     id: String,
     name: String,
     number: u64,
+    slots: Vec<Slot>,
     cut: mpsc::Sender<()>,
     leaving: Option<String>,
     /// How long reports have waited for inbox space since the last heartbeat.
@@ -337,7 +340,9 @@ impl Connection<'_> {
             server_lock: Some(
                 crate::private::server_lock(&app.config.data_dir).to_string_lossy().into_owned(),
             ),
+            takes_samples: true,
         };
+        app.machines.connected(&self.id);
         send(to, &welcome).await?;
         // Somebody may have cancelled a job while its agent was away.
         for live in app.store.live_attempts().await.map_err(failed)? {
@@ -384,6 +389,10 @@ impl Connection<'_> {
                 app.inbox.put(Work::Report { agent, connection, report, reservation });
             }
             FromAgent::Reply { id, reply } => app.agents.replied(self.number, id, reply),
+            FromAgent::Sample(sample) => app.machines.add(&self.id, *sample, &self.slots, crate::now()),
+            FromAgent::Findings { findings } => {
+                app.agents.found(&self.id, machines::checked_findings(findings));
+            }
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
                 app.agents.heard(&self.id, crate::now(), Some(&reason));

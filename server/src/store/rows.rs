@@ -5,6 +5,7 @@ mod attempts;
 mod events;
 mod history;
 mod jobs;
+mod machines;
 mod metrics;
 mod people;
 
@@ -14,6 +15,7 @@ pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;
 pub use jobs::{Changed, Created, Cursor, JobFilter, NewJob, Page};
+pub use machines::MinuteRow;
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub(crate) use people::principal;
 pub use people::{Owned, PersonRow};

@@ -20,6 +20,7 @@ mod ingest;
 mod life;
 mod limits;
 mod listening;
+mod machines;
 mod metrics;
 mod proxies;
 mod quarantine;

@@ -23,7 +23,11 @@ impl Drop for Ended {
 /// A shell that has `lockstep` on its path and nothing of another server's in its variables.
 fn shell(line: &str, folder: &Path) -> Command {
     let program = Path::new(LOCKSTEP);
-    let path = format!("{}:{}", program.parent().expect("a folder").display(), std::env::var("PATH").unwrap_or_default());
+    let path = format!(
+        "{}:{}",
+        program.parent().expect("a folder").display(),
+        std::env::var("PATH").unwrap_or_default()
+    );
     let mut command = Command::new("sh");
     // The shell becomes the program, which gets the test's signal.
     command.args(["-c", &format!("exec {line}")]).current_dir(folder).env("PATH", path);

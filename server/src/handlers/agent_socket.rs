@@ -1,6 +1,7 @@
 //! An agent's connection: hello, heartbeats, reports in; welcome, work, acknowledgements out.
 
 mod identity;
+mod introduction;
 
 use crate::{
     access::Caller,
@@ -9,7 +10,7 @@ use crate::{
     error::{Error, Problem, Result},
     inbox::{RESERVE_TIMEOUT, Work},
     machines,
-    store::{AgentRow, Report},
+    store::Report,
 };
 use axum::{
     Extension,
@@ -21,11 +22,11 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
+use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
 use lockstep_protocol::{
-    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Slot, ToAgent},
+    agent::{FromAgent, Slot, ToAgent},
     reason::ReasonCode,
     stream::CLOSE_SIGNED_OUT,
-    unseen::first_unseen,
     wire::{self, Unfinished},
 };
 use std::{
@@ -39,14 +40,6 @@ use tokio::sync::mpsc;
 const MESSAGE_BYTES: usize = 16 << 20;
 /// Until `Hello` must have come, and for an answer to be taken.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Longest name of an agent, in bytes; its id alike.
-const NAME_BYTES: usize = 100;
-const SLOTS: usize = 1024;
-/// Attempts that an agent may hold: one per slot, and those whose end it has not reported.
-const ATTEMPTS: usize = 4 * SLOTS;
-const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
-/// What a machine says of itself, in bytes each.
-const DESCRIPTION_BYTES: usize = 500;
 
 /// For agents
 ///
@@ -136,51 +129,6 @@ fn read(
         Message::Text(_) => Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED }),
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => Ok(None),
     }
-}
-
-struct Hello {
-    row: AgentRow,
-    attempts: Vec<AttemptRef>,
-    only_job: Option<lockstep_protocol::JobId>,
-    /// Whether it puts the parts of a long message together: from version 2 of the protocol.
-    takes_parts: bool,
-}
-
-/// Checks an agent's first message. The error is for the agent's user.
-fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
-    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job } = message else {
-        return Err("the first message of a connection must be Hello".into());
-    };
-    if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
-        return Err(format!(
-            "this server speaks version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
-             run the same version of lockstep on both"
-        ));
-    }
-    let named =
-        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_unseen(text).is_none();
-    if !named(&name) || !named(&agent_id) {
-        return Err(format!(
-            "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
-        ));
-    }
-    if slots.len() > SLOTS {
-        return Err(format!("an agent may have at most {SLOTS} slots"));
-    }
-    if attempts.len() > ATTEMPTS {
-        return Err(TOO_MANY_ATTEMPTS.into());
-    }
-    let (mut machine, mut slots) = (machine, slots);
-    for text in [&mut machine.hostname, &mut machine.cpu, &mut machine.version] {
-        text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
-    }
-    for slot in &mut slots {
-        for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {
-            text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
-        }
-    }
-    let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
 }
 
 async fn serve(app: App, caller: Caller, socket: WebSocket) {

@@ -130,7 +130,7 @@ pub async fn a_job(
 #[tokio::test]
 async fn what_is_answered_is_documented() {
     let files = || vec![("pictures".to_owned(), b"pixels"[..].into())];
-    let bundled = Bundled { name: "bundled", files };
+    let bundled = Bundled { name: "fashion-mnist", files };
     let server = TestServer::with(|c| c.bundled = Some(bundled)).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;

@@ -42,6 +42,18 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
     Ok(samples)
 }
 
+/// The next sample of the machine; never, where the server takes none.
+pub(super) async fn newest(samples: &mut Option<watch::Receiver<Option<MachineSample>>>) -> MachineSample {
+    if let Some(samples) = samples {
+        while samples.changed().await.is_ok() {
+            if let Some(sample) = samples.borrow_and_update().clone() {
+                return sample;
+            }
+        }
+    }
+    std::future::pending().await
+}
+
 fn measure_gpus(nvml: &Reader, gpus: &[(u32, String)]) -> Vec<GpuSample> {
     let of_gpu = |(slot, uuid): &(u32, String)| {
         let seen = nvml.sample(uuid).ok()?;

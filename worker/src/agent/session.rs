@@ -6,6 +6,7 @@ use super::{
     attempt::{Attempt, Order},
     findings, machine,
     outbox::Outbox,
+    sampling,
 };
 use crate::{inspect, tls};
 use futures_util::{SinkExt, StreamExt};
@@ -201,7 +202,7 @@ impl Connected {
                 },
                 _ = heartbeat.tick() => self.beat(agent).await,
                 _ = pump.tick(), if !agent.attempts.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
-                sample = newest(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
+                sample = sampling::newest(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
                 Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
                     Ok(frames) => {
                         self.parts.extend(frames);
@@ -356,18 +357,6 @@ impl Connected {
             Err(_) => Err(Outcome::lost("the server does not read")),
         }
     }
-}
-
-/// The next sample of the machine; never, where the server takes none.
-async fn newest(samples: &mut Option<watch::Receiver<Option<MachineSample>>>) -> MachineSample {
-    if let Some(samples) = samples {
-        while samples.changed().await.is_ok() {
-            if let Some(sample) = samples.borrow_and_update().clone() {
-                return sample;
-            }
-        }
-    }
-    std::future::pending().await
 }
 
 fn seconds(secs: f64) -> Duration {

@@ -7,7 +7,7 @@ import { morph } from "./machines/morph.js";
 
 const EVERY_MS = 5000;
 const lines = new Lines(byId("machines"));
-let asking = false, soon = 0;
+let asking = false, changing = false, soon = 0;
 
 /** Takes the cards from the page as the server now writes it: cards are rendered in one place. */
 async function refresh() {
@@ -30,13 +30,14 @@ async function refresh() {
 
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
-  if (!button) return;
-  button.disabled = true;
+  // Not disabled meanwhile: that would take the focus away from whoever is there.
+  if (!button || changing) return;
+  changing = true;
   try {
     await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
     text(button.closest(".machine").querySelector(".error"), "");
     await refresh();
-  } catch (error) { text(button.closest(".machine").querySelector(".error"), sentence(error)); } finally { button.disabled = false; }
+  } catch (error) { text(button.closest(".machine").querySelector(".error"), sentence(error)); } finally { changing = false; }
 });
 
 new Stream({

@@ -1,10 +1,13 @@
-// The machines, read again as jobs come and go; and the switch that lets one take no new work.
+// The machines, read again every few seconds and as jobs come and go; and the switch that lets one take no new work.
 
 import { ask, byId, sentence, showLive, signIn, text } from "./page.js";
 import { Stream } from "./stream.js";
+import { Lines } from "./machines/lines.js";
+import { morph } from "./machines/morph.js";
 
 const EVERY_MS = 5000;
-let asking = false, soon = 0;
+const lines = new Lines(byId("machines"));
+let asking = false, changing = false, soon = 0;
 
 /** Takes the cards from the page as the server now writes it: cards are rendered in one place. */
 async function refresh() {
@@ -18,20 +21,23 @@ async function refresh() {
     for (const id of ["machines", "summary"]) {
       const fresh = page.getElementById(id), here = byId(id);
       if (!fresh || !here) { if (fresh || here) location.reload(); continue; }
-      if (!here.contains(document.activeElement) && fresh.innerHTML !== here.innerHTML) here.replaceChildren(...fresh.childNodes);
+      morph(here, fresh);
     }
+    lines.draw();
+    await lines.refresh();
   } catch { /* the stream says that the server is away */ } finally { asking = false; }
 }
 
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
-  if (!button) return;
-  button.disabled = true;
+  // Not disabled meanwhile: that would take the focus away from whoever is there.
+  if (!button || changing) return;
+  changing = true;
   try {
     await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
-    button.blur();
+    text(button.closest(".machine").querySelector(".error"), "");
     await refresh();
-  } catch (error) { button.disabled = false; text(button.closest(".machine").querySelector(".error"), sentence(error)); }
+  } catch (error) { text(button.closest(".machine").querySelector(".error"), sentence(error)); } finally { changing = false; }
 });
 
 new Stream({
@@ -41,3 +47,4 @@ new Stream({
 });
 setInterval(refresh, EVERY_MS);
 document.addEventListener("visibilitychange", refresh);
+lines.refresh().catch(() => {});

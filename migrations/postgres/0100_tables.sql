@@ -149,6 +149,14 @@ CREATE TABLE draining (
     agent_id TEXT COLLATE "C" PRIMARY KEY
 );
 
+CREATE TABLE machine_minutes (
+    agent_id TEXT COLLATE "C" NOT NULL,
+    minute BIGINT NOT NULL,
+    data BYTEA NOT NULL,
+    PRIMARY KEY (agent_id, minute)
+);
+CREATE INDEX machine_minutes_by_minute ON machine_minutes (minute);
+
 CREATE TABLE tokens (
     id TEXT COLLATE "C" PRIMARY KEY,
     name TEXT NOT NULL,

@@ -183,6 +183,17 @@ CREATE TABLE draining (
     agent_id TEXT PRIMARY KEY
 ) STRICT;
 
+-- Means of what machines measured, a row a minute, kept for a day.
+CREATE TABLE machine_minutes (
+    agent_id TEXT NOT NULL,
+    -- Minutes since 1970.
+    minute INTEGER NOT NULL,
+    -- See server/src/machines/point.rs.
+    data BLOB NOT NULL,
+    PRIMARY KEY (agent_id, minute)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX machine_minutes_by_minute ON machine_minutes (minute);
+
 -- Who may do what. A token is 256 random bits, shown once; the table has its SHA-256 (hexadecimal).
 CREATE TABLE tokens (
     id TEXT PRIMARY KEY,

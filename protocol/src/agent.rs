@@ -6,10 +6,12 @@
 
 mod events;
 mod fencing;
+mod machine;
 mod requests;
 
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
+pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
 pub use requests::{AgentReply, AgentRequest};
 
 use crate::{job::JobId, spec::JobSpec, wire::Part};
@@ -35,17 +37,6 @@ pub struct Slot {
     /// Which GPU it is (`GPU-...`); absent for a CPU slot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-}
-
-/// A machine as it introduces itself.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Machine {
-    pub hostname: String,
-    pub cpu: String,
-    pub cores: u32,
-    pub memory_bytes: u64,
-    pub disk_free_bytes: u64,
-    pub version: String,
 }
 
 /// One attempt of a job, as agents and server name it to each other.
@@ -88,6 +79,10 @@ pub enum FromAgent {
         id: u64,
         reply: Result<AgentReply, String>,
     },
+    /// What the machine measures now, every few seconds; to a server whose `Welcome` takes it.
+    Sample(Box<MachineSample>),
+    /// What `doctor`'s quick checks found when the agent started; to a server whose `Welcome` takes it.
+    Findings { findings: Vec<MachineWarning> },
     /// An orderly stop: no new work, please.
     Leaving { reason: String },
     /// A part of any of these that is too long to go at once.
@@ -131,6 +126,9 @@ pub enum ToAgent {
         /// distinguish a server that is gone from one that it cannot reach.
         #[serde(default)]
         server_lock: Option<String>,
+        /// This server understands `Sample` and `Findings`; older ones end the connection over what they do not know.
+        #[serde(default)]
+        takes_samples: bool,
     },
     /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
     Refused {

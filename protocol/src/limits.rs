@@ -55,3 +55,11 @@ pub const PEOPLE: usize = 1000;
 pub const PERSON_NAME_CHARS: usize = 64;
 /// A password's length, in characters.
 pub const PASSWORD_CHARS: std::ops::RangeInclusive<usize> = 10..=1024;
+/// GPUs of one machine whose measurements are kept.
+pub const MEASURED_GPUS: usize = 64;
+/// Findings of one machine that are kept.
+pub const FINDINGS: usize = 20;
+/// The text of a finding, in characters.
+pub const FINDING_CHARS: usize = 600;
+/// Machines whose measurements are kept; of more, those that were measured last.
+pub const MEASURED_MACHINES: usize = 256;

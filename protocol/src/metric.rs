@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Every metric name that a rank may report. Stores name them by their place: new ones go to the end.
-pub const NAMES: [&str; 18] = [
+pub const NAMES: [&str; 25] = [
     "loss",
     "accuracy",
     "lr",
@@ -23,6 +23,13 @@ pub const NAMES: [&str; 18] = [
     "gpu_memory_bytes",
     "gpu_power_watts",
     "gpu_temperature_celsius",
+    "cpu_utilization",
+    "memory_used_bytes",
+    "disk_used_bytes",
+    "disk_read_bytes_per_second",
+    "disk_written_bytes_per_second",
+    "network_received_bytes_per_second",
+    "network_sent_bytes_per_second",
 ];
 
 /// A run of points of one metric of one rank, steps ascending.
@@ -30,7 +37,8 @@ pub const NAMES: [&str; 18] = [
 /// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;
 /// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0, with float16
 /// `loss_scale` and `skipped_steps` (so far) too, and with `train.ema_decay` `val_ema_loss` and `val_ema_accuracy`, which are
-/// of the averaged weights where the others are of the weights themselves.
+/// of the averaged weights where the others are of the weights themselves. `gpu_...` come from every rank on a GPU, and those of
+/// the machine (`cpu_utilization` to `network_sent_bytes_per_second`) from one rank of each machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {
     pub name: String,

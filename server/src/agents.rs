@@ -3,7 +3,7 @@
 use crate::store::AgentRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, ToAgent},
+    agent::{AgentReply, AgentRequest, MachineWarning, ToAgent},
     inspect::was_killed,
     job::JobId,
 };
@@ -27,6 +27,10 @@ pub(crate) struct Online {
     pub(crate) only_job: Option<JobId>,
     /// It is stopping in order, for this reason.
     pub(crate) leaving: Option<String>,
+    /// Since when this connection is there.
+    pub(crate) connected_at: Timestamp,
+    /// What its `doctor` found when it started.
+    pub(crate) findings: Vec<MachineWarning>,
     to: mpsc::UnboundedSender<ToAgent>,
 }
 
@@ -129,7 +133,9 @@ impl Agents {
         }
         let connection = self.next.fetch_add(1, Ordering::Relaxed);
         // An earlier connection of the same agent ends as its sender is dropped here.
-        online.insert(row.id.clone(), Online { connection, row, only_job, leaving: None, to });
+        let (connected_at, findings) = (crate::now(), Vec::new());
+        let joined = Online { connection, only_job, leaving: None, connected_at, findings, to, row };
+        online.insert(joined.row.id.clone(), joined);
         Ok(connection)
     }
 
@@ -148,6 +154,13 @@ impl Agents {
             if let Some(reason) = leaving {
                 agent.leaving = Some(reason.to_owned());
             }
+        }
+    }
+
+    /// Notes what an agent's `doctor` found.
+    pub(crate) fn found(&self, id: &str, findings: Vec<MachineWarning>) {
+        if let Some(agent) = lock(&self.online).get_mut(id) {
+            agent.findings = findings;
         }
     }
 

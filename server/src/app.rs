@@ -13,6 +13,7 @@ use crate::{
     ingress::Ingress,
     inspections::Inspections,
     leases::Leases,
+    machines::Machines,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
 };
@@ -48,6 +49,7 @@ pub struct Parts {
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
     pub(crate) leases: Leases,
+    pub(crate) machines: Machines,
     pub(crate) wait_reasons: WaitReasons,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
@@ -86,6 +88,7 @@ impl App {
             dataset_roots: DatasetRoots::new(&config),
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
+            machines: Machines::default(),
             wait_reasons: WaitReasons::default(),
             config,
             store,

@@ -100,6 +100,14 @@ impl Leases {
             .collect()
     }
 
+    /// How long the attempts on an agent may continue without word from it: the one that has least; none: there is no attempt.
+    pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
+        let now = Instant::now();
+        let leases = self.by_job();
+        let held = leases.values().filter(|lease| lease.is_at(agent_id));
+        held.map(|lease| lease.until.saturating_duration_since(now)).min()
+    }
+
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
         let leases = self.by_job();

@@ -28,6 +28,8 @@ mod inspections;
 mod leases;
 pub mod lifecycle;
 mod listener;
+mod machine_minutes;
+mod machines;
 mod metrics;
 mod numbers;
 mod private;

@@ -8,8 +8,8 @@ use crate::{
     gate, guard,
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, events, fork, health, history, jobs, login, logs, metrics, metrics_query, pages, people,
-        people_pages, pictures, predict, projects, stream, tokens,
+        evaluation, events, fork, health, history, jobs, login, logs, machine_metrics, metrics,
+        metrics_query, pages, people, people_pages, pictures, predict, projects, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -82,6 +82,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
         .routes(routes!(agents::list))
+        .routes(routes!(machine_metrics::find))
         .routes(routes!(agents::drain))
         .routes(routes!(agents::undrain))
         .routes(routes!(agent_socket::socket))

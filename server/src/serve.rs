@@ -12,6 +12,7 @@ use crate::{
     ingest,
     ingress::Ingress,
     listener::{self, Listener},
+    machine_minutes,
     metrics::{compaction, retire},
     private, purge,
     router::build_router,
@@ -88,6 +89,7 @@ pub async fn serve(
     app.tasks.close();
     let _ = tokio::time::timeout(PATIENCE, app.tasks.wait()).await;
     access_upkeep::store_use(&app).await;
+    machine_minutes::store(&app, true).await;
     app.store.close().await;
     Ok(())
 }
@@ -127,6 +129,7 @@ async fn open(
     app.spawn(compaction::run(app.clone()));
     app.spawn(retire::run(app.clone()));
     app.spawn(purge::run(app.clone()));
+    app.spawn(machine_minutes::run(app.clone()));
     if let Some(certificate) = certificate {
         app.spawn(certificate.watch(app.config.certificate_check));
     }

@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Print only the environment variables of GPU ranks, for a shell to evaluate
     #[arg(long)]
     environment: bool,
+    /// Only look: open nothing on GPUs, which jobs may be using, and start no ranks
+    #[arg(long, conflicts_with = "ranks")]
+    quick: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -63,36 +66,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if !(1..=1024).contains(&args.ranks.unwrap_or(1)) {
         return Err(wrong("--ranks: 1 to 1024"));
     }
-    let mut findings = examine(&args.data_dir);
+    let mut findings = examine(&args.data_dir, args.quick);
     findings.extend(certificates(&args));
-    // What keeps ranks from using GPUs is among the findings.
-    let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
-    let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
-    if ranks as usize > gpus.len() || ranks < 2 {
-        gpus.clear();
-    }
-    let all_gather = match all_gather(ranks, &gpus) {
-        Ok(gathered) => Some(gathered),
-        Err(error) => {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let advice = if gpus.is_empty() && ranks as usize > 2 * cores {
-                format!("{ranks} ranks are many for {cores} cores; try --ranks {cores}.")
-            } else if gpus.is_empty() {
-                "Ranks of this machine cannot work together; see loopback above.".into()
-            } else {
-                "GPUs of this machine cannot work together. NCCL_DEBUG=INFO lockstep doctor says more; \
-                 see links and /dev/shm above."
-                    .into()
-            };
-            findings.push(Finding {
-                what: "all-gather".into(),
-                grade: Grade::Problem,
-                found: error,
-                advice: Some(advice),
-            });
-            None
-        }
-    };
+    let all_gather = if args.quick { None } else { meet(&args, &mut findings) };
     let problems = findings.iter().filter(|f| f.grade == Grade::Problem).count();
     if args.json {
         output::json(&Report { findings, all_gather })?;
@@ -136,6 +112,38 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         0 => Ok(()),
         1 => anyhow::bail!("a problem would keep jobs from training"),
         n => anyhow::bail!("{n} problems would keep jobs from training"),
+    }
+}
+
+/// Starts ranks that gather; what kept them from it is added to the findings.
+fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
+    // What keeps ranks from using GPUs is among the findings.
+    let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
+    let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
+    if ranks as usize > gpus.len() || ranks < 2 {
+        gpus.clear();
+    }
+    match all_gather(ranks, &gpus) {
+        Ok(gathered) => Some(gathered),
+        Err(error) => {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let advice = if gpus.is_empty() && ranks as usize > 2 * cores {
+                format!("{ranks} ranks are many for {cores} cores; try --ranks {cores}.")
+            } else if gpus.is_empty() {
+                "Ranks of this machine cannot work together; see loopback above.".into()
+            } else {
+                "GPUs of this machine cannot work together. NCCL_DEBUG=INFO lockstep doctor says more; \
+                 see links and /dev/shm above."
+                    .into()
+            };
+            findings.push(Finding {
+                what: "all-gather".into(),
+                grade: Grade::Problem,
+                found: error,
+                advice: Some(advice),
+            });
+            None
+        }
     }
 }
 

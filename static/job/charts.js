@@ -12,6 +12,14 @@ import { View } from "../chart/view.js";
 import { pictures } from "./facts.js";
 import { colourOf } from "./ranks.js";
 
+const perSecond = (v) => `${bytes(v)}/s`;
+/** Of the machine; one rank of each reports them. */
+const MACHINE = {
+  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true], memory_used_bytes: ["Memory in use", bytes, true],
+  disk_used_bytes: ["Disk in use", bytes, true],
+  disk_read_bytes_per_second: ["Read from disk", perSecond, true], disk_written_bytes_per_second: ["Written to disk", perSecond, true],
+  network_received_bytes_per_second: ["Network received", perSecond, true], network_sent_bytes_per_second: ["Network sent", perSecond, true],
+};
 /** What the last chart can show: label, how a value is written, and whether every rank has its own. */
 const OTHERS = {
   lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
@@ -20,7 +28,10 @@ const OTHERS = {
   loss_scale: ["Loss scale (float16)", value, false], skipped_steps: ["Skipped steps (float16)", value, false],
   gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
   gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
+  ...MACHINE,
 };
+/** Where the metrics of the list begin that are of devices. */
+const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
 /** Between two questions while the reader turns a wheel; the first is asked at once. */
 const SETTLE_MS = 80;
 
@@ -125,8 +136,16 @@ export class Charts {
     return all.sort((a, b) => front.has(a) - front.has(b)).map((r) => ({ ...line(r), alpha: !front.size || front.has(r) ? 1 : 0.18 }));
   }
 
+  /** A line a machine, by the rank that reports it. */
+  #perMachine(name) {
+    const { metrics } = this;
+    const reporting = metrics.ranksOf(name);
+    return reporting.map((rank) => ({ label: reporting.length > 1 ? `machine of rank ${rank}` : "machine", colour: colourOf(rank), series: metrics.of(name, rank) }));
+  }
+
   #otherLayers() {
     const [label, , each] = OTHERS[this.other];
+    if (this.other in MACHINE) return this.#perMachine(this.other);
     return each ? this.#perRank(this.other) : [{ label: label.toLowerCase(), colour: "accent", series: this.metrics.of(this.other) }];
   }
 
@@ -146,7 +165,12 @@ export class Charts {
     }
     smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
     const metric = byId("other-metric");
-    for (const [name, [label]] of Object.entries(OTHERS)) metric.add(new Option(label, name, false, name === this.other));
+    let group = metric;
+    for (const [name, [label]] of Object.entries(OTHERS)) {
+      const [title] = GROUPS.find(([, first]) => first === name) ?? [];
+      if (title) metric.append(group = Object.assign(document.createElement("optgroup"), { label: title }));
+      group.append(new Option(label, name, false, name === this.other));
+    }
     metric.addEventListener("change", async () => {
       this.other = metric.value;
       write({ metric: metric.value === "lr" ? "" : metric.value });

@@ -31,6 +31,11 @@ export class Metrics {
     return series;
   }
 
+  /** Ranks that have a point of a metric. */
+  ranksOf(name) {
+    return [...this.#series.values()].filter((s) => s.name === name && s.segments.length).map((s) => s.rank).sort((a, b) => a - b);
+  }
+
   mean(name) {
     let series = this.#means.get(name);
     if (!series) this.#means.set(name, series = new MeanSeries(name, this.ranks, 8192));

@@ -28,6 +28,7 @@ mod examples;
 mod faults;
 mod finetune;
 mod first_loss;
+mod join;
 mod life;
 mod manners;
 mod pause;

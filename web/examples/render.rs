@@ -211,6 +211,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         online,
         draining: false,
         last_seen_at: now - SignedDuration::from_secs(95),
+        connected_at: online.then(|| now - SignedDuration::from_secs(9000)),
+        lease_secs_left: (busy > 0).then_some(14.2),
+        sample: None,
+        warnings: Vec::new(),
         machine: Machine {
             hostname: format!("{name}.example"),
             cpu: "AMD EPYC 9654".into(),
@@ -239,7 +243,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let page = machines::MachinesPage {
         agents: vec![agent("h200-a", true, 4), agent("h200-b", true, 0), agent("node-7", false, 0)],
-        server_url: URL.into(),
+        join: machines::Join { server_url: Some(URL.into()), with_token: true, ..machines::Join::default() },
         now,
         viewer: VIEWER,
     };

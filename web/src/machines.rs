@@ -1,12 +1,18 @@
 //! The machines: one card an agent, one cell a slot and whose job holds it.
 
+mod gauges;
+mod join;
+
+pub use join::Join;
+
 use crate::{
     layout::{Bar, Nav, Viewer},
     numbers::{age, bytes, plural},
 };
 use askama::Template;
+use gauges::Gauge;
 use jiff::Timestamp;
-use lockstep_protocol::agent::{Machine, Slot};
+use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
 
 /// The job that holds a slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,8 +38,16 @@ pub struct AgentCard {
     pub draining: bool,
     /// Its newest heartbeat.
     pub last_seen_at: Timestamp,
+    /// Since when its connection is there.
+    pub connected_at: Option<Timestamp>,
+    /// Until its attempts end without word from it; none: it has no attempt.
+    pub lease_secs_left: Option<f64>,
     /// As it introduced itself.
     pub machine: Machine,
+    /// What it measures now.
+    pub sample: Option<MachineSample>,
+    /// What is not as it should be, the worst first.
+    pub warnings: Vec<MachineWarning>,
     /// In index order, each with its holder.
     pub slots: Vec<(Slot, Option<Holder>)>,
 }
@@ -43,8 +57,8 @@ pub struct AgentCard {
 pub struct MachinesPage {
     /// Online ones first, then by name.
     pub agents: Vec<AgentCard>,
-    /// This server's address, for the command that joins a machine.
-    pub server_url: String,
+    /// What joins another machine.
+    pub join: Join,
     /// What ages are counted from.
     pub now: Timestamp,
     /// Who looks.
@@ -86,16 +100,34 @@ impl MachinesTemplate<'_> {
 }
 
 impl AgentCard {
-    fn about(&self) -> String {
+    /// Hardware, version, and how the connection and its leases are.
+    fn about(&self, now: Timestamp) -> String {
         let m = &self.machine;
+        let connected = self.connected_at.map_or(String::new(), |since| match age(since, now).as_str() {
+            "just now" => " · connected just now".into(),
+            age => format!(" · connected {age}"),
+        });
+        let lease = match self.lease_secs_left {
+            Some(left) if self.online => format!(" · its attempts' lease has {left:.0} s left"),
+            Some(left) => format!(" · its attempts' lease ends in {left:.0} s"),
+            None => String::new(),
+        };
         format!(
-            "{} · {} · {} memory · {} free on disk · version {}",
+            "{} · {} · {} memory · version {}{connected}{lease}",
             m.cpu,
             plural(m.cores.into(), "core"),
             bytes(m.memory_bytes),
-            bytes(m.disk_free_bytes),
             m.version
         )
+    }
+
+    fn gauges(&self) -> [Gauge; 5] {
+        gauges::of_machine(self.sample.as_ref())
+    }
+
+    fn gpu_gauges(&self, slot: &Slot) -> [Gauge; 4] {
+        let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|gpu| gpu.slot == slot.index);
+        gauges::of_gpu(sample, slot.memory_bytes)
     }
 
     fn status(&self, now: Timestamp) -> String {

@@ -7,6 +7,7 @@ use crate::{
     agent::machine,
     comm::{CommError, ProcessGroup, Reduction, rendezvous::RendezvousError},
     gpu::libraries::{self, Which},
+    host::usage::memory_free,
     local_group::{Member, Met},
 };
 use serde::{Deserialize, Serialize};
@@ -58,10 +59,10 @@ fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
     Finding { what: what.into(), grade, found, advice }
 }
 
-/// Looks at everything; `dir` is where data would lie.
-pub fn examine(dir: &Path) -> Vec<Finding> {
+/// Looks at everything; `dir` is where data would lie. `quick`: opens nothing on a GPU, which ranks may need all of.
+pub fn examine(dir: &Path, quick: bool) -> Vec<Finding> {
     let mut findings = vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback()];
-    findings.extend(gpus::findings());
+    findings.extend(gpus::findings(quick));
     findings
 }
 
@@ -98,20 +99,7 @@ fn simd() -> Finding {
 }
 
 fn memory() -> Finding {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let bytes = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key));
-        line.and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
-    };
-    let (total, free) = (bytes("MemTotal:"), bytes("MemAvailable:"));
-    // A container's limit is the smaller truth (control groups version 2).
-    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let limit = number("/sys/fs/cgroup/memory.max").filter(|limit| *limit < total);
-    let used = number("/sys/fs/cgroup/memory.current").unwrap_or(0);
-    let (total, free) = match limit {
-        Some(limit) => (limit, free.min(limit.saturating_sub(used))),
-        None => (total, free),
-    };
+    let (free, total) = memory_free();
     let found = format!("{} free of {}", gib(free), gib(total));
     let grade = if free < LITTLE_MEMORY { Grade::Problem } else { Grade::Ok };
     let advice = if free < LITTLE_MEMORY {
@@ -264,13 +252,13 @@ mod tests {
     #[test]
     fn whatever_is_not_in_order_says_what_to_do() {
         let dir = tempfile::tempdir().unwrap();
-        let findings = examine(dir.path());
+        let findings = examine(dir.path(), false);
         for finding in &findings {
             assert!(!finding.found.is_empty(), "{finding:?}");
             let advised = finding.advice.as_ref().is_some_and(|a| !a.is_empty());
             assert_eq!(advised, finding.grade != Grade::Ok, "{finding:?}");
         }
-        let disk = examine(&dir.path().join("none")).into_iter().find(|f| f.what == "disk").unwrap();
+        let disk = examine(&dir.path().join("none"), true).into_iter().find(|f| f.what == "disk").unwrap();
         assert_eq!(disk.grade, Grade::Problem);
     }
 }

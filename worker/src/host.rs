@@ -1,6 +1,8 @@
 //! Facts of this machine and process, and files that others read while they are written.
 
+mod cgroup;
 mod listener_owner;
+pub(crate) mod usage;
 
 pub use listener_owner::listener_owners;
 

@@ -5,6 +5,7 @@
 
 mod config;
 mod error;
+mod machine_metrics;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -189,6 +190,11 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         reporter.log(&why);
         None
     });
+    let _machine =
+        machine_metrics::start(config, reporter.clone(), life.progress.clone()).unwrap_or_else(|why| {
+            reporter.log(&format!("no metrics of the machine: {why}"));
+            None
+        });
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
     let outcome = train(&Training {

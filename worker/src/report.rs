@@ -19,9 +19,11 @@ use std::{
 };
 
 mod observer;
+mod sampler;
 mod tail;
 
 pub use observer::Observer;
+pub(crate) use sampler::Sampler;
 pub use tail::{Tail, TailError};
 
 /// How long a point or a line may wait for others before it is written: a live chart moves at

@@ -59,8 +59,14 @@ impl Line {
         let FromAgent::Hello { attempts, slots, .. } = self.hear().await else { panic!("no Hello") };
         assert_eq!(slots.len(), 2);
         let (heartbeat_secs, lease_secs) = (0.1, 30.0);
-        let welcome =
-            ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock: None };
+        let welcome = ToAgent::Welcome {
+            heartbeat_secs,
+            lease_secs,
+            acknowledged,
+            revoked,
+            server_lock: None,
+            takes_samples: false,
+        };
         self.say(&welcome).await;
         attempts
     }

@@ -1,6 +1,7 @@
 //! An agent's connection: hello, heartbeats, reports in; welcome, work, acknowledgements out.
 
 mod identity;
+mod introduction;
 
 use crate::{
     access::Caller,
@@ -8,7 +9,8 @@ use crate::{
     dispatch,
     error::{Error, Problem, Result},
     inbox::{RESERVE_TIMEOUT, Work},
-    store::{AgentRow, Report},
+    machines,
+    store::Report,
 };
 use axum::{
     Extension,
@@ -20,11 +22,11 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
+use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
 use lockstep_protocol::{
-    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ToAgent},
+    agent::{FromAgent, Slot, ToAgent},
     reason::ReasonCode,
     stream::CLOSE_SIGNED_OUT,
-    unseen::first_unseen,
     wire::{self, Unfinished},
 };
 use std::{
@@ -38,14 +40,6 @@ use tokio::sync::mpsc;
 const MESSAGE_BYTES: usize = 16 << 20;
 /// Until `Hello` must have come, and for an answer to be taken.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Longest name of an agent, in bytes; its id alike.
-const NAME_BYTES: usize = 100;
-const SLOTS: usize = 1024;
-/// Attempts that an agent may hold: one per slot, and those whose end it has not reported.
-const ATTEMPTS: usize = 4 * SLOTS;
-const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
-/// What a machine says of itself, in bytes each.
-const DESCRIPTION_BYTES: usize = 500;
 
 /// For agents
 ///
@@ -137,51 +131,6 @@ fn read(
     }
 }
 
-struct Hello {
-    row: AgentRow,
-    attempts: Vec<AttemptRef>,
-    only_job: Option<lockstep_protocol::JobId>,
-    /// Whether it puts the parts of a long message together: from version 2 of the protocol.
-    takes_parts: bool,
-}
-
-/// Checks an agent's first message. The error is for the agent's user.
-fn introduction(message: FromAgent) -> std::result::Result<Hello, String> {
-    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job } = message else {
-        return Err("the first message of a connection must be Hello".into());
-    };
-    if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
-        return Err(format!(
-            "this server speaks version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
-             run the same version of lockstep on both"
-        ));
-    }
-    let named =
-        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_unseen(text).is_none();
-    if !named(&name) || !named(&agent_id) {
-        return Err(format!(
-            "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
-        ));
-    }
-    if slots.len() > SLOTS {
-        return Err(format!("an agent may have at most {SLOTS} slots"));
-    }
-    if attempts.len() > ATTEMPTS {
-        return Err(TOO_MANY_ATTEMPTS.into());
-    }
-    let (mut machine, mut slots) = (machine, slots);
-    for text in [&mut machine.hostname, &mut machine.cpu, &mut machine.version] {
-        text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
-    }
-    for slot in &mut slots {
-        for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {
-            text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
-        }
-    }
-    let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
-}
-
 async fn serve(app: App, caller: Caller, socket: WebSocket) {
     let (mut to, mut from) = socket.split();
     let mut unfinished = Unfinished::default();
@@ -225,6 +174,7 @@ async fn serve(app: App, caller: Caller, socket: WebSocket) {
         id: id.clone(),
         name: name.clone(),
         number: connection,
+        slots: hello.row.slots.clone(),
         cut,
         leaving: None,
         waited: Duration::ZERO,
@@ -311,6 +261,7 @@ struct Connection<'a> {
     id: String,
     name: String,
     number: u64,
+    slots: Vec<Slot>,
     cut: mpsc::Sender<()>,
     leaving: Option<String>,
     /// How long reports have waited for inbox space since the last heartbeat.
@@ -337,7 +288,9 @@ impl Connection<'_> {
             server_lock: Some(
                 crate::private::server_lock(&app.config.data_dir).to_string_lossy().into_owned(),
             ),
+            takes_samples: true,
         };
+        app.machines.connected(&self.id);
         send(to, &welcome).await?;
         // Somebody may have cancelled a job while its agent was away.
         for live in app.store.live_attempts().await.map_err(failed)? {
@@ -384,6 +337,10 @@ impl Connection<'_> {
                 app.inbox.put(Work::Report { agent, connection, report, reservation });
             }
             FromAgent::Reply { id, reply } => app.agents.replied(self.number, id, reply),
+            FromAgent::Sample(sample) => app.machines.add(&self.id, *sample, &self.slots, crate::now()),
+            FromAgent::Findings { findings } => {
+                app.agents.found(&self.id, machines::checked_findings(findings));
+            }
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
                 app.agents.heard(&self.id, crate::now(), Some(&reason));

@@ -9,10 +9,11 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
+    machines::{Looked, warnings},
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
-use lockstep_protocol::agent::{Machine, Slot};
+use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
 use serde::Serialize;
 use utoipa::ToSchema;
 
@@ -52,7 +53,18 @@ pub(crate) struct Agent {
     pub(super) draining: bool,
     #[schema(value_type = String)]
     pub(super) last_seen_at: Timestamp,
+    /// Since when its connection is there; absent when it is not.
+    #[schema(value_type = Option<String>)]
+    pub(super) connected_at: Option<Timestamp>,
+    /// Until the attempts here end without word from this agent, in seconds; absent when there are none.
+    pub(super) lease_secs_left: Option<f64>,
     pub(super) machine: Machine,
+    /// What it measured last; absent when that was never, or in an earlier life of the server.
+    pub(super) sample: Option<MachineSample>,
+    /// How many seconds ago that came.
+    pub(super) sample_age_secs: Option<f64>,
+    /// What is not as it should be, the worst first.
+    pub(super) warnings: Vec<MachineWarning>,
     pub(super) slots: Vec<SlotUse>,
 }
 
@@ -126,13 +138,32 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
         });
         let slots = slots.collect();
         let draining = app.agents.is_draining(&row.id);
+        let newest = app.machines.newest(&row.id);
+        let connected_at = now.map(|agent| agent.connected_at);
+        let looked = Looked {
+            machine: &row.machine,
+            newest: newest.as_ref(),
+            findings: now.map_or(&[], |agent| &agent.findings),
+            connected_at,
+            last_seen_at: row.last_seen_at,
+            attempts: app.leases.of_agent(&row.id).len(),
+            draining,
+            now: crate::now(),
+        };
+        let warnings = warnings(&looked);
+        let lease_secs_left = app.leases.left(&row.id).map(|left| left.as_secs_f64());
         Agent {
             id: row.id,
             name: row.name,
             online: now.is_some(),
             draining,
             last_seen_at: row.last_seen_at,
+            connected_at,
+            lease_secs_left,
             machine: row.machine,
+            sample_age_secs: newest.as_ref().map(|newest| newest.age.as_secs_f64()),
+            sample: newest.map(|newest| newest.sample),
+            warnings,
             slots,
         }
     });

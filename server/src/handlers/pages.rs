@@ -6,6 +6,7 @@ use super::{
     extract::{PageQuery, Path, job_id},
     inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
+    join,
     server_url::ServerUrl,
 };
 use crate::{
@@ -324,13 +325,25 @@ pub(crate) async fn machines(
             online: agent.online,
             draining: agent.draining,
             last_seen_at: agent.last_seen_at,
+            connected_at: agent.connected_at,
+            lease_secs_left: agent.lease_secs_left,
+            // An old one is not shown as if it were now.
+            sample: agent
+                .sample
+                .filter(|_| agent.online && agent.sample_age_secs.is_some_and(|age| age < 30.0)),
+            warnings: agent.warnings,
             machine: agent.machine,
             slots,
         });
     }
     html(
-        machines::MachinesPage { agents: cards, server_url, now: crate::now(), viewer: viewer(&caller) }
-            .render(),
+        machines::MachinesPage {
+            agents: cards,
+            join: join::commands(&app, &server_url, viewer(&caller).is_admin),
+            now: crate::now(),
+            viewer: viewer(&caller),
+        }
+        .render(),
     )
 }
 

@@ -25,8 +25,8 @@ pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
     Cursor, EventRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, Place, ProjectRow, Report, SessionRow, SortBy,
-    SortValue, Stored, TokenRow,
+    MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PersonRow, Place, ProjectRow, Report,
+    SessionRow, SortBy, SortValue, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -178,6 +178,13 @@ pub trait Store: Send + Sync + 'static {
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()>;
+
+    /// Stores means of minutes of machines, in place of those that are there.
+    async fn add_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()>;
+    /// A machine's minutes from this one on (counted since 1970), in order.
+    async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>>;
+    /// Removes minutes before this one, of all machines.
+    async fn purge_machine_minutes(&self, before: i64) -> Result<()>;
 
     /// Every person, by name.
     async fn people(&self) -> Result<Vec<PersonRow>>;

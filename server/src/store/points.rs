@@ -121,7 +121,7 @@ mod tests {
     fn a_metric_keeps_its_place() {
         // Rows name metrics by these numbers: new ones go to the end.
         assert_eq!(
-            &NAMES[..18],
+            &NAMES[..25],
             [
                 "loss",
                 "accuracy",
@@ -141,6 +141,13 @@ mod tests {
                 "gpu_memory_bytes",
                 "gpu_power_watts",
                 "gpu_temperature_celsius",
+                "cpu_utilization",
+                "memory_used_bytes",
+                "disk_used_bytes",
+                "disk_read_bytes_per_second",
+                "disk_written_bytes_per_second",
+                "network_received_bytes_per_second",
+                "network_sent_bytes_per_second",
             ]
         );
     }

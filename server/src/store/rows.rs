@@ -6,6 +6,7 @@ mod events;
 mod history;
 mod job_list;
 mod jobs;
+mod machines;
 mod metrics;
 mod people;
 
@@ -16,6 +17,7 @@ pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;
 pub use job_list::{Cursor, JobFilter, JobSort, Page, ProjectRow, SortBy, SortValue};
 pub use jobs::{Changed, Created, NewJob};
+pub use machines::MinuteRow;
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub(crate) use people::principal;
 pub use people::{Owned, PersonRow};

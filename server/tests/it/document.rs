@@ -246,6 +246,7 @@ async fn what_is_answered_is_documented() {
     ] {
         good("get", path, &job, None, 200).await;
     }
+    good("get", "/agents/{id}/metrics", "id-a", None, 200).await;
     let person = json!({"name": "pictures", "role": "viewer", "password": "correct horse"});
     good("post", "/people", "", Some(person), 201).await;
     good("patch", "/people/{name}", "", Some(json!({"role": "member"})), 200).await;

@@ -21,6 +21,7 @@ mod life;
 mod limits;
 mod listening;
 mod lists;
+mod machines;
 mod metrics;
 mod proxies;
 mod quarantine;

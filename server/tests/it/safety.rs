@@ -140,6 +140,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /datasets/{name}",
         "delete /datasets/{name}",
         "get /agents",
+        "get /agents/{id}/metrics",
         "get /agent/socket",
         "get /stream",
         "get /openapi.json",

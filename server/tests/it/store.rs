@@ -10,8 +10,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Annotation, Claim, Created, Ingested, JobFilter, MetricFilter, NewJob, Place, Report, Store,
-        StoreError, postgres::PostgresStore, sqlite::SqliteStore,
+        Annotation, Claim, Created, Ingested, JobFilter, MetricFilter, MinuteRow, NewJob, Place, Report,
+        Store, StoreError, postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
 
@@ -50,6 +50,15 @@ async fn scenario(store: &dyn Store) {
     assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
 
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::DatasetInUse(name)) if name == "p"));
+
+    let minute = |minute, data: &[u8]| MinuteRow { agent_id: "a".into(), minute, data: data.into() };
+    let other = MinuteRow { agent_id: "b".into(), ..minute(7, b"other") };
+    store.add_machine_minutes(&[minute(6, b"x"), minute(7, b"y"), minute(8, b"z"), other]).await.unwrap();
+    store.add_machine_minutes(&[minute(8, b"anew")]).await.unwrap();
+    assert_eq!(store.machine_minutes("a", 7).await.unwrap(), [minute(7, b"y"), minute(8, b"anew")]);
+    store.purge_machine_minutes(8).await.unwrap();
+    assert_eq!(store.machine_minutes("a", 0).await.unwrap(), [minute(8, b"anew")]);
+    assert_eq!(store.machine_minutes("b", 0).await.unwrap(), []);
 
     // Of two claims one makes an attempt.
     let claim = || Claim {

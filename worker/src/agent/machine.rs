@@ -1,8 +1,8 @@
 //! The description of this machine.
 
-use crate::host::{cores, cpu_name, hostname};
+use crate::host::{cores, cpu_name, hostname, usage::memory_bytes};
 use lockstep_protocol::agent::Machine;
-use std::{fs, path::Path};
+use std::path::Path;
 
 /// Describes this machine; `dir` is where its free disk space is measured.
 pub fn describe(dir: &Path) -> Machine {
@@ -15,14 +15,6 @@ pub fn describe(dir: &Path) -> Machine {
         disk_free_bytes,
         version: env!("CARGO_PKG_VERSION").into(),
     }
-}
-
-fn memory_bytes() -> u64 {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kibibytes = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse::<u64>().ok());
-    kibibytes.unwrap_or(0) * 1024
 }
 
 #[cfg(test)]

@@ -3,11 +3,13 @@
 
 mod address;
 mod attempt;
+mod findings;
 mod lease;
 pub mod machine;
 mod outbox;
 mod preflight;
 mod salvage;
+mod sampling;
 mod session;
 mod signals;
 mod slots;
@@ -18,7 +20,7 @@ use address::Address;
 use attempt::{Attempt, Order, Surroundings};
 use lease::Lease;
 use lockstep_protocol::{
-    agent::{AttemptRef, FencingToken, Slot, StartAttempt},
+    agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot, StartAttempt},
     job::JobId,
     reason::{Facts, Reason, ReasonCode},
 };
@@ -33,7 +35,7 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OnceCell, watch};
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
@@ -128,6 +130,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     // Started before ranks are adopted, which check it; ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(lease));
     let adopted: Vec<_> = state_dir.stored_attempts();
+    let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
         name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
@@ -138,6 +141,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         leaving: None,
         spool_bytes: options.spool_bytes,
         measured: Instant::now(),
+        samples,
+        findings: Arc::default(),
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
         only_job_failed: false,
         only_job_over: None,
@@ -180,6 +185,10 @@ struct Agent {
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
+    /// What the machine is doing.
+    samples: watch::Receiver<Option<MachineSample>>,
+    /// What is not in order on the machine, once that was looked for.
+    findings: Arc<OnceCell<Vec<MachineWarning>>>,
     /// The process that started this one, when its end is to be followed.
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,

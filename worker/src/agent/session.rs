@@ -4,13 +4,14 @@ use super::{
     Agent, Signals, Turn,
     address::Address,
     attempt::{Attempt, Order},
-    machine,
+    findings, machine,
     outbox::Outbox,
+    sampling,
 };
 use crate::{inspect, tls};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
-    agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, PROTOCOL_VERSION, ToAgent},
+    agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, MachineSample, PROTOCOL_VERSION, ToAgent},
     wire::{self, Unfinished},
 };
 use std::{
@@ -18,7 +19,7 @@ use std::{
     path::Path,
     time::{Duration, Instant},
 };
-use tokio::{net::TcpStream, task::JoinSet, time};
+use tokio::{net::TcpStream, sync::watch, task::JoinSet, time};
 use tokio_tungstenite::{
     MaybeTlsStream, WebSocketStream,
     tungstenite::{self, Message},
@@ -101,7 +102,14 @@ impl Session {
             Ok(answer) => answer,
         };
         match welcome {
-            Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock })) => {
+            Ok(Some(ToAgent::Welcome {
+                heartbeat_secs,
+                lease_secs,
+                acknowledged,
+                revoked,
+                server_lock,
+                takes_samples,
+            })) => {
                 agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
                 agent.around.lease.set_length(seconds(lease_secs));
                 agent.around.lease.renew(sent);
@@ -116,6 +124,7 @@ impl Session {
                     heartbeat_sent: None,
                     heard: Instant::now(),
                     answers: JoinSet::new(),
+                    samples: takes_samples.then(|| agent.samples.clone()),
                     unfinished: Unfinished::default(),
                     in_parts: 0,
                     parts: VecDeque::new(),
@@ -158,6 +167,8 @@ struct Connected {
     /// When the server last sent anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
+    /// What the machine is doing, for a server that takes it.
+    samples: Option<watch::Receiver<Option<MachineSample>>>,
     /// Messages that arrive in parts.
     unfinished: Unfinished,
     /// How many messages went in parts.
@@ -172,6 +183,9 @@ impl Connected {
             tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "no longer ours: ending its ranks");
             self.end(agent, &attempt, false);
             self.unwanted.insert(attempt);
+        }
+        if self.samples.is_some() {
+            self.look_around(agent);
         }
         let mut heartbeat = time::interval(self.heartbeat);
         heartbeat.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
@@ -188,6 +202,7 @@ impl Connected {
                 },
                 _ = heartbeat.tick() => self.beat(agent).await,
                 _ = pump.tick(), if !agent.attempts.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
+                sample = sampling::newest(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
                 Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
                     Ok(frames) => {
                         self.parts.extend(frames);
@@ -305,6 +320,16 @@ impl Connected {
         if let Some(attempt) = agent.attempts.values().find(|a| a.attempt() == attempt) {
             Attempt::order(attempt, Order::Stop { patient });
         }
+    }
+
+    /// Has the machine checked, once in the agent's life, and tells each server that it connects to.
+    fn look_around(&mut self, agent: &Agent) {
+        let (cell, program) = (agent.findings.clone(), agent.around.program.clone());
+        let (dir, idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());
+        self.answers.spawn(async move {
+            let findings = cell.get_or_init(|| findings::find(&program, &dir, idle)).await.clone();
+            FromAgent::Findings { findings }
+        });
     }
 
     /// Requests are handled concurrently, each by a process of its own, because they take time and memory.

@@ -8,8 +8,8 @@ use crate::gpu::{
 };
 use std::fs;
 
-/// What there is of GPUs, and of what ranks on them need.
-pub(super) fn findings() -> Vec<Finding> {
+/// What there is of GPUs, and of what ranks on them need; `quick`: what can be seen without a context on one.
+pub(super) fn findings(quick: bool) -> Vec<Finding> {
     let libraries = Libraries::find();
     let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
     if driver.is_none() && libraries.get(Which::Driver).is_none() {
@@ -36,7 +36,7 @@ pub(super) fn findings() -> Vec<Finding> {
     for which in Which::ALL.into_iter().filter(|which| *which != Which::Nvml) {
         findings.push(library(&libraries, which, all.len(), cuda.as_deref()));
     }
-    if libraries.get(Which::Nvjpeg).is_some() {
+    if !quick && libraries.get(Which::Nvjpeg).is_some() {
         findings.push(jpeg_decoder(nvjpeg::hardware()));
     }
     findings
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_gpus_gets_one_note_about_them() {
-        let about: Vec<_> = findings();
+        let about: Vec<_> = findings(false);
         if about.len() == 1 {
             assert_eq!((about[0].what.as_str(), about[0].grade), ("GPUs", Grade::Note));
             assert!(about[0].advice.as_ref().is_some_and(|a| a.contains("CPU")), "{about:?}");

@@ -1,14 +1,10 @@
 //! Metrics of a rank's GPU, reported once a second while training moves on.
 
 use super::libraries::{Libraries, Which};
-use crate::report::Observer;
+use crate::report::{self, Observer};
 use nvml_wrapper::{Nvml, enum_wrappers::device::TemperatureSensor, error::NvmlError};
 use std::{
-    sync::{
-        Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread::JoinHandle,
+    sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -25,11 +21,32 @@ pub struct Sample {
     pub temperature_celsius: Option<f32>,
 }
 
-/// Tells metrics until it is dropped.
+/// Asks NVML about GPUs. It opens no context, so no GPU memory is taken.
+#[derive(Debug)]
+pub(crate) struct Reader(Nvml);
+
+impl Reader {
+    /// # Errors
+    /// NVML is not there; a sentence.
+    pub(crate) fn open() -> Result<Self, String> {
+        let libraries = Libraries::find();
+        let path = libraries.get(Which::Nvml).map(|nvml| nvml.path.clone());
+        let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) is not there")?;
+        let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
+        nvml.map(Self).map_err(|e| format!("no GPU metrics: NVML: {e}"))
+    }
+
+    /// # Errors
+    /// NVML's own: it does not know the GPU, or the GPU does not answer.
+    pub(crate) fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
+        sample(&self.0, uuid)
+    }
+}
+
+/// Reports a GPU's metrics until it is dropped.
 #[derive(Debug)]
 pub struct Sampler {
-    ended: Arc<(Mutex<bool>, Condvar)>,
-    thread: Option<JoinHandle<()>>,
+    _inner: report::Sampler,
 }
 
 impl Sampler {
@@ -41,16 +58,10 @@ impl Sampler {
     /// # Errors
     /// NVML is not there or does not know the GPU; a sentence. Training does without.
     pub fn start(uuid: &str, observer: Arc<dyn Observer>, progress: Arc<AtomicU64>) -> Result<Self, String> {
-        let libraries = Libraries::find();
-        let path = libraries.get(Which::Nvml).map(|nvml| nvml.path.clone());
-        let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) is not there")?;
-        let nvml = Nvml::builder()
-            .lib_path(path.as_os_str())
-            .init()
-            .map_err(|e| format!("no GPU metrics: NVML: {e}"))?;
-        sample(&nvml, uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
+        let reader = Reader::open()?;
+        reader.sample(uuid).map_err(|e| format!("no GPU metrics: NVML on {uuid}: {e}"))?;
         let uuid = uuid.to_owned();
-        let look = move || sample(&nvml, &uuid).ok();
+        let look = move || reader.sample(&uuid).ok();
         Self::with(look, observer, progress, EVERY).map_err(|e| e.to_string())
     }
 
@@ -60,55 +71,20 @@ impl Sampler {
         progress: Arc<AtomicU64>,
         every: Duration,
     ) -> std::io::Result<Self> {
-        let ended = Arc::new((Mutex::new(false), Condvar::new()));
-        let asked_to_end = ended.clone();
-        let mut last = progress.load(Ordering::Relaxed);
-        let watch = move || {
-            let (flag, changed) = &*asked_to_end;
-            let mut over = flag.lock().unwrap_or_else(PoisonError::into_inner);
-            loop {
-                (over, _) = changed
-                    .wait_timeout_while(over, every, |over| !*over)
-                    .unwrap_or_else(PoisonError::into_inner);
-                if *over {
-                    return;
-                }
-                let step = progress.load(Ordering::Relaxed);
-                if step == last {
-                    continue;
-                }
-                last = step;
-                if let Some(sample) = look() {
-                    tell(observer.as_ref(), step, sample);
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name("gpu metrics".into()).spawn(watch)?;
-        Ok(Self { ended, thread: Some(thread) })
+        let measure = move || look().map(metrics).unwrap_or_default();
+        let inner = report::Sampler::start("gpu metrics", every, observer, progress, measure)?;
+        Ok(Self { _inner: inner })
     }
 }
 
-impl Drop for Sampler {
-    fn drop(&mut self) {
-        *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.ended.1.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // It only reads and reports.
-            let _ = thread.join();
-        }
-    }
-}
-
-fn tell(observer: &dyn Observer, step: u64, sample: Sample) {
-    let metric = |name, value: Option<f32>| {
-        if let Some(value) = value {
-            observer.metric(name, step, value);
-        }
-    };
-    metric("gpu_utilization", sample.utilization);
-    metric("gpu_memory_bytes", Some(sample.memory_bytes as f32));
-    metric("gpu_power_watts", sample.power_watts);
-    metric("gpu_temperature_celsius", sample.temperature_celsius);
+fn metrics(sample: Sample) -> Vec<(&'static str, f32)> {
+    let measured = [
+        ("gpu_utilization", sample.utilization),
+        ("gpu_memory_bytes", Some(sample.memory_bytes as f32)),
+        ("gpu_power_watts", sample.power_watts),
+        ("gpu_temperature_celsius", sample.temperature_celsius),
+    ];
+    measured.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
 fn sample(nvml: &Nvml, uuid: &str) -> Result<Sample, NvmlError> {
@@ -130,7 +106,10 @@ fn sample(nvml: &Nvml, uuid: &str) -> Result<Sample, NvmlError> {
 mod tests {
     use super::*;
     use lockstep_protocol::agent::AttemptEvent;
-    use std::{sync::mpsc, time::Instant};
+    use std::{
+        sync::{Mutex, atomic::Ordering, mpsc},
+        time::Instant,
+    };
 
     struct Told(Mutex<mpsc::Sender<(String, u64, f32)>>);
 

@@ -18,6 +18,7 @@ mod history;
 mod ingest;
 mod job_list;
 mod jobs;
+mod machines;
 mod people;
 mod purge;
 mod reads;
@@ -28,8 +29,8 @@ use super::dialect::{
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
     Created, EventRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, NewJob, Owned, Page, PersonRow, ProjectRow, Report, Result, SessionRow, Store,
-    TokenRow,
+    MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PersonRow, ProjectRow, Report, Result,
+    SessionRow, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -213,6 +214,15 @@ impl Store for SqlStore {
     }
     async fn set_draining(&self, agent: &str, draining: bool) -> Result<()> {
         self.write_draining(agent, draining).await
+    }
+    async fn add_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
+        self.insert_machine_minutes(minutes).await
+    }
+    async fn machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>> {
+        self.read_machine_minutes(agent, from).await
+    }
+    async fn purge_machine_minutes(&self, before: i64) -> Result<()> {
+        self.remove_machine_minutes(before).await
     }
     async fn people(&self) -> Result<Vec<PersonRow>> {
         self.list_people().await

@@ -1,0 +1,71 @@
+//! A machine: how it introduces itself, what its agent measures there every few seconds, and what `doctor` found.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// A machine as it introduces itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Machine {
+    pub hostname: String,
+    pub cpu: String,
+    pub cores: u32,
+    pub memory_bytes: u64,
+    pub disk_free_bytes: u64,
+    pub version: String,
+}
+
+/// What an agent has measured of its machine. What the system does not say is absent. A container with limits of its own
+/// (control groups) is a machine of that size.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MachineSample {
+    /// By the machine's own clock.
+    #[schema(value_type = String)]
+    pub at: Timestamp,
+    /// CPUs that the agent's processes may use; a container's limit may be a part of one.
+    pub cpus: f32,
+    /// All CPUs of the machine.
+    pub host_cpus: u32,
+    /// Busy part of `cpus` since the sample before, 0 to 1.
+    pub cpu_utilization: Option<f32>,
+    /// Processes that ran or waited for a CPU, a mean of the last minute, of the whole machine.
+    pub load: Option<f32>,
+    pub memory_used_bytes: u64,
+    /// What processes here may have together.
+    pub memory_bytes: u64,
+    /// All memory of the machine.
+    pub host_memory_bytes: u64,
+    /// Of the file system of the agent's folder.
+    pub disk_used_bytes: u64,
+    /// What is used and what this account may still use.
+    pub disk_bytes: u64,
+    /// Of all disks.
+    pub disk_read_bytes_per_second: Option<u64>,
+    pub disk_written_bytes_per_second: Option<u64>,
+    /// Of all interfaces but loopback. InfiniBand's own traffic does not pass through them.
+    pub network_received_bytes_per_second: Option<u64>,
+    pub network_sent_bytes_per_second: Option<u64>,
+    /// Of slots that are GPUs.
+    pub gpus: Vec<GpuSample>,
+}
+
+/// What NVML said of a slot's GPU.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct GpuSample {
+    pub slot: u32,
+    /// Part of the last moment in which something ran on it, 0 to 1.
+    pub utilization: Option<f32>,
+    /// Taken by anybody.
+    pub memory_used_bytes: u64,
+    pub temperature_celsius: Option<f32>,
+    pub power_watts: Option<f32>,
+}
+
+/// Something about a machine that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MachineWarning {
+    /// Training will fail or crawl; otherwise it works, but.
+    pub problem: bool,
+    /// Sentences for people: what there is, and what to do about it.
+    pub text: String,
+}

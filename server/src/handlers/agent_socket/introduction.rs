@@ -1,0 +1,63 @@
+//! An agent's first message.
+
+use crate::store::AgentRow;
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION},
+    unseen::first_unseen,
+};
+
+/// Longest name of an agent, in bytes; its id alike.
+const NAME_BYTES: usize = 100;
+const SLOTS: usize = 1024;
+/// Attempts that an agent may hold: one per slot, and those whose end it has not reported.
+pub(super) const ATTEMPTS: usize = 4 * SLOTS;
+pub(super) const TOO_MANY_ATTEMPTS: &str = "it speaks of more than 4096 attempts";
+/// What a machine says of itself, in bytes each.
+const DESCRIPTION_BYTES: usize = 500;
+
+/// What it said, checked.
+pub(super) struct Hello {
+    pub(super) row: AgentRow,
+    pub(super) attempts: Vec<AttemptRef>,
+    pub(super) only_job: Option<JobId>,
+    /// Whether it puts the parts of a long message together: from version 2 of the protocol.
+    pub(super) takes_parts: bool,
+}
+
+/// Checks an agent's first message. The error is for the agent's user.
+pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
+    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job } = message else {
+        return Err("the first message of a connection must be Hello".into());
+    };
+    if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
+        return Err(format!(
+            "this server speaks version {PROTOCOL_VERSION} of the protocol and the agent version {protocol}; \
+             run the same version of lockstep on both"
+        ));
+    }
+    let named =
+        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_unseen(text).is_none();
+    if !named(&name) || !named(&agent_id) {
+        return Err(format!(
+            "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
+        ));
+    }
+    if slots.len() > SLOTS {
+        return Err(format!("an agent may have at most {SLOTS} slots"));
+    }
+    if attempts.len() > ATTEMPTS {
+        return Err(TOO_MANY_ATTEMPTS.into());
+    }
+    let (mut machine, mut slots) = (machine, slots);
+    for text in [&mut machine.hostname, &mut machine.cpu, &mut machine.version] {
+        text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
+    }
+    for slot in &mut slots {
+        for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {
+            text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
+        }
+    }
+    let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
+    Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
+}

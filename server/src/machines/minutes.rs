@@ -1,0 +1,48 @@
+//! Means of whole minutes, as the database keeps them.
+
+use super::point::{Point, Sums};
+use crate::store::MinuteRow;
+use jiff::Timestamp;
+
+/// A row's means, at the minute's end; `None` where another version has written something else.
+pub(crate) fn point_of(row: &MinuteRow) -> Option<Point> {
+    let end = row.minute.checked_add(1)?.checked_mul(60)?;
+    Point::decode(Timestamp::from_second(end).ok()?, &row.data)
+}
+
+/// The number of the minute that a time is in.
+pub(crate) fn minute_of(at: Timestamp) -> i64 {
+    at.as_second().div_euclid(60)
+}
+
+/// The minute that is under way.
+#[derive(Debug)]
+pub(crate) struct Minute {
+    minute: i64,
+    points: u32,
+    sums: Sums,
+}
+
+impl Minute {
+    pub(crate) fn new(at: Timestamp) -> Self {
+        Self { minute: minute_of(at), points: 0, sums: Sums::default() }
+    }
+
+    /// Adds a point; where it begins a new minute, returns the one before.
+    pub(crate) fn add(&mut self, agent: &str, point: &Point) -> Option<MinuteRow> {
+        let finished = self.finish(agent, point.at, false);
+        self.sums.add(point);
+        self.points += 1;
+        finished
+    }
+
+    /// Ends the minute if `now` is in another one, or at once; returns it unless nothing was measured in it.
+    pub(crate) fn finish(&mut self, agent: &str, now: Timestamp, at_once: bool) -> Option<MinuteRow> {
+        if minute_of(now) == self.minute && !at_once {
+            return None;
+        }
+        let before = std::mem::replace(self, Self::new(now));
+        let data = before.sums.mean(now).encode();
+        (before.points > 0).then(|| MinuteRow { agent_id: agent.to_owned(), minute: before.minute, data })
+    }
+}

@@ -1,0 +1,148 @@
+//! Measurements of one moment, or means of many.
+
+use jiff::Timestamp;
+use lockstep_protocol::agent::{GpuSample, MachineSample};
+
+/// What is kept of a machine, in this order.
+pub(crate) const MACHINE_METRICS: [&str; 8] = [
+    "cpu_utilization",
+    "load",
+    "memory_used_bytes",
+    "disk_used_bytes",
+    "disk_read_bytes_per_second",
+    "disk_written_bytes_per_second",
+    "network_received_bytes_per_second",
+    "network_sent_bytes_per_second",
+];
+/// What is kept of each GPU.
+pub(crate) const GPU_METRICS: [&str; 4] =
+    ["utilization", "memory_used_bytes", "temperature_celsius", "power_watts"];
+
+/// Measurements of a moment by this server's clock; NaN for what was not measured.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Point {
+    pub(crate) at: Timestamp,
+    pub(crate) machine: [f32; MACHINE_METRICS.len()],
+    /// By slot.
+    pub(crate) gpus: Vec<(u32, [f32; GPU_METRICS.len()])>,
+}
+
+fn number(value: Option<f32>) -> f32 {
+    value.unwrap_or(f32::NAN)
+}
+
+fn whole(value: Option<u64>) -> f32 {
+    value.map_or(f32::NAN, |value| value as f32)
+}
+
+impl Point {
+    pub(crate) fn of(at: Timestamp, sample: &MachineSample) -> Self {
+        let gpu = |gpu: &GpuSample| {
+            let GpuSample { slot, utilization, memory_used_bytes, temperature_celsius, power_watts } = gpu;
+            let memory = *memory_used_bytes as f32;
+            (*slot, [number(*utilization), memory, number(*temperature_celsius), number(*power_watts)])
+        };
+        Self {
+            at,
+            machine: [
+                number(sample.cpu_utilization),
+                number(sample.load),
+                sample.memory_used_bytes as f32,
+                sample.disk_used_bytes as f32,
+                whole(sample.disk_read_bytes_per_second),
+                whole(sample.disk_written_bytes_per_second),
+                whole(sample.network_received_bytes_per_second),
+                whole(sample.network_sent_bytes_per_second),
+            ],
+            gpus: sample.gpus.iter().map(gpu).collect(),
+        }
+    }
+
+    /// For the database: how many values of the machine, these, and for each GPU its slot and values; all little endian.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![self.machine.len() as u8];
+        out.extend(self.machine.iter().flat_map(|value| value.to_le_bytes()));
+        for (slot, values) in &self.gpus {
+            out.extend(slot.to_le_bytes());
+            out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        }
+        out
+    }
+
+    /// What [`Point::encode`] made, also with another number of values of the machine; `None` for anything else.
+    pub(crate) fn decode(at: Timestamp, bytes: &[u8]) -> Option<Self> {
+        let (count, rest) = bytes.split_first()?;
+        let (machine_bytes, gpu_bytes) = rest.split_at_checked(4 * usize::from(*count))?;
+        let mut machine = [f32::NAN; MACHINE_METRICS.len()];
+        for (to, from) in machine.iter_mut().zip(machine_bytes.as_chunks().0) {
+            *to = f32::from_le_bytes(*from);
+        }
+        let (gpus, left) = gpu_bytes.as_chunks::<{ 4 + 4 * GPU_METRICS.len() }>();
+        let gpu = |bytes: &[u8; 4 + 4 * GPU_METRICS.len()]| {
+            let (words, _) = bytes.as_chunks::<4>();
+            let mut values = [f32::NAN; GPU_METRICS.len()];
+            for (to, from) in values.iter_mut().zip(&words[1..]) {
+                *to = f32::from_le_bytes(*from);
+            }
+            (u32::from_le_bytes(words[0]), values)
+        };
+        left.is_empty().then(|| Self { at, machine, gpus: gpus.iter().map(gpu).collect() })
+    }
+}
+
+/// Sums of what was measured.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Sums {
+    machine: [(f64, u32); MACHINE_METRICS.len()],
+    gpus: Vec<(u32, [(f64, u32); GPU_METRICS.len()])>,
+}
+
+fn add(sums: &mut [(f64, u32)], values: &[f32]) {
+    for ((sum, count), value) in sums.iter_mut().zip(values) {
+        if value.is_finite() {
+            *sum += f64::from(*value);
+            *count += 1;
+        }
+    }
+}
+
+fn means<const N: usize>(sums: [(f64, u32); N]) -> [f32; N] {
+    // None of nothing: 0 / 0 is NaN.
+    sums.map(|(sum, count)| (sum / f64::from(count)) as f32)
+}
+
+impl Sums {
+    pub(super) fn add(&mut self, point: &Point) {
+        add(&mut self.machine, &point.machine);
+        for (slot, values) in &point.gpus {
+            let place = self.gpus.iter().position(|(known, _)| known == slot).unwrap_or_else(|| {
+                self.gpus.push((*slot, Default::default()));
+                self.gpus.len() - 1
+            });
+            add(&mut self.gpus[place].1, values);
+        }
+    }
+
+    pub(super) fn mean(&self, at: Timestamp) -> Point {
+        let gpus = self.gpus.iter().map(|(slot, sums)| (*slot, means(*sums))).collect();
+        Point { at, machine: means(self.machine), gpus }
+    }
+}
+
+/// Means of points in `count` stretches of equal length between two times; one without a point has NaN alone, so that a line has a
+/// gap there. Each stands for its stretch by the time of its end.
+pub(crate) fn buckets(points: &[Point], from: Timestamp, to: Timestamp, count: u32) -> Vec<Point> {
+    let (start, count) = (from.as_millisecond(), i64::from(count.max(1)));
+    let length = (to.as_millisecond() - start).max(count);
+    let mut all = vec![Sums::default(); count as usize];
+    for point in points {
+        let place = (point.at.as_millisecond() - start) * count / length;
+        if let Some(sums) = usize::try_from(place.min(count - 1)).ok().and_then(|place| all.get_mut(place)) {
+            sums.add(point);
+        }
+    }
+    let end = |place: usize| start + length * (place as i64 + 1) / count;
+    let mean =
+        |(place, sums): (usize, &Sums)| sums.mean(Timestamp::from_millisecond(end(place)).unwrap_or(to));
+    all.iter().enumerate().map(mean).collect()
+}

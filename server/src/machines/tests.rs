@@ -1,0 +1,188 @@
+use super::{warnings::CLOCK_MS, *};
+use lockstep_protocol::agent::{GpuSample, Machine};
+
+fn at(secs: i64) -> Timestamp {
+    Timestamp::from_second(1_800_000_000 + secs).unwrap()
+}
+
+fn sample(busy: f32, gpus: u32) -> MachineSample {
+    let gpu = |slot| GpuSample {
+        slot,
+        utilization: Some(0.5),
+        memory_used_bytes: 1 << 30,
+        temperature_celsius: Some(60.0),
+        power_watts: None,
+    };
+    MachineSample {
+        at: at(0),
+        cpus: 2.0,
+        host_cpus: 64,
+        cpu_utilization: Some(busy),
+        load: Some(1.0),
+        memory_used_bytes: 1 << 30,
+        memory_bytes: 4 << 30,
+        host_memory_bytes: 256 << 30,
+        disk_used_bytes: 100_000_000_000,
+        disk_bytes: 1_000_000_000_000,
+        disk_read_bytes_per_second: Some(0),
+        disk_written_bytes_per_second: None,
+        network_received_bytes_per_second: Some(1000),
+        network_sent_bytes_per_second: Some(u64::MAX),
+        gpus: (0..gpus).map(gpu).collect(),
+    }
+}
+
+fn slots(count: u32) -> Vec<Slot> {
+    let slot = |index| Slot { index, device: "cuda".into(), name: "g".into(), memory_bytes: 1, uuid: None };
+    (0..count).map(slot).collect()
+}
+
+#[test]
+fn a_point_comes_back_from_its_bytes_and_nonsense_is_none() {
+    let point = Point::of(at(0), &sample(0.25, 8));
+    let bytes = point.encode();
+    assert!(bytes.len() < 200, "{}", bytes.len());
+    let back = Point::decode(at(0), &bytes).unwrap();
+    assert_eq!(format!("{back:?}"), format!("{point:?}"), "NaN is not equal to itself");
+    for end in [0, 1, 5, bytes.len() - 1] {
+        assert!(Point::decode(at(0), &bytes[..end]).is_none(), "cut at {end}");
+    }
+    // Of a version that keeps fewer values.
+    let fewer = [vec![1], 0.5f32.to_le_bytes().to_vec()].concat();
+    let fewer = Point::decode(at(0), &fewer).unwrap();
+    assert!(fewer.machine[0] == 0.5 && fewer.machine[1].is_nan() && fewer.gpus.is_empty());
+}
+
+#[test]
+fn a_minute_is_the_mean_of_its_points() {
+    let mut minute = Minute::new(at(0));
+    for (secs, busy) in [(0, 0.2), (5, 0.4), (10, f32::NAN)] {
+        let point = Point::of(at(secs), &sample(busy, u32::from(secs == 5)));
+        assert_eq!(minute.add("a", &point), None);
+    }
+    let row = minute.add("a", &Point::of(at(60), &sample(1.0, 0))).expect("a minute is over");
+    let point = point_of(&row).unwrap();
+    assert!((point.machine[0] - 0.3).abs() < 1e-6, "{point:?}");
+    assert_eq!((point.gpus.len(), point.at), (1, at(60)));
+    assert!(minute.finish("a", at(61), false).is_none(), "it is not over");
+    assert!(minute.finish("a", at(61), true).is_some());
+    assert!(minute.finish("a", at(180), false).is_none(), "nothing was measured in it");
+}
+
+#[test]
+fn stretches_without_a_point_are_gaps() {
+    let points: Vec<_> =
+        [(0, 0.0), (10, 1.0), (95, 0.5)].map(|(secs, busy)| Point::of(at(secs), &sample(busy, 0))).into();
+    let found = buckets(&points, at(0), at(100), 4);
+    let busy: Vec<_> = found.iter().map(|p| p.machine[0]).collect();
+    assert!(busy[0] == 0.5 && busy[1].is_nan() && busy[2].is_nan() && busy[3] == 0.5, "{busy:?}");
+    assert_eq!(found.iter().map(|p| p.at).collect::<Vec<_>>(), [at(25), at(50), at(75), at(100)]);
+    assert_eq!(buckets(&[], at(0), at(0), 1).len(), 1);
+}
+
+#[test]
+fn what_no_machine_has_is_left_out() {
+    let mut odd = sample(f32::NAN, MEASURED_GPUS as u32 + 1);
+    odd.load = Some(f32::INFINITY);
+    odd.gpus[0].utilization = Some(1.5);
+    odd.gpus[1].temperature_celsius = Some(-300.0);
+    odd.gpus.push(odd.gpus[2].clone());
+    let kept = checked(odd.clone(), &slots(1000));
+    assert_eq!((kept.cpu_utilization, kept.load), (None, None));
+    assert_eq!((kept.gpus[0].utilization, kept.gpus[1].temperature_celsius), (None, None));
+    assert_eq!((kept.gpus.len(), kept.network_sent_bytes_per_second), (MEASURED_GPUS, Some(MOST as u64)));
+    assert_eq!(checked(odd.clone(), &slots(2)).gpus.len(), 2, "an agent has the slots that it has");
+    odd.gpus.truncate(MEASURED_GPUS);
+    assert_eq!(checked(odd, &slots(1000)).gpus.len(), MEASURED_GPUS);
+
+    let finding = |text: &str| MachineWarning { problem: true, text: text.into() };
+    let long = "x".repeat(FINDING_CHARS);
+    assert_eq!(checked_findings(vec![finding(&long)])[0].text.len(), FINDING_CHARS);
+    assert_eq!(checked_findings(vec![finding(&format!("{long}y"))])[0].text.len(), FINDING_CHARS);
+    assert_eq!(checked_findings(vec![finding("a"); FINDINGS + 1]).len(), FINDINGS);
+    assert_eq!(checked_findings(vec![finding("a\u{202e}b")])[0].text, r"a\u202eb");
+}
+
+#[test]
+fn machines_and_samples_are_bounded() {
+    let machines = Machines::default();
+    for number in 0..=MEASURED_MACHINES {
+        machines.add(&format!("m{number}"), sample(0.5, 1), &slots(1), at(number as i64));
+    }
+    assert_eq!(machines.all().len(), MEASURED_MACHINES);
+    assert!(machines.newest("m0").is_none() && machines.newest("m1").is_some());
+    // A second one at once is ignored.
+    machines.add("m1", sample(0.9, 1), &slots(1), at(2));
+    assert_eq!(machines.newest("m1").unwrap().sample.cpu_utilization, Some(0.5));
+    for number in 0..2 * RECENT as i64 {
+        if let Some(measured) = machines.all().get_mut("m1") {
+            measured.heard -= CLOSEST;
+        }
+        machines.add("m1", sample(0.5, 1), &slots(1), at(100 + 5 * number));
+    }
+    let (unstored, recent) = machines.since("m1", at(0));
+    assert_eq!(recent.len(), RECENT);
+    assert!(unstored.len() > 15 && unstored.len() <= UNSTORED, "{}", unstored.len());
+    let taken = machines.take_minutes(at(100_000), false);
+    assert!(machines.take_minutes(at(100_000), true).is_empty());
+    machines.give_back(taken.clone());
+    assert_eq!(machines.take_minutes(at(100_000), false).len(), taken.len());
+}
+
+fn looked<'a>(machine: &'a Machine, newest: Option<&'a Newest>) -> Looked<'a> {
+    Looked {
+        machine,
+        newest,
+        findings: &[],
+        connected_at: Some(at(0)),
+        last_seen_at: at(0),
+        attempts: 0,
+        draining: false,
+        now: at(100),
+    }
+}
+
+#[test]
+fn what_is_wrong_is_said_in_words() {
+    let machine = Machine {
+        hostname: "h".into(),
+        cpu: "c".into(),
+        cores: 2,
+        memory_bytes: 1,
+        disk_free_bytes: 1,
+        version: env!("CARGO_PKG_VERSION").into(),
+    };
+    let age = Duration::from_secs(1);
+    let good = Newest { sample: sample(0.5, 0), age, clock_behind_ms: Some(CLOCK_MS) };
+    let of = |machine: &Machine, newest: &Newest| {
+        warnings(&looked(machine, Some(newest))).into_iter().map(|w| w.text).collect::<Vec<_>>()
+    };
+    assert_eq!(of(&machine, &good), [""; 0]);
+    for (ms, words) in [(CLOCK_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
+        let found = of(&machine, &Newest { clock_behind_ms: Some(ms), ..good.clone() });
+        assert!(found.len() == 1 && found[0].contains(words), "{found:?}");
+    }
+    let found = of(&Machine { version: "0.0.9".into(), ..machine.clone() }, &good);
+    assert!(found.len() == 1 && found[0].contains("version 0.0.9"), "{found:?}");
+    let mut full = good.clone();
+    full.sample.disk_used_bytes = 995_000_000_000;
+    full.sample.memory_used_bytes = full.sample.memory_bytes;
+    let found = warnings(&looked(&machine, Some(&full)));
+    assert!(found.len() == 2 && found.iter().all(|w| w.problem), "{found:?}");
+    let silent = Newest { age: SILENT_FOR, ..good };
+    let found = of(&machine, &silent);
+    assert!(found.len() == 1 && found[0].contains("sends no measurements"), "{found:?}");
+    let finding = MachineWarning { problem: true, text: "memory: little".into() };
+    let offline = Looked {
+        connected_at: None,
+        attempts: 1,
+        draining: true,
+        findings: std::slice::from_ref(&finding),
+        ..looked(&machine, None)
+    };
+    let found = warnings(&offline);
+    assert!(found[0].problem && found[0].text.contains("Offline for 100 s"), "{found:?}");
+    assert!(found.contains(&finding) && found.iter().any(|w| w.text.contains("Drained")), "{found:?}");
+}
+
+const SILENT_FOR: Duration = Duration::from_secs(31);

@@ -1,0 +1,122 @@
+//! What is not as it should be with a machine, in words.
+
+use super::Newest;
+use jiff::Timestamp;
+use lockstep_protocol::agent::{Machine, MachineWarning};
+use std::time::Duration;
+
+/// Clocks that differ by less are right enough: tokens, logs and charts do not suffer.
+pub(super) const CLOCK_MS: i64 = 5_000;
+/// An agent sends a sample every five seconds.
+const SILENT: Duration = Duration::from_secs(30);
+/// Part of the disk, or bytes, below which little is free: the smaller counts.
+const LITTLE_DISK: (f64, u64) = (0.05, 20_000_000_000);
+const LITTLE_MEMORY: f64 = 0.04;
+
+/// What is looked at.
+#[derive(Debug)]
+pub(crate) struct Looked<'a> {
+    pub(crate) machine: &'a Machine,
+    pub(crate) newest: Option<&'a Newest>,
+    /// `doctor`'s, of this connection.
+    pub(crate) findings: &'a [MachineWarning],
+    /// Since when it is connected; none: it is not.
+    pub(crate) connected_at: Option<Timestamp>,
+    pub(crate) last_seen_at: Timestamp,
+    /// Attempts that it runs, or ran when it was last heard of.
+    pub(crate) attempts: usize,
+    pub(crate) draining: bool,
+    pub(crate) now: Timestamp,
+}
+
+fn gigabytes(bytes: u64) -> String {
+    format!("{:.1} GB", bytes as f64 / 1e9)
+}
+
+/// A machine's warnings, the worst first.
+pub(crate) fn warnings(looked: &Looked<'_>) -> Vec<MachineWarning> {
+    let mut found = Vec::new();
+    let mut warn = |problem, text: String| found.push(MachineWarning { problem, text });
+    match looked.connected_at {
+        None => {
+            let secs = (looked.now.as_second() - looked.last_seen_at.as_second()).max(0);
+            let since = match secs {
+                0..120 => format!("{secs} s"),
+                120..7200 => format!("{} minutes", secs / 60),
+                _ => format!("{} hours", secs / 3600),
+            };
+            let jobs = match looked.attempts {
+                0 => "",
+                _ => " Its jobs continue elsewhere, from their newest checkpoint, when their lease ends.",
+            };
+            warn(
+                looked.attempts > 0,
+                format!(
+                    "Offline for {since}: see its agent's log, and whether it reaches this server.{jobs}"
+                ),
+            );
+        }
+        Some(since) => online(looked, since, &mut warn),
+    }
+    let server = env!("CARGO_PKG_VERSION");
+    if looked.machine.version != server {
+        warn(
+            false,
+            format!(
+                "It runs version {} and the server {server}: install the same version on both.",
+                looked.machine.version
+            ),
+        );
+    }
+    if looked.draining {
+        warn(false, "Drained: it takes no new work until an admin undrains it.".into());
+    }
+    found.extend(looked.findings.iter().cloned());
+    found.sort_by_key(|warning| !warning.problem);
+    found
+}
+
+/// Of a machine that is connected.
+fn online(looked: &Looked<'_>, since: Timestamp, warn: &mut impl FnMut(bool, String)) {
+    let connected = Duration::from_secs((looked.now.as_second() - since.as_second()).max(0) as u64);
+    let Some(newest) = looked.newest.filter(|newest| newest.age < SILENT) else {
+        if connected >= SILENT {
+            let why = "its version may be older, or a disk or a GPU there does not answer";
+            warn(false, format!("It is connected but sends no measurements: {why}."));
+        }
+        return;
+    };
+    if let Some(behind) = newest.clock_behind_ms.filter(|ms| ms.abs() > CLOCK_MS) {
+        let (secs, side) = (behind.abs() / 1000, if behind > 0 { "behind" } else { "ahead of" });
+        warn(
+            false,
+            format!(
+                "Its clock is {secs} s {side} the server's: times in its logs are off. Let NTP set both."
+            ),
+        );
+    }
+    let sample = &newest.sample;
+    let free = sample.disk_bytes.saturating_sub(sample.disk_used_bytes);
+    let little = LITTLE_DISK.1.min((sample.disk_bytes as f64 * LITTLE_DISK.0) as u64);
+    if sample.disk_bytes > 0 && free < little {
+        warn(
+            true,
+            format!(
+                "The disk of its data directory is nearly full: {} free of {}. Free some, or lower checkpoint.keep.",
+                gigabytes(free),
+                gigabytes(sample.disk_bytes)
+            ),
+        );
+    }
+    let free = sample.memory_bytes.saturating_sub(sample.memory_used_bytes);
+    if sample.memory_bytes > 0 && (free as f64) < sample.memory_bytes as f64 * LITTLE_MEMORY {
+        warn(
+            true,
+            format!(
+                "Its memory is nearly full: {} free of {}. The system ends processes when none is left.",
+                gigabytes(free),
+                gigabytes(sample.memory_bytes)
+            ),
+        );
+    }
+}

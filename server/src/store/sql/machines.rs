@@ -1,0 +1,52 @@
+//! What machines measured, a row a minute.
+
+use super::SqlStore;
+use crate::store::{MinuteRow, Result, values::plain};
+use sqlx::Row;
+
+/// Rows that a purge removes at a time: others hardly wait for it.
+const SOME: i64 = 2000;
+
+impl SqlStore {
+    pub(super) async fn insert_machine_minutes(&self, minutes: &[MinuteRow]) -> Result<()> {
+        let mut db = self.begin().await?;
+        for row in minutes {
+            // A minute in which the server was started again has the part after that.
+            sqlx::query(
+                "INSERT INTO machine_minutes (agent_id, minute, data) VALUES ($1, $2, $3) \
+                 ON CONFLICT (agent_id, minute) DO UPDATE SET data = excluded.data",
+            )
+            .bind(plain(&row.agent_id))
+            .bind(row.minute)
+            .bind(&row.data)
+            .execute(&mut *db)
+            .await?;
+        }
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn read_machine_minutes(&self, agent: &str, from: i64) -> Result<Vec<MinuteRow>> {
+        let rows = sqlx::query(
+            "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute",
+        )
+        .bind(plain(agent))
+        .bind(from)
+        .fetch_all(&self.reader)
+        .await?;
+        let row = |row: &super::DbRow| {
+            Ok(MinuteRow {
+                agent_id: agent.to_owned(),
+                minute: row.try_get("minute")?,
+                data: row.try_get("data")?,
+            })
+        };
+        rows.iter().map(row).collect()
+    }
+
+    pub(super) async fn remove_machine_minutes(&self, before: i64) -> Result<()> {
+        let query = "DELETE FROM machine_minutes WHERE (agent_id, minute) IN \
+                     (SELECT agent_id, minute FROM machine_minutes WHERE minute < $1 ORDER BY minute LIMIT $2)";
+        while sqlx::query(query).bind(before).bind(SOME).execute(&self.writer).await?.rows_affected() > 0 {}
+        Ok(())
+    }
+}

@@ -1,0 +1,153 @@
+//! What agents measure: taken in, kept, told to who may know, and left out where no machine has it.
+
+use crate::{
+    agent::{Agent, hello_gpus},
+    test_server::{DEADLINE, TestServer, client},
+};
+use lockstep_protocol::{
+    agent::{FromAgent, GpuSample, MachineSample, MachineWarning},
+    limits::{FINDING_CHARS, FINDINGS, MEASURED_GPUS},
+};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+fn sample(busy: f32, gpus: u32) -> MachineSample {
+    let gpu = |slot| GpuSample {
+        slot,
+        utilization: Some(0.75),
+        memory_used_bytes: 1 << 30,
+        temperature_celsius: Some(61.0),
+        power_watts: Some(f32::NAN),
+    };
+    MachineSample {
+        at: jiff::Timestamp::now(),
+        cpus: 2.0,
+        host_cpus: 64,
+        cpu_utilization: Some(busy),
+        load: Some(1.5),
+        memory_used_bytes: 1 << 30,
+        memory_bytes: 4 << 30,
+        host_memory_bytes: 256 << 30,
+        disk_used_bytes: 100_000_000_000,
+        disk_bytes: 1_000_000_000_000,
+        disk_read_bytes_per_second: Some(10),
+        disk_written_bytes_per_second: None,
+        network_received_bytes_per_second: Some(1000),
+        network_sent_bytes_per_second: Some(500),
+        gpus: (0..gpus).map(gpu).collect(),
+    }
+}
+
+async fn machine(server: &TestServer) -> Value {
+    server.get("/agents").await.1["agents"][0].clone()
+}
+
+/// Sends a sample until the server shows one that fits: one that follows another too soon is ignored.
+async fn sent(server: &TestServer, agent: &mut Agent, sample: &MachineSample, fits: impl Fn(&Value) -> bool) {
+    let since = Instant::now();
+    loop {
+        let fresh = MachineSample { at: jiff::Timestamp::now(), ..sample.clone() };
+        agent.send(FromAgent::Sample(Box::new(fresh))).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let shown = machine(server).await;
+        if fits(&shown["sample"]) {
+            return;
+        }
+        assert!(since.elapsed() < DEADLINE, "{shown}");
+    }
+}
+
+#[tokio::test]
+async fn what_an_agent_measures_is_shown_and_kept_over_a_restart() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::greet(&server, hello_gpus("a", 2)).await.unwrap();
+    let before = machine(&server).await;
+    assert_eq!((&before["sample"], before["connected_at"].is_string()), (&Value::Null, true), "{before}");
+    sent(&server, &mut agent, &sample(0.25, 2), |s| s["cpu_utilization"] == 0.25).await;
+    sent(&server, &mut agent, &sample(0.75, 2), |s| s["cpu_utilization"] == 0.75).await;
+    let shown = machine(&server).await;
+    assert!(shown["sample_age_secs"].as_f64().unwrap() < 20.0, "{shown}");
+    assert_eq!(shown["sample"]["gpus"][1]["power_watts"], Value::Null, "it is not finite: {shown}");
+    let (status, found) = server.get("/agents/id-a/metrics").await;
+    assert_eq!((status, &found["machine"]["cpu_utilization"]), (200, &json!([0.25, 0.75])), "{found}");
+    assert_eq!(found["machine"]["disk_written_bytes_per_second"], json!([null, null]));
+    assert_eq!(found["gpus"][1]["metrics"]["temperature_celsius"], json!([61.0, 61.0]));
+    assert_eq!(found["at_ms"].as_array().unwrap().len(), 2);
+    let since = jiff::Timestamp::now() - Duration::from_secs(100);
+    let (_, few) = server.get(&format!("/agents/id-a/metrics?since={since}&points=4")).await;
+    assert_eq!(few["machine"]["cpu_utilization"], json!([null, null, null, 0.5]), "{few}");
+    let later = jiff::Timestamp::now() + Duration::from_secs(100);
+    for points in ["", "&points=2000"] {
+        let (status, none) = server.get(&format!("/agents/id-a/metrics?since={later}{points}")).await;
+        assert!(status == 200 && none["gpus"] == json!([]), "{none}");
+    }
+    for wrong in ["since=yesterday", "points=0", "points=2001", "until=now"] {
+        assert_eq!(server.get(&format!("/agents/id-a/metrics?{wrong}")).await.0, 400, "{wrong}");
+    }
+    assert_eq!(server.get("/agents/nobody/metrics").await.0, 404);
+    // The minute that was under way is stored, and one of long ago is removed at the start.
+    agent.vanish();
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    let (_, found) = server.get("/agents/id-a/metrics").await;
+    let busy: Vec<f64> = serde_json::from_value(found["machine"]["cpu_utilization"].clone()).unwrap();
+    assert!(busy.iter().all(|b| (0.2..0.8).contains(b)) && (1..=2).contains(&busy.len()), "{found}");
+    assert_eq!(machine(&server).await["connected_at"], Value::Null);
+    let rows = server.number("SELECT count(*) FROM machine_minutes").await;
+    server.execute("INSERT INTO machine_minutes SELECT agent_id, 5, data FROM machine_minutes").await;
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    let since = Instant::now();
+    while server.number("SELECT count(*) FROM machine_minutes").await != rows {
+        assert!(since.elapsed() < DEADLINE, "it is never removed");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_no_machine_has_is_left_out_and_the_agent_stays() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::greet(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
+    let mut odd = sample(7.0, MEASURED_GPUS as u32 + 1);
+    odd.gpus[0].slot = 5000;
+    odd.network_sent_bytes_per_second = Some(u64::MAX);
+    sent(&server, &mut agent, &odd, |s| s["load"] == 1.5).await;
+    let shown = machine(&server).await;
+    assert_eq!(shown["sample"]["cpu_utilization"], Value::Null, "{shown}");
+    assert_eq!(shown["sample"]["gpus"].as_array().unwrap().len(), MEASURED_GPUS);
+    let finding = MachineWarning { problem: true, text: "x".repeat(FINDING_CHARS + 1) };
+    agent.send(FromAgent::Findings { findings: vec![finding; FINDINGS + 1] }).await;
+    agent.heartbeat(&[]).await;
+    let since = Instant::now();
+    let long = loop {
+        let warnings = machine(&server).await["warnings"].clone();
+        let long = |w: &Value| w["text"].as_str().unwrap().starts_with('x');
+        let long: Vec<_> = warnings.as_array().unwrap().iter().filter(|w| long(w)).cloned().collect();
+        if !long.is_empty() {
+            break long;
+        }
+        assert!(since.elapsed() < DEADLINE, "no finding comes");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert_eq!((long.len(), long[0]["text"].as_str().unwrap().len()), (FINDINGS, FINDING_CHARS));
+    // The test agent's version is 0.
+    let (_, page) = server.text("/machines").await;
+    assert!(page.contains("It runs version 0 and the server"), "{page}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn who_may_look_may_look_and_an_agent_that_sends_nothing_works() {
+    let server = TestServer::new().await;
+    let _agent = Agent::join(&server, 1).await;
+    let (_, reader) = server.make_token(&json!({"name": "r", "scope": "read"})).await;
+    let others = [(reader, 200), (server.agent_token("a2").await, 403), (String::new(), 401)];
+    for (token, expected) in others {
+        let answer = client(&token).get(server.url("/api/v1/agents/id-a/metrics")).send().await.unwrap();
+        assert_eq!(answer.status(), expected);
+    }
+    let (_, found) = server.get("/agents/id-a/metrics").await;
+    assert_eq!((&found["at_ms"], &found["gpus"]), (&json!([]), &json!([])));
+    let (_, page) = server.text("/machines").await;
+    assert!(page.contains("online"), "{page}");
+    server.stop().await;
+}

@@ -1,0 +1,35 @@
+// Makes a part of the page what the server now writes, changing only what differs: focus, a selection and what a screen reader is
+// reading stay where they are.
+
+/** What scripts have filled is left as it is: lines, and the error of a button. */
+const KEPT = ".spark, .error";
+
+const keyOf = (node) => node.dataset?.agent ?? node.dataset?.slot ?? node.dataset?.id ?? "";
+const same = (a, b) => a.nodeType === b.nodeType && a.nodeName === b.nodeName && keyOf(a) === keyOf(b);
+
+export function morph(here, fresh) {
+  if (here.nodeType !== Node.ELEMENT_NODE) {
+    if (here.nodeValue !== fresh.nodeValue) here.nodeValue = fresh.nodeValue;
+    return;
+  }
+  for (const { name, value } of fresh.attributes) if (here.getAttribute(name) !== value) here.setAttribute(name, value);
+  for (const { name } of [...here.attributes]) if (!fresh.hasAttribute(name)) here.removeAttribute(name);
+  if (here.matches(KEPT)) return;
+  const old = [...here.childNodes], wanted = [...fresh.childNodes];
+  if (old.length !== wanted.length || !old.every((node, i) => same(node, wanted[i]))) arrange(here, old, wanted);
+  else old.forEach((node, i) => morph(node, wanted[i]));
+}
+
+/** Children have come or gone: those that there are stay. */
+function arrange(here, old, wanted) {
+  const focused = document.activeElement;
+  const children = wanted.map((node) => {
+    const at = old.findIndex((known) => same(known, node));
+    if (at < 0) return document.importNode(node, true);
+    const [known] = old.splice(at, 1);
+    morph(known, node);
+    return known;
+  });
+  here.replaceChildren(...children);
+  if (focused !== document.activeElement && here.contains(focused)) focused.focus({ preventScroll: true });
+}

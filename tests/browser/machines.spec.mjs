@@ -1,0 +1,73 @@
+// The page of the machines, with a real agent that measures this one.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { after, before, describe, test } from "node:test";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const NAME = `a-job-with-${"a-very-".repeat(12)}long-name`;
+let server, browser, job;
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
+  job = await server.submit({ name: NAME, train: { steps: 100_000 } });
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+/** What stands next to a name: `CPU` → `37 %`. */
+const gauge = (page, name) => page.locator(".gauges > div", { has: page.getByText(name, { exact: true }) }).locator("dd").innerText();
+
+describe("machines", () => {
+  test("show what the machine does, and it changes where it stands", async () => {
+    const page = await browser.page(server, "/machines");
+    await until("it is measured", async () => /^\d+ % 2|^\d+ % /.test(await gauge(page, "CPU")));
+    assert.match(await gauge(page, "Memory"), /^[\d.]+ [GMT]B of [\d.]+ [GMT]B/);
+    assert.match(await gauge(page, "Disk"), /^\d+ % [\d.]+ [GMT]B free of/);
+    await until("the job holds both slots", async () => (await page.locator(".slots .busy").count()) === 2);
+    assert.match(await page.locator(".slots .busy").nth(1).innerText(), /long-name\s*rank 1/);
+    await until("a line is drawn", async () => (await page.locator('[data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
+    // Whoever is at the button stays there, on the very same one.
+    const button = page.getByRole("button", { name: "Drain" });
+    await button.focus();
+    await button.evaluate((node) => { node.marked = true; });
+    const all = () => page.locator(".gauges").first().innerText(), first = await all();
+    await until("numbers change", async () => (await all()) !== first);
+    assert.deepEqual(await page.evaluate(() => [document.activeElement.dataset.drain, document.activeElement.marked]), ["drain", true]);
+    await button.press("Enter");
+    await until("it is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));
+    assert.deepEqual(await page.evaluate(() => document.activeElement.dataset.drain), "undrain");
+    await page.getByRole("button", { name: "Undrain" }).press("Enter");
+    await until("it takes work again", async () => (await page.getByText("Drained:").count()) === 0);
+    await page.end();
+  });
+
+  test("fit every screen and pass axe in both themes", async () => {
+    for (const colorScheme of ["dark", "light"]) {
+      for (const width of [390, 1024, 1440, 1920]) {
+        const page = await browser.page(server, "/machines", { colorScheme, viewport: { width, height: 1000 } });
+        await until("a line is drawn", async () => (await page.locator('[data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
+        const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+        assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
+        await page.evaluate(axe);
+        const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
+        const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(told, [], `${colorScheme}, ${width}`);
+        if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/machines-${colorScheme}-${width}.png`, fullPage: true });
+        await page.end();
+      }
+    }
+  });
+
+  test("have a group of the job's charts, reported once a machine", async () => {
+    const measured = async () => (await server.ask(`/jobs/${job.id}/metrics?name=cpu_utilization`)).series;
+    const series = await until("the machine is measured", async () => { const found = await measured(); return found[0]?.steps.length > 1 && found; });
+    assert.deepEqual(series.map((s) => s.rank), [0]);
+    assert.ok(series[0].mean.every((v) => v >= 0 && v <= 1), JSON.stringify(series[0].mean));
+    const page = await browser.page(server, `/jobs/${job.id}?metric=cpu_utilization`);
+    assert.deepEqual(await page.locator('#other-metric optgroup[label="Machine"] option').allInnerTexts(),
+      ["CPU utilisation", "Memory in use", "Disk in use", "Read from disk", "Written to disk", "Network received", "Network sent"]);
+    await until("it is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
+    await page.end();
+  });
+});

@@ -1,0 +1,176 @@
+//! A machine's numbers as they are shown: a name, the value, what it is a part of, and which lines are drawn next to it.
+
+use crate::numbers::{bytes, plural};
+use lockstep_protocol::agent::{GpuSample, MachineSample};
+
+/// A number with its line.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Gauge {
+    pub(super) name: &'static str,
+    /// `37 %`; a dash where it is not known.
+    pub(super) value: String,
+    /// `of 64 GB`.
+    pub(super) about: String,
+    /// Metrics of `GET /api/v1/agents/{id}/metrics`.
+    pub(super) lines: &'static [&'static str],
+    /// The value at the top of the lines; 0: their largest.
+    pub(super) most: f64,
+}
+
+const UNKNOWN: &str = "–";
+
+fn percent(share: f64) -> String {
+    format!("{:.0} %", share * 100.0)
+}
+
+fn of(part: u64, all: u64) -> f64 {
+    if all == 0 { 0.0 } else { part as f64 / all as f64 }
+}
+
+fn rate(bytes_per_second: Option<u64>) -> String {
+    bytes_per_second.map_or(UNKNOWN.into(), |rate| format!("{}/s", bytes(rate)))
+}
+
+/// CPUs as people count them: `2`, `1.5`.
+fn cpus(count: f32) -> String {
+    if count.fract() == 0.0 { plural(count as u64, "CPU") } else { format!("{count:.1} CPUs") }
+}
+
+/// Of a machine; without a sample the same gauges without numbers, so that nothing moves when one comes.
+pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
+    let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
+    let more = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
+    let number = |value: fn(&MachineSample) -> u64| sample.map_or(0.0, |s| value(s) as f64);
+    [
+        Gauge {
+            name: "CPU",
+            value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| percent(busy.into()))),
+            about: more(|s| {
+                let all = if f64::from(s.cpus) < f64::from(s.host_cpus) {
+                    format!("{} of the machine's {}", cpus(s.cpus), s.host_cpus)
+                } else {
+                    cpus(s.cpus)
+                };
+                s.load.map_or(all.clone(), |load| format!("{all} · load {load:.1}"))
+            }),
+            lines: &["cpu_utilization"],
+            most: 1.0,
+        },
+        Gauge {
+            name: "Memory",
+            value: shown(|s| bytes(s.memory_used_bytes)),
+            about: more(|s| {
+                if s.memory_bytes < s.host_memory_bytes {
+                    format!("of {} · the machine has {}", bytes(s.memory_bytes), bytes(s.host_memory_bytes))
+                } else {
+                    format!("of {}", bytes(s.memory_bytes))
+                }
+            }),
+            lines: &["memory_used_bytes"],
+            most: number(|s| s.memory_bytes),
+        },
+        Gauge {
+            name: "Disk",
+            value: shown(|s| percent(of(s.disk_used_bytes, s.disk_bytes))),
+            about: more(|s| {
+                let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
+                format!("{} free of {}", bytes(free), bytes(s.disk_bytes))
+            }),
+            lines: &["disk_used_bytes"],
+            most: number(|s| s.disk_bytes),
+        },
+        Gauge {
+            name: "Disk traffic",
+            value: shown(|s| rate(s.disk_read_bytes_per_second)),
+            about: more(|s| format!("read · {} written", rate(s.disk_written_bytes_per_second))),
+            lines: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
+            most: 0.0,
+        },
+        Gauge {
+            name: "Network",
+            value: shown(|s| rate(s.network_received_bytes_per_second)),
+            about: more(|s| format!("received · {} sent", rate(s.network_sent_bytes_per_second))),
+            lines: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
+            most: 0.0,
+        },
+    ]
+}
+
+/// Of a GPU with so much memory.
+pub(super) fn of_gpu(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
+    let shown = |text: fn(&GpuSample) -> Option<String>| sample.and_then(text).unwrap_or(UNKNOWN.into());
+    [
+        Gauge {
+            name: "use",
+            value: shown(|s| s.utilization.map(|share| percent(share.into()))),
+            about: String::new(),
+            lines: &["utilization"],
+            most: 1.0,
+        },
+        Gauge {
+            name: "memory",
+            value: shown(|s| Some(bytes(s.memory_used_bytes))),
+            about: String::new(),
+            lines: &["memory_used_bytes"],
+            most: memory_bytes as f64,
+        },
+        Gauge {
+            name: "temperature",
+            value: shown(|s| s.temperature_celsius.map(|celsius| format!("{celsius:.0} °C"))),
+            about: String::new(),
+            lines: &["temperature_celsius"],
+            most: 100.0,
+        },
+        Gauge {
+            name: "power",
+            value: shown(|s| s.power_watts.map(|watts| format!("{watts:.0} W"))),
+            about: String::new(),
+            lines: &["power_watts"],
+            most: 0.0,
+        },
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_container_says_what_it_has_of_its_machine() {
+        let sample = MachineSample {
+            at: jiff::Timestamp::UNIX_EPOCH,
+            cpus: 2.0,
+            host_cpus: 64,
+            cpu_utilization: Some(0.374),
+            load: Some(3.14),
+            memory_used_bytes: 1_000_000_000,
+            memory_bytes: 4_000_000_000,
+            host_memory_bytes: 256_000_000_000,
+            disk_used_bytes: 60,
+            disk_bytes: 100,
+            disk_read_bytes_per_second: None,
+            disk_written_bytes_per_second: Some(12_000_000),
+            network_received_bytes_per_second: Some(0),
+            network_sent_bytes_per_second: Some(1000),
+            gpus: Vec::new(),
+        };
+        let told = |sample: &MachineSample| {
+            of_machine(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.about))
+        };
+        assert_eq!(
+            told(&sample),
+            [
+                "CPU: 37 % 2 CPUs of the machine's 64 · load 3.1",
+                "Memory: 1.0 GB of 4.0 GB · the machine has 256 GB",
+                "Disk: 60 % 40 B free of 100 B",
+                "Disk traffic: – read · 12 MB/s written",
+                "Network: 0 B/s received · 1.0 kB/s sent",
+            ]
+        );
+        let whole = MachineSample { cpus: 64.0, load: None, memory_bytes: 256_000_000_000, ..sample.clone() };
+        assert_eq!(told(&whole)[..2], ["CPU: 37 % 64 CPUs", "Memory: 1.0 GB of 256 GB"]);
+        assert!(told(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"), "a part of one");
+        assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.about.is_empty()));
+        assert!(of_gpu(None, 1).iter().all(|g| g.value == UNKNOWN));
+    }
+}

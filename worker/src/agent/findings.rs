@@ -1,0 +1,101 @@
+//! What `lockstep doctor`'s quick checks find on this machine, in a process of their own: they load NVIDIA's libraries, which the
+//! agent, who stays, does not.
+
+use crate::host::SECRETS;
+use lockstep_protocol::{
+    agent::MachineWarning,
+    limits::{FINDING_CHARS, FINDINGS},
+};
+use serde::Deserialize;
+use std::{path::Path, process::Stdio, time::Duration};
+use tokio::process::Command;
+
+/// A library on a network's file system takes long to load.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// About GPUs, and what only they need: nothing is wrong with a machine that has none.
+const OF_GPUS: [&str; 2] = ["GPUs", "/dev/shm"];
+
+/// What `doctor --json` prints.
+#[derive(Deserialize)]
+struct Report {
+    findings: Vec<Finding>,
+}
+
+#[derive(Deserialize)]
+struct Finding {
+    what: String,
+    grade: String,
+    found: String,
+    advice: Option<String>,
+}
+
+/// What is not in order; nothing where the checks cannot be done, which keeps no agent from working. `idle`: no rank runs here,
+/// which would be taken for another program that holds a GPU's memory.
+pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineWarning> {
+    let mut command = Command::new(program);
+    for name in SECRETS {
+        command.env_remove(name);
+    }
+    command.args(["doctor", "--quick", "--json", "--data-dir"]).arg(dir);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).kill_on_drop(true);
+    let checked = async {
+        let output = tokio::time::timeout(PATIENCE, command.output()).await.map_err(|e| e.to_string())?;
+        let output = output.map_err(|e| e.to_string())?;
+        serde_json::from_slice::<Report>(&output.stdout).map_err(|e| e.to_string())
+    };
+    match checked.await {
+        Ok(report) => in_words(report.findings, idle, Path::new("/proc/driver/nvidia/version").exists()),
+        Err(error) => {
+            tracing::debug!(error, "the machine could not be checked");
+            Vec::new()
+        }
+    }
+}
+
+fn in_words(findings: Vec<Finding>, idle: bool, has_driver: bool) -> Vec<MachineWarning> {
+    let matters = |finding: &Finding| {
+        finding.grade != "ok"
+            && (has_driver || !OF_GPUS.contains(&finding.what.as_str()))
+            && (idle || !finding.what.starts_with("GPU "))
+    };
+    let words = |finding: Finding| {
+        let advice = finding.advice.map(|advice| format!(". {advice}")).unwrap_or_default();
+        let text = format!("{}, when the agent started: {}{advice}", finding.what, finding.found);
+        MachineWarning {
+            problem: finding.grade == "problem",
+            text: text.chars().take(FINDING_CHARS).collect(),
+        }
+    };
+    findings.into_iter().filter(matters).map(words).take(FINDINGS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(what: &str, grade: &str) -> Finding {
+        let advice = (grade != "ok").then(|| "Do something.".to_owned());
+        Finding { what: what.into(), grade: grade.into(), found: "it is so".into(), advice }
+    }
+
+    #[test]
+    fn what_matters_is_told_with_its_advice() {
+        let all = || {
+            let of = [("CPU", "ok"), ("memory", "problem"), ("GPUs", "note"), ("GPU 0", "note")];
+            of.map(|(what, grade)| finding(what, grade)).into()
+        };
+        let found = in_words(all(), false, false);
+        let text = "memory, when the agent started: it is so. Do something.".to_owned();
+        assert_eq!(found, [MachineWarning { problem: true, text }]);
+        assert_eq!(in_words(all(), true, true).len(), 3);
+        let many = (0..=FINDINGS).map(|_| finding(&"x".repeat(FINDING_CHARS), "note")).collect();
+        let many = in_words(many, true, true);
+        assert_eq!((many.len(), many[0].text.len()), (FINDINGS, FINDING_CHARS));
+    }
+
+    #[tokio::test]
+    async fn a_program_that_does_not_check_finds_nothing() {
+        assert_eq!(find(Path::new("/bin/true"), Path::new("/"), true).await, []);
+        assert_eq!(find(Path::new("/nothing"), Path::new("/"), true).await, []);
+    }
+}

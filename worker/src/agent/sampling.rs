@@ -1,0 +1,106 @@
+//! What this machine is doing, measured every few seconds, also while no rank runs.
+
+use crate::{
+    gpu::metrics::Reader,
+    host::usage::{Usage, UsageSampler},
+};
+use jiff::Timestamp;
+use lockstep_protocol::agent::{GpuSample, MachineSample, Slot};
+use std::{path::PathBuf, time::Duration};
+use tokio::sync::watch;
+
+const EVERY: Duration = Duration::from_secs(5);
+/// The first sample has no rates, so that the second comes soon.
+const SECOND_AFTER: Duration = Duration::from_secs(1);
+/// NVML is looked for again after so many samples, where there are GPUs and it was not there.
+const LOOK_AGAIN: u32 = 12;
+
+/// The newest sample, of a thread that ends when nobody waits for samples any more. A file system or a GPU that does not
+/// answer holds up this thread alone.
+///
+/// # Errors
+/// The thread cannot be started.
+pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
+    let (to, samples) = watch::channel(None);
+    let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
+    let measure = move || {
+        let mut usage = UsageSampler::new(&dir);
+        let mut nvml = None;
+        for number in 0u32.. {
+            if !gpus.is_empty() && nvml.is_none() && number % LOOK_AGAIN == 0 {
+                // Without it there are no numbers of GPUs, which ranks report as well.
+                nvml = Reader::open().ok();
+            }
+            let of_gpus = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
+            if to.send(Some(sample(usage.sample(), of_gpus))).is_err() {
+                return;
+            }
+            std::thread::sleep(if number == 0 { SECOND_AFTER } else { EVERY });
+        }
+    };
+    std::thread::Builder::new().name("machine metrics".into()).spawn(measure)?;
+    Ok(samples)
+}
+
+/// The next sample of the machine; never, where the server takes none.
+pub(super) async fn newest(samples: &mut Option<watch::Receiver<Option<MachineSample>>>) -> MachineSample {
+    if let Some(samples) = samples {
+        while samples.changed().await.is_ok() {
+            if let Some(sample) = samples.borrow_and_update().clone() {
+                return sample;
+            }
+        }
+    }
+    std::future::pending().await
+}
+
+fn measure_gpus(nvml: &Reader, gpus: &[(u32, String)]) -> Vec<GpuSample> {
+    let of_gpu = |(slot, uuid): &(u32, String)| {
+        let seen = nvml.sample(uuid).ok()?;
+        Some(GpuSample {
+            slot: *slot,
+            utilization: seen.utilization,
+            memory_used_bytes: seen.memory_bytes,
+            temperature_celsius: seen.temperature_celsius,
+            power_watts: seen.power_watts,
+        })
+    };
+    gpus.iter().filter_map(of_gpu).collect()
+}
+
+fn sample(usage: Usage, gpus: Vec<GpuSample>) -> MachineSample {
+    let whole = |rate: Option<f64>| rate.map(|rate| rate as u64);
+    MachineSample {
+        at: Timestamp::now(),
+        cpus: usage.cpus as f32,
+        host_cpus: usage.host_cpus,
+        cpu_utilization: usage.cpu_utilization.map(|share| share as f32),
+        load: usage.load.map(|load| load as f32),
+        memory_used_bytes: usage.memory.used_bytes,
+        memory_bytes: usage.memory.bytes,
+        host_memory_bytes: usage.memory.host_bytes,
+        disk_used_bytes: usage.disk_used_bytes,
+        disk_bytes: usage.disk_bytes,
+        disk_read_bytes_per_second: whole(usage.rates.disk_read),
+        disk_written_bytes_per_second: whole(usage.rates.disk_written),
+        network_received_bytes_per_second: whole(usage.rates.network_received),
+        network_sent_bytes_per_second: whole(usage.rates.network_sent),
+        gpus,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_second_sample_comes_soon_and_has_rates() {
+        let mut samples = start(PathBuf::from("/"), &[]).unwrap();
+        let with_rates = samples.wait_for(|s| s.as_ref().is_some_and(|s| s.cpu_utilization.is_some()));
+        let sample =
+            tokio::time::timeout(Duration::from_secs(20), with_rates).await.unwrap().unwrap().clone();
+        let sample = sample.unwrap();
+        assert!((0.0..=1.0).contains(&sample.cpu_utilization.unwrap()), "{sample:?}");
+        assert!(sample.memory_used_bytes <= sample.memory_bytes && sample.cpus > 0.0, "{sample:?}");
+    }
+}

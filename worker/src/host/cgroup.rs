@@ -1,0 +1,218 @@
+//! The limits that a container has of its machine: those of the control groups (versions 1 and 2) that this process is in.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The tightest limits of this process's control groups and of those around them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ControlGroups {
+    cpu: Option<CpuLimit>,
+    memory: Option<MemoryLimit>,
+}
+
+#[derive(Debug, Clone)]
+struct CpuLimit {
+    cpus: f64,
+    usage: Usage,
+}
+
+/// Where the kernel counts the time that a group has had.
+#[derive(Debug, Clone)]
+enum Usage {
+    /// A line `usage_usec` of `cpu.stat`.
+    Microseconds(PathBuf),
+    /// `cpuacct.usage`.
+    Nanoseconds(PathBuf),
+}
+
+#[derive(Debug, Clone)]
+struct MemoryLimit {
+    bytes: u64,
+    used: PathBuf,
+    stat: PathBuf,
+    /// Of `stat`: what the kernel would drop first.
+    inactive: &'static str,
+}
+
+fn number(path: PathBuf) -> Option<u64> {
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// A value of lines like `usage_usec 17`.
+fn value(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))?;
+    line.trim().parse().ok()
+}
+
+/// The group's folder and those around it. A container may see its own group as the outermost, under another name than it
+/// is told.
+fn folders(root: &Path, path: &str) -> Vec<PathBuf> {
+    let inner = root.join(path.trim_start_matches('/'));
+    inner.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_owned).collect()
+}
+
+impl ControlGroups {
+    /// Those of this process.
+    pub(crate) fn of_this_process() -> Self {
+        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        Self::read(&groups, Path::new("/sys/fs/cgroup"))
+    }
+
+    /// `groups` as `/proc/self/cgroup` has them: `number:controllers:path`, version 2 without controllers.
+    fn read(groups: &str, root: &Path) -> Self {
+        let mut found = Self::default();
+        for line in groups.lines() {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+            if controllers.is_empty() {
+                folders(root, path).iter().for_each(|folder| found.add_v2(folder));
+            }
+            for controller in controllers.split(',') {
+                match controller {
+                    "cpu" => folders(Path::new(""), path).iter().for_each(|f| found.add_v1_cpu(root, f)),
+                    "memory" => {
+                        folders(&root.join("memory"), path).iter().for_each(|f| found.add_v1_memory(f));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        found
+    }
+
+    fn add_v2(&mut self, folder: &Path) {
+        let limit = fs::read_to_string(folder.join("cpu.max")).unwrap_or_default();
+        // `max 100000` where there is none.
+        let mut words = limit.split_whitespace().map(str::parse::<f64>);
+        if let (Some(Ok(quota)), Some(Ok(period))) = (words.next(), words.next()) {
+            self.add_cpu(quota / period, Usage::Microseconds(folder.join("cpu.stat")));
+        }
+        if let Some(bytes) = number(folder.join("memory.max")) {
+            let (used, stat) = (folder.join("memory.current"), folder.join("memory.stat"));
+            self.add_memory(MemoryLimit { bytes, used, stat, inactive: "inactive_file" });
+        }
+    }
+
+    fn add_v1_cpu(&mut self, root: &Path, group: &Path) {
+        let folder = root.join("cpu").join(group);
+        // A quota of -1 is none.
+        if let (Some(quota), Some(period)) =
+            (number(folder.join("cpu.cfs_quota_us")), number(folder.join("cpu.cfs_period_us")))
+        {
+            let usage = root.join("cpuacct").join(group).join("cpuacct.usage");
+            self.add_cpu(quota as f64 / period as f64, Usage::Nanoseconds(usage));
+        }
+    }
+
+    fn add_v1_memory(&mut self, folder: &Path) {
+        if let Some(bytes) = number(folder.join("memory.limit_in_bytes")) {
+            let (used, stat) = (folder.join("memory.usage_in_bytes"), folder.join("memory.stat"));
+            self.add_memory(MemoryLimit { bytes, used, stat, inactive: "total_inactive_file" });
+        }
+    }
+
+    fn add_cpu(&mut self, cpus: f64, usage: Usage) {
+        if cpus > 0.0 && cpus.is_finite() && self.cpu.as_ref().is_none_or(|tightest| cpus < tightest.cpus) {
+            self.cpu = Some(CpuLimit { cpus, usage });
+        }
+    }
+
+    fn add_memory(&mut self, limit: MemoryLimit) {
+        if limit.bytes > 0 && self.memory.as_ref().is_none_or(|tightest| limit.bytes < tightest.bytes) {
+            self.memory = Some(limit);
+        }
+    }
+
+    /// How many CPUs' time the group may have.
+    pub(crate) fn cpus(&self) -> Option<f64> {
+        self.cpu.as_ref().map(|limit| limit.cpus)
+    }
+
+    /// The time of CPUs that the group with this limit has had, in seconds.
+    pub(crate) fn cpu_secs(&self) -> Option<f64> {
+        match &self.cpu.as_ref()?.usage {
+            Usage::Microseconds(path) => {
+                Some(value(&fs::read_to_string(path).ok()?, "usage_usec")? as f64 / 1e6)
+            }
+            Usage::Nanoseconds(path) => Some(number(path.clone())? as f64 / 1e9),
+        }
+    }
+
+    /// How much memory the group may have, and what it has without the files that the kernel would drop first. Version 1 has a number
+    /// above any machine's memory where there is no limit.
+    pub(crate) fn memory(&self) -> Option<(u64, u64)> {
+        let limit = self.memory.as_ref()?;
+        let stat = fs::read_to_string(&limit.stat).unwrap_or_default();
+        let used = number(limit.used.clone())?.saturating_sub(value(&stat, limit.inactive).unwrap_or(0));
+        Some((limit.bytes, used))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (path, content) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn of_version_2_the_tightest_limit_on_the_way_up_counts() {
+        let root = tree(&[
+            ("a/cpu.max", "200000 100000\n"),
+            ("a/cpu.stat", "usage_usec 3500000\nuser_usec 1\n"),
+            ("a/b/cpu.max", "max 100000\n"),
+            ("a/b/memory.max", "4294967296\n"),
+            ("a/b/memory.current", "1000000\n"),
+            ("a/b/memory.stat", "anon 5\ninactive_file 250000\n"),
+            ("a/memory.max", "max\n"),
+        ]);
+        let found = ControlGroups::read("0::/a/b\n", root.path());
+        assert_eq!((found.cpus(), found.cpu_secs()), (Some(2.0), Some(3.5)));
+        assert_eq!(found.memory(), Some((4 << 30, 750_000)));
+    }
+
+    #[test]
+    fn a_container_that_sees_its_own_group_as_the_root_finds_its_limits() {
+        let root = tree(&[("cpu.max", "150000 100000\n"), ("memory.max", "1024\n"), ("memory.current", "7")]);
+        for told in ["0::/", "0::/docker/0123/of/the/host"] {
+            let found = ControlGroups::read(told, root.path());
+            assert_eq!((found.cpus(), found.memory()), (Some(1.5), Some((1024, 7))), "{told}");
+        }
+    }
+
+    #[test]
+    fn version_1_has_a_folder_for_each_controller() {
+        let root = tree(&[
+            ("cpu/x/cpu.cfs_quota_us", "50000\n"),
+            ("cpu/x/cpu.cfs_period_us", "100000\n"),
+            ("cpuacct/x/cpuacct.usage", "1500000000\n"),
+            ("cpu/cpu.cfs_quota_us", "-1\n"),
+            ("cpu/cpu.cfs_period_us", "100000\n"),
+            ("memory/y/memory.limit_in_bytes", "2048\n"),
+            ("memory/y/memory.usage_in_bytes", "1000\n"),
+            ("memory/y/memory.stat", "inactive_file 1\ntotal_inactive_file 400\n"),
+            ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        let found = ControlGroups::read("3:cpuset:/\n2:cpu,cpuacct:/x\n4:memory:/y\n0::/\n", root.path());
+        assert_eq!((found.cpus(), found.cpu_secs()), (Some(0.5), Some(1.5)));
+        assert_eq!(found.memory(), Some((2048, 600)));
+    }
+
+    #[test]
+    fn without_limits_or_with_nonsense_there_are_none() {
+        let root = tree(&[("cpu.max", "x y\n"), ("memory.max", "\n"), ("z/cpu.max", "0 0")]);
+        for groups in ["", "0::/", "0::/z", "nonsense", "::", "1:cpu", "4:memory:/../../etc"] {
+            let found = ControlGroups::read(groups, root.path());
+            assert_eq!((found.cpus(), found.memory()), (None, None), "{groups}");
+        }
+    }
+}

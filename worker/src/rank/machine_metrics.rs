@@ -1,0 +1,60 @@
+//! What a rank's machine does while it trains, in the job's own metrics: reported by one rank of each machine.
+
+use super::RankConfig;
+use crate::{
+    host::usage::{Usage, UsageSampler},
+    report::{Observer, Sampler},
+};
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
+
+const EVERY: Duration = Duration::from_secs(2);
+
+/// Reports until it is dropped; `None` where another rank of this machine does.
+///
+/// # Errors
+/// The thread cannot be started.
+pub(super) fn start(
+    config: &RankConfig,
+    observer: Arc<dyn Observer>,
+    progress: Arc<AtomicU64>,
+) -> std::io::Result<Option<Sampler>> {
+    // Those that are started here: its own agent's.
+    if config.start.ranks.first().is_some_and(|(first, _)| *first != config.rank) {
+        return Ok(None);
+    }
+    let mut usage = UsageSampler::new(&config.job_dir);
+    // Rates are those since the sample before.
+    usage.sample();
+    let measure = move || metrics(&usage.sample());
+    Sampler::start("machine metrics", EVERY, observer, progress, measure).map(Some)
+}
+
+fn metrics(usage: &Usage) -> Vec<(&'static str, f32)> {
+    let rates = &usage.rates;
+    let measured = [
+        ("cpu_utilization", usage.cpu_utilization),
+        ("memory_used_bytes", Some(usage.memory.used_bytes as f64)),
+        ("disk_used_bytes", Some(usage.disk_used_bytes as f64)),
+        ("disk_read_bytes_per_second", rates.disk_read),
+        ("disk_written_bytes_per_second", rates.disk_written),
+        ("network_received_bytes_per_second", rates.network_received),
+        ("network_sent_bytes_per_second", rates.network_sent),
+    ];
+    measured.into_iter().filter_map(|(name, value)| Some((name, value? as f32))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn every_metric_is_one_that_servers_know() {
+        let found = metrics(&UsageSampler::new(Path::new("/")).sample());
+        assert!(found.iter().any(|(name, value)| *name == "memory_used_bytes" && *value > 0.0), "{found:?}");
+        assert!(found.iter().all(|(name, _)| lockstep_protocol::metric::NAMES.contains(name)), "{found:?}");
+    }
+}

@@ -8,8 +8,8 @@ use crate::{
     gate, guard,
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, fork, health, history, jobs, login, logs, metrics, pages, people, people_pages, pictures,
-        predict, stream, tokens,
+        evaluation, fork, health, history, jobs, login, logs, metrics, oidc, pages, people, people_pages,
+        pictures, predict, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -111,7 +111,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 16] {
+fn pages() -> [(&'static str, MethodRouter<App>); 18] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),
@@ -126,6 +126,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 16] {
         ("/docs", get(docs::index)),
         ("/docs/{*path}", get(docs::page)),
         ("/login", get(login::show).post(login::submit)),
+        ("/login/oidc", get(oidc::begin)),
+        ("/login/oidc/callback", get(oidc::finish)),
         ("/logout", post(login::sign_out)),
         ("/static/{*path}", get(assets::asset)),
         ("/api/{*path}", any(no_such_call)),

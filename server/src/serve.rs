@@ -13,6 +13,7 @@ use crate::{
     ingress::Ingress,
     listener::{self, Listener},
     metrics::{compaction, retire},
+    oidc::Oidc,
     private, purge,
     router::build_router,
     running::{self, Running},
@@ -105,7 +106,8 @@ async fn open(
     let (inbox, queue) = Inbox::new();
     let ingress = Ingress::new(&config, certificate.clone());
     let (audit, entries) = Audit::new();
-    let app = App::new(config, store, inbox, ingress, audit);
+    let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
+    let app = App::new(config, store, inbox, ingress, audit, oidc);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
         app.access.load(
@@ -113,6 +115,7 @@ async fn open(
             app.store.tokens().await?,
             app.store.sessions(crate::now()).await?,
         );
+        app.access.load_refused(app.store.refused_identities().await?);
         dispatch::restore(&app).await
     };
     restored.await.map_err(|error| ServeError::Database {

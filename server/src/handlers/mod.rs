@@ -23,6 +23,7 @@ pub(crate) mod jobs;
 pub(crate) mod login;
 pub(crate) mod logs;
 pub(crate) mod metrics;
+pub(crate) mod oidc;
 pub(crate) mod pages;
 pub(crate) mod people;
 pub(crate) mod people_pages;

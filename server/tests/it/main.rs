@@ -21,6 +21,7 @@ mod life;
 mod limits;
 mod listening;
 mod metrics;
+mod oidc;
 mod proxies;
 mod quarantine;
 mod reasons;

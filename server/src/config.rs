@@ -3,7 +3,7 @@
 use crate::{
     access_log::AccessLogTo,
     addresses::{Network, PublicUrl},
-    oidc::OidcConfig,
+    oidc_config::OidcConfig,
 };
 use std::{
     borrow::Cow,

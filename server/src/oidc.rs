@@ -4,14 +4,12 @@
 //! exchanged for an ID token, which counts only when every check of `id_token.rs` holds. Nothing of the provider is asked for before
 //! somebody signs in, so the server starts and runs while the provider is down.
 
+mod authorities;
 mod id_token;
 mod keys;
 mod open_requests;
 mod provider;
-mod settings;
-
-pub use settings::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
-
+use crate::oidc_config::{NameClaim, OidcConfig};
 use id_token::Expected;
 use lockstep_protocol::people::{Identity, Role, name_mistake};
 use open_requests::OpenRequests;

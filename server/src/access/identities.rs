@@ -25,8 +25,8 @@ impl Access {
     /// Whom an account signs in as.
     pub(crate) fn by_identity(&self, identity: &Identity) -> SignsInAs {
         let known = self.read();
-        let person = known.people.values().map(|known| &known.row);
-        match person.filter(|row| row.person.identity.as_ref() == Some(identity)).next() {
+        let mut people = known.people.values().map(|known| &known.row);
+        match people.find(|row| row.person.identity.as_ref() == Some(identity)) {
             Some(row) => SignsInAs::Person(row.clone()),
             None if known.refused.contains(identity) => SignsInAs::Removed,
             None => SignsInAs::Nobody,

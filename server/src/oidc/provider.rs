@@ -2,24 +2,17 @@
 //! size and time, redirects are not followed, and what failed a moment ago is not asked for again.
 
 use super::{
-    Claims, ClientSecret, Groups, Issuer, NameClaim, OidcConfig, OidcError, in_words,
+    Claims, OidcError, authorities, in_words,
     keys::{self, Key},
     open_requests::OpenRequest,
 };
+use crate::oidc_config::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use reqwest::{Client, RequestBuilder, Url, header, redirect};
-use rustls::{
-    ClientConfig, RootCertStore,
-    crypto::ring,
-    pki_types::{CertificateDer, pem::PemObject},
-};
 use serde::Deserialize;
 use serde_json::Value;
 use std::{
     error::Error,
-    fs::File,
-    io::Read,
-    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -27,8 +20,6 @@ use tokio::sync::{Mutex, Semaphore};
 
 /// The longest answer of a provider, in bytes. The largest description known has some ten thousand.
 pub(super) const MOST_BYTES: usize = 256 << 10;
-/// The longest file of authorities that is read.
-const CA_BYTES: u64 = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// What was fetched is asked for anew after this, when somebody signs in.
 const FRESH: Duration = Duration::from_secs(3600);
@@ -160,7 +151,7 @@ impl Provider {
             .connect_timeout(TIMEOUT / 2)
             .redirect(redirect::Policy::none())
             .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-            .tls_backend_preconfigured(tls(config)?);
+            .tls_backend_preconfigured(authorities::tls(config)?);
         // What this machine asks of itself goes by no proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
@@ -347,47 +338,6 @@ fn unusable(detail: &str) -> OidcError {
     OidcError::Unavailable("The OpenID provider cannot be used; this server's log says why.".into())
 }
 
-/// Trusts the system's authorities and those of the file.
-fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
-    let mut roots = RootCertStore::empty();
-    if !config.issuer.is_plain() {
-        // What the system has and cannot be read is not trusted: an error comes when it is needed.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    }
-    if let Some(path) = &config.ca_file {
-        add_authorities(&mut roots, path)
-            .map_err(|error| format!("the CA file {}: {error}", path.display()))?;
-    }
-    let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
-    Ok(tls)
-}
-
-fn add_authorities(roots: &mut RootCertStore, path: &Path) -> Result<(), String> {
-    let mut pem = Vec::new();
-    let file = File::open(path).map_err(|error| error.to_string())?;
-    file.take(CA_BYTES + 1).read_to_end(&mut pem).map_err(|error| error.to_string())?;
-    if pem.len() as u64 > CA_BYTES {
-        return Err("it is longer than 1 MiB".into());
-    }
-    let mut count = 0;
-    for certificate in CertificateDer::pem_slice_iter(&pem) {
-        let certificate = certificate.map_err(|error| format!("it cannot be read as PEM: {error}"))?;
-        roots
-            .add(certificate)
-            .map_err(|error| format!("it has a certificate that cannot be used: {error}"))?;
-        count += 1;
-    }
-    match count {
-        0 => Err("it has no certificate (PEM, \"BEGIN CERTIFICATE\")".into()),
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -396,23 +346,5 @@ mod tests {
     fn a_form_and_a_client_s_name_are_encoded() {
         assert_eq!(form_encoded(&[("a b", "c&d=:"), ("e", "ä")]), "a+b=c%26d%3D%3A&e=%C3%A4");
         assert_eq!(form_encoded(&[("my:id=", "se=cret")]).replacen('=', ":", 1), "my%3Aid%3D:se%3Dcret");
-    }
-
-    #[test]
-    fn a_ca_file_has_certificates_and_a_longest() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("ca.pem");
-        let add = |content: &[u8]| {
-            std::fs::write(&path, content).unwrap();
-            add_authorities(&mut RootCertStore::empty(), &path)
-        };
-        let ca = rcgen::generate_simple_self_signed(["a.example".to_owned()]).unwrap().cert.pem();
-        assert_eq!(add(ca.as_bytes()), Ok(()));
-        let mut longest = ca.clone().into_bytes();
-        longest.resize(CA_BYTES as usize, b'\n');
-        assert_eq!(add(&longest), Ok(()));
-        longest.push(b'\n');
-        assert!(add(&longest).unwrap_err().contains("1 MiB"));
-        assert!(add(b"nothing").unwrap_err().contains("no certificate"));
     }
 }

@@ -24,12 +24,12 @@ impl Issuer {
     }
 
     /// Whether it is asked in clear, which only a provider on this machine may be.
-    pub(super) fn is_plain(&self) -> bool {
+    pub(crate) fn is_plain(&self) -> bool {
         self.text.starts_with("http:")
     }
 
     /// Whether a provider of this issuer may have an endpoint there.
-    pub(super) fn allows(&self, endpoint: &Url) -> bool {
+    pub(crate) fn allows(&self, endpoint: &Url) -> bool {
         match endpoint.scheme() {
             "https" => endpoint.has_host(),
             "http" => self.is_plain() && is_loopback(endpoint),
@@ -70,7 +70,7 @@ fn is_loopback(url: &Url) -> bool {
 pub struct ClientSecret(String);
 
 impl ClientSecret {
-    pub(super) fn expose(&self) -> &str {
+    pub(crate) fn expose(&self) -> &str {
         &self.0
     }
 }
@@ -104,7 +104,7 @@ pub enum NameClaim {
 }
 
 impl NameClaim {
-    pub(super) fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             NameClaim::PreferredUsername => "preferred_username",
             NameClaim::Email => "email",

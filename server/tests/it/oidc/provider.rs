@@ -16,6 +16,7 @@ use ring::{
     rsa,
     signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair, RSA_PKCS1_SHA256},
 };
+use rustls::pki_types::{PrivatePkcs8KeyDer, pem::PemObject};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::{
@@ -40,11 +41,11 @@ pub enum Signer {
 
 /// A 2048-bit key, made once for all tests.
 static RSA_KEY: LazyLock<Vec<u8>> = LazyLock::new(|| {
-    let args =
-        ["genpkey", "-quiet", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048", "-outform", "DER"];
+    let args = ["genpkey", "-quiet", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"];
     let made = Command::new("openssl").args(args).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    made.stdout
+    // As PEM it is PKCS #8 with every version of openssl.
+    PrivatePkcs8KeyDer::from_pem_slice(&made.stdout).unwrap().secret_pkcs8_der().to_vec()
 });
 
 impl Signer {

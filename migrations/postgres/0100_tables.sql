@@ -173,10 +173,17 @@ CREATE TABLE tokens (
 
 CREATE TABLE people (
     name TEXT COLLATE "C" PRIMARY KEY,
-    hash TEXT NOT NULL,
+    hash TEXT,
     role TEXT NOT NULL,
     created_at BIGINT NOT NULL,
     disabled_at BIGINT
+);
+
+CREATE TABLE identities (
+    issuer TEXT COLLATE "C" NOT NULL,
+    subject TEXT COLLATE "C" NOT NULL,
+    person TEXT COLLATE "C" UNIQUE,
+    PRIMARY KEY (issuer, subject)
 );
 
 CREATE TABLE sessions (

@@ -212,14 +212,23 @@ CREATE TABLE tokens (
     owner TEXT
 ) STRICT;
 
--- People who sign in by name and password.
+-- People who sign in, by name and password or by an account at an OpenID provider.
 CREATE TABLE people (
     name TEXT PRIMARY KEY,
-    -- Of the password: argon2id, as a PHC string.
-    hash TEXT NOT NULL,
+    -- Of the password: argon2id, as a PHC string. NULL: the person has none.
+    hash TEXT,
     role TEXT NOT NULL,
     created_at INTEGER NOT NULL,
     disabled_at INTEGER
+) STRICT;
+
+-- Accounts at OpenID providers, by what never changes of them, and as whom they sign in.
+CREATE TABLE identities (
+    issuer TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    -- NULL: an admin removed the person, and the account signs in again only when an admin binds it to somebody.
+    person TEXT UNIQUE,
+    PRIMARY KEY (issuer, subject)
 ) STRICT;
 
 -- Browsers that are signed in: what the cookie holds, hashed, and the token that it stands for.

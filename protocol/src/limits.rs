@@ -53,6 +53,8 @@ pub const SESSIONS_OF_A_TOKEN: usize = 100;
 pub const PEOPLE: usize = 1000;
 /// A person's name, in characters.
 pub const PERSON_NAME_CHARS: usize = 64;
+/// Length of the subject of an account at an OpenID provider, in bytes; their specification has no longer ones.
+pub const SUBJECT_BYTES: usize = 255;
 /// A password's length, in characters.
 pub const PASSWORD_CHARS: std::ops::RangeInclusive<usize> = 10..=1024;
 /// GPUs of one machine whose measurements are kept.

@@ -2,7 +2,7 @@
 
 use crate::{
     access::Scope,
-    limits::{PASSWORD_CHARS, PERSON_NAME_CHARS},
+    limits::{PASSWORD_CHARS, PERSON_NAME_CHARS, SUBJECT_BYTES},
 };
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -69,6 +69,18 @@ pub struct Person {
     /// Absent: the person may sign in.
     #[schema(value_type = Option<String>)]
     pub disabled_at: Option<jiff::Timestamp>,
+    /// The account at an OpenID provider that signs in as the person.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identity: Option<Identity>,
+}
+
+/// An account at an OpenID provider. The provider never gives the subject to another account; names it may.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+pub struct Identity {
+    /// The provider's address, as it stands in its ID tokens.
+    pub issuer: String,
+    /// The claim `sub`.
+    pub subject: String,
 }
 
 /// Why a text cannot be a person's name; `None` when it can. Upper case is no part of it, so that no two names look the same.
@@ -86,6 +98,17 @@ pub fn name_mistake(name: &str) -> Option<String> {
         "must have 1 to {PERSON_NAME_CHARS} characters, each a lower-case letter (a to z), a digit, '.', '-', '_' or '@', \
          the first a letter or a digit: {is}"
     ))
+}
+
+/// Why a text cannot be the subject of an OpenID provider's account; `None` when it can.
+pub fn subject_mistake(subject: &str) -> Option<String> {
+    let is_plain = subject.chars().all(|c| c.is_ascii_graphic() || c == ' ');
+    let bytes = subject.len();
+    (!(1..=SUBJECT_BYTES).contains(&bytes) || !is_plain).then(|| {
+        format!(
+            "must have 1 to {SUBJECT_BYTES} ASCII characters that can be seen; this one has {bytes} bytes"
+        )
+    })
 }
 
 /// Why a text cannot be a password; `None` when it can. The sentence does not have the text.
@@ -122,6 +145,17 @@ mod tests {
             ["", "Ada", "a b", ".a", "-a", "@a", "a/b", "ä", "a\n", "a\u{202e}", &format!("{longest}a")]
         {
             assert!(name_mistake(bad).is_some(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn subjects_are_plain_and_have_a_longest() {
+        let longest = "a".repeat(SUBJECT_BYTES);
+        for good in ["1", "248289761001", "auth0|5f7c", "a b", &longest] {
+            assert_eq!(subject_mistake(good), None, "{good}");
+        }
+        for bad in ["", "a\n", "ä", &format!("{longest}a")] {
+            assert!(subject_mistake(bad).is_some(), "{bad:?}");
         }
     }
 

@@ -9,14 +9,16 @@
 mod attempts;
 mod caller;
 mod codes;
+mod identities;
 mod passwords;
 mod people;
 mod secret;
 
 pub(crate) use caller::Caller;
+pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
-pub(crate) use secret::{Secret, is_token};
+pub(crate) use secret::{Secret, is_token, same as same_secret};
 
 use crate::store::{PersonRow, SessionRow, TokenRow};
 use attempts::Attempts;
@@ -26,11 +28,12 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     access::{Scope, Token},
     limits::{SESSIONS, SESSIONS_OF_A_TOKEN},
+    people::Identity,
 };
 use passwords::Passwords;
 use people::KnownPerson;
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     net::IpAddr,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
@@ -69,6 +72,8 @@ struct Known {
     tokens: HashMap<String, Arc<Credential>>,
     sessions: HashMap<String, Arc<Credential>>,
     people: BTreeMap<String, KnownPerson>,
+    /// Accounts at OpenID providers whose person was removed.
+    refused: HashSet<Identity>,
 }
 
 impl Access {
@@ -302,6 +307,14 @@ impl Access {
     /// That was too often: how long to wait.
     pub(crate) fn sign_in_failed(&self, from: IpAddr) -> Result<(), Duration> {
         self.attempts.failed(from)
+    }
+
+    /// Whether somebody there may try to sign in.
+    ///
+    /// # Errors
+    /// Too many attempts have failed: how long to wait.
+    pub(crate) fn may_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
+        self.attempts.look(from)
     }
 }
 

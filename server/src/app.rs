@@ -14,6 +14,7 @@ use crate::{
     inspections::Inspections,
     leases::Leases,
     machines::Machines,
+    oidc::Oidc,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
 };
@@ -43,6 +44,8 @@ pub struct Parts {
     /// Who may do what.
     pub(crate) access: Access,
     pub(crate) audit: Audit,
+    /// The provider that people sign in with, where there is one.
+    pub(crate) oidc: Option<Oidc>,
     pub(crate) dataset_roots: DatasetRoots,
     /// When a client without a token last asked whether jobs can be stored, and the response.
     pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
@@ -81,10 +84,12 @@ impl App {
         inbox: Inbox,
         ingress: Ingress,
         audit: Audit,
+        oidc: Option<Oidc>,
     ) -> App {
         App(Arc::new(Parts {
             access: Access::new(!config.no_auth),
             audit,
+            oidc,
             dataset_roots: DatasetRoots::new(&config),
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),

@@ -3,6 +3,7 @@
 use crate::{
     access_log::AccessLogTo,
     addresses::{Network, PublicUrl},
+    oidc_config::OidcConfig,
 };
 use std::{
     borrow::Cow,
@@ -71,6 +72,8 @@ pub struct ServeConfig {
     pub body_patience: Duration,
     /// Everybody who reaches the server may do everything. For loopback addresses alone.
     pub no_auth: bool,
+    /// The OpenID provider that signs people in, beside passwords.
+    pub oidc: Option<OidcConfig>,
     /// Folders that datasets may come from, on the machines that have them. Empty: any folder where only this machine reaches the
     /// server; elsewhere only admins register datasets.
     pub dataset_roots: Vec<PathBuf>,
@@ -116,6 +119,7 @@ impl ServeConfig {
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),
             no_auth: false,
+            oidc: None,
             dataset_roots: Vec::new(),
             audit_entries: 100_000,
             connections: None,
@@ -139,7 +143,15 @@ pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
     if config.no_auth && (!config.trusted_proxies.is_empty() || config.public_url.is_some()) {
         return Err(ServeError::OpenToOthers);
     }
+    if config.oidc.is_some() && config.no_auth {
+        return Err(ServeError::Oidc("with --no-auth nobody signs in; leave out one of the two".into()));
+    }
     let ip = config.listen.ip();
+    if config.oidc.is_some() && config.public_url.is_none() && !ip.is_loopback() {
+        let detail =
+            "the provider sends browsers back to the address that people use; name it with --public-url";
+        return Err(ServeError::Oidc(detail.into()));
+    }
     if ip.is_loopback() {
         return Ok(());
     }
@@ -175,6 +187,9 @@ pub enum ServeError {
          encrypts with --trusted-proxy; --insecure-http listens in clear nevertheless"
     )]
     Plaintext(IpAddr),
+    /// The OpenID provider cannot be used as it is given.
+    #[error("--oidc-issuer: {0}")]
+    Oidc(String),
     /// A certificate that cannot be served.
     #[error("TLS: {0}")]
     Tls(String),

@@ -19,7 +19,7 @@ use crate::{
 };
 use axum::{
     extract::{MatchedPath, Request, State},
-    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
+    http::{HeaderMap, HeaderValue, Method, header},
     middleware::Next,
     response::{IntoResponse, Redirect, Response},
 };
@@ -39,7 +39,7 @@ pub(crate) struct SignedIn {
 #[derive(Debug, Clone)]
 pub(crate) struct Concerns(pub(crate) String);
 
-/// The name of the cookie: browsers send a host's cookies to all its ports, and another server may be there.
+/// The name of the session's cookie: browsers send a host's cookies to all its ports, and another server may be there.
 pub(crate) fn cookie_name(app: &App) -> String {
     format!("lockstep_{}", app.config.listen.port())
 }
@@ -87,15 +87,16 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // Of strangers only wrong passwords, of which there is a limit: more would push out what others did.
-        let is_wrong_sign_in = route.as_deref() == Some("/login") && status == StatusCode::UNAUTHORIZED;
+        let signs_in = rules::signs_in(route.as_deref());
+        let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
-            let action = match (&signed_in, route.as_deref()) {
-                (_, Some("/login")) => "sign in".to_owned(),
-                (_, route) => format!("{method} {}", route.unwrap_or("(no such address)")),
+            let action = match route.as_deref() {
+                _ if signs_in => "sign in".to_owned(),
+                route => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
             // A code or a token in an address must not be written down.
-            let mut object = if route.as_deref() == Some("/login") { path } else { object };
+            let mut object = if signs_in { path } else { object };
             if let Some(Concerns(what)) = response.extensions().get::<Concerns>() {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
@@ -159,7 +160,7 @@ fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
 }
 
 /// What a cookie holds.
-fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     let all = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
     let mut pairs = all.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));
     pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

@@ -9,7 +9,7 @@ use crate::{
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
         evaluation, events, fork, health, history, jobs, login, logs, machine_metrics, metrics,
-        metrics_query, pages, people, people_pages, pictures, predict, projects, stream, tokens,
+        metrics_query, oidc, pages, people, people_pages, pictures, predict, projects, stream, tokens,
     },
     request_id, slow_body,
 };
@@ -115,7 +115,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 16] {
+fn pages() -> [(&'static str, MethodRouter<App>); 18] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),
@@ -130,6 +130,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 16] {
         ("/docs", get(docs::index)),
         ("/docs/{*path}", get(docs::page)),
         ("/login", get(login::show).post(login::submit)),
+        ("/login/oidc", get(oidc::begin)),
+        ("/login/oidc/callback", get(oidc::finish)),
         ("/logout", post(login::sign_out)),
         ("/static/{*path}", get(assets::asset)),
         ("/api/{*path}", any(no_such_call)),

@@ -14,6 +14,7 @@ use crate::{
     listener::{self, Listener},
     machine_minutes,
     metrics::{compaction, retire},
+    oidc::Oidc,
     private, purge,
     router::build_router,
     running::{self, Running},
@@ -107,7 +108,8 @@ async fn open(
     let (inbox, queue) = Inbox::new();
     let ingress = Ingress::new(&config, certificate.clone());
     let (audit, entries) = Audit::new();
-    let app = App::new(config, store, inbox, ingress, audit);
+    let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
+    let app = App::new(config, store, inbox, ingress, audit, oidc);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
         app.access.load(
@@ -115,6 +117,7 @@ async fn open(
             app.store.tokens().await?,
             app.store.sessions(crate::now()).await?,
         );
+        app.access.load_refused(app.store.refused_identities().await?);
         dispatch::restore(&app).await
     };
     restored.await.map_err(|error| ServeError::Database {

@@ -3,6 +3,7 @@
 use super::{
     access, init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
+    oidc::OidcArgs,
     output, wrong,
 };
 use lockstep_server::{AccessLogTo, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig};
@@ -65,6 +66,8 @@ pub(crate) struct Args {
     /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
+    #[command(flatten)]
+    oidc: OidcArgs,
     /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
     /// by admins alone where other machines reach the server]
     #[arg(long, value_name = "DIR")]
@@ -105,6 +108,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     });
     config.database = args.database;
     config.no_auth = args.no_auth;
+    config.oidc = args.oidc.config()?;
     config.dataset_roots = args.dataset_root;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {

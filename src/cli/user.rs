@@ -5,7 +5,7 @@ use super::{
     block_on, output, wrong,
 };
 use anyhow::Context;
-use lockstep_protocol::people::{Person, Role, password_mistake};
+use lockstep_protocol::people::{Person, Role, password_mistake, subject_mistake};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal};
@@ -30,16 +30,31 @@ struct Named {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Add a person. The password is asked for, or read from standard input's first line
+    /// Add a person. The password is asked for, or read from standard input's first line; with --subject there is none
     Add {
         /// Name to sign in with: a to z, digits, '.', '-', '_' and '@'
         name: String,
         /// What the person may do: viewer (looks), member (also submits, and changes what is its own) or admin (everything)
         #[arg(long, value_name = "ROLE", default_value = "member")]
         role: Role,
+        /// The account at the OpenID provider that signs in as the person: its claim `sub`, which the page to sign in tells
+        #[arg(long, value_name = "SUB")]
+        subject: Option<String>,
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Let an account at the OpenID provider sign in as a person, in place of the one that did; its sessions end
+    Link {
+        /// The person's name
+        name: String,
+        /// The account's claim `sub`, which the page to sign in tells
+        #[arg(long, value_name = "SUB")]
+        subject: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Let no account at the OpenID provider sign in as a person; its sessions end
+    Unlink(Named),
     /// List people
     List {
         #[command(flatten)]
@@ -71,10 +86,22 @@ enum Command {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.command {
-            Command::Add { name, role, server } => {
-                let body = json!({ "name": name, "role": role, "password": password()? });
+            Command::Add { name, role, subject, server } => {
+                let body = match subject {
+                    Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
+                    None => json!({ "name": name, "role": role, "password": password()? }),
+                };
                 let made: Value = server.api()?.post("/people", &body).await?;
                 show(&server, &made)
+            }
+            Command::Link { name, subject, server } => {
+                if let Some(detail) = subject_mistake(&subject) {
+                    return Err(wrong(format!("a subject {detail}")));
+                }
+                change(&server, &name, &json!({ "subject": subject })).await
+            }
+            Command::Unlink(Named { name, server }) => {
+                change(&server, &name, &json!({ "subject": "" })).await
             }
             Command::List { server } => {
                 let answer: Value = server.api()?.get("/people").await?;
@@ -129,6 +156,9 @@ fn show(server: &ServerArgs, answer: &Value) -> anyhow::Result<()> {
 /// `ada  admin  added 2026-12-23T04:17:38Z`.
 fn line(person: &Person) -> String {
     let mut words = format!("{:<16}  {:<6}  added {}", person.name, person.role, person.created_at);
+    if let Some(identity) = &person.identity {
+        words.push_str(&format!("  OpenID {}", identity.subject));
+    }
     if let Some(at) = person.disabled_at {
         words.push_str(&format!("  disabled {at}"));
     }

@@ -17,6 +17,19 @@ pub struct LoginPage {
     pub has_people: bool,
     /// An admin's token looks and there is nobody yet: the form is for the first person.
     pub setup: bool,
+    /// The OpenID provider, where there is one.
+    pub provider: Option<ProviderButton>,
+}
+
+/// The way to an OpenID provider.
+#[derive(Debug, Clone)]
+pub struct ProviderButton {
+    /// What people call it.
+    pub name: String,
+    /// Where the way begins, without the page to go to then.
+    pub href: String,
+    /// Why the last attempt failed; empty for none.
+    pub error: String,
 }
 
 impl LoginPage {

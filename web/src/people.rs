@@ -52,6 +52,8 @@ impl PeoplePage {
 pub struct AccountPage {
     /// Who looks; `None` for a token that no person owns.
     pub person: Option<Person>,
+    /// The person has a password, and not an account at an OpenID provider alone.
+    pub has_password: bool,
     /// The name of the token, otherwise.
     pub token: String,
     /// The person's valid tokens.

@@ -105,6 +105,11 @@ impl Attempts {
         if count <= MOST { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
+    /// Whether an address has failures left.
+    pub(super) fn look(&self, from: IpAddr) -> Result<(), Duration> {
+        full(&self.counters().addresses, &network(from), MOST).map_or(Ok(()), Err)
+    }
+
     /// Counts an attempt with a name and a password, before it is checked; whether the person has signed in from there before.
     pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();

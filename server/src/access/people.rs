@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 /// A person, and what a session of the person stands for.
 #[derive(Debug)]
 pub(super) struct KnownPerson {
-    row: PersonRow,
+    pub(super) row: PersonRow,
     pub(super) credential: Arc<Credential>,
 }
 
@@ -106,6 +106,9 @@ impl Access {
             ended,
         };
         let mut known = self.write();
+        if let Some(identity) = &row.person.identity {
+            known.refused.remove(identity);
+        }
         let person = KnownPerson { row, credential: Arc::new(credential) };
         if let Some(old) = known.people.insert(name.clone(), person) {
             old.credential.ended.cancel();
@@ -136,6 +139,7 @@ impl Access {
         let mut known = self.write();
         if let Some(old) = known.people.remove(name) {
             old.credential.ended.cancel();
+            known.refused.extend(old.row.person.identity);
         }
         known.renew_tokens_of(name);
         let of_owner = |c: &&Arc<Credential>| c.token.owner.as_deref() == Some(name);
@@ -167,7 +171,7 @@ impl Access {
         self.read().people.values().map(|known| known.row.person.clone()).collect()
     }
 
-    /// Whether anybody has a name and a password here: then jobs are their owners'.
+    /// Whether anybody is a person here: then jobs are their owners'.
     pub(crate) fn has_people(&self) -> bool {
         !self.read().people.is_empty()
     }
@@ -200,7 +204,7 @@ impl Access {
             return Err(NotSignedIn::Wrong);
         }
         let row = self.person(name).filter(|row| row.person.disabled_at.is_none());
-        match self.passwords.verify(password, row.as_ref().map(|row| row.hash.clone()), lane).await {
+        match self.passwords.verify(password, row.as_ref().and_then(|row| row.hash.clone()), lane).await {
             Ok(true) => {}
             Ok(false) => return Err(NotSignedIn::Wrong),
             Err(error) => {

@@ -1,6 +1,6 @@
 //! What each request needs, in one table.
 
-use axum::http::Method;
+use axum::http::{Method, StatusCode};
 use lockstep_protocol::access::Scope;
 
 /// What a request needs.
@@ -24,9 +24,11 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 23] = [
+const RULES: [(Methods, &str, Needed); 25] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
+    (Safe, "/login/oidc", Nothing),
+    (Safe, "/login/oidc/callback", Nothing),
     (Safe, "/static/{*path}", Nothing),
     (Safe, "/healthz", Nothing),
     (Safe, "/readyz", Nothing),
@@ -80,6 +82,17 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Needed {
 /// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     !is_safe(method) && route != Some("/api/v1/jobs/validate")
+}
+
+/// Whether a route signs somebody in.
+pub(super) fn signs_in(route: Option<&str>) -> bool {
+    matches!(route, Some("/login" | "/login/oidc/callback"))
+}
+
+/// Whether an answer says that nobody was signed in: not known, or known to the provider and not let in. Both are counted.
+pub(super) fn is_failed_sign_in(route: Option<&str>, status: StatusCode) -> bool {
+    let is_provider_s = route == Some("/login/oidc/callback") && status == StatusCode::FORBIDDEN;
+    is_provider_s || (signs_in(route) && status == StatusCode::UNAUTHORIZED)
 }
 
 #[cfg(test)]

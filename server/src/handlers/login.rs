@@ -10,7 +10,7 @@ use crate::{
     access::{Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
     app::App,
     error::{Error, PageError, Problem, Result},
-    gate::{SignedIn, set_cookie},
+    gate::{Concerns, SignedIn, set_cookie},
     ingress::Peer,
     store::{PersonRow, SessionRow},
 };
@@ -22,7 +22,7 @@ use axum::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{access::Scope, people::Role};
-use lockstep_web::login::LoginPage;
+use lockstep_web::login::{LoginPage, ProviderButton};
 use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, time::Duration};
 use utoipa::ToSchema;
@@ -57,7 +57,7 @@ pub(crate) struct LoginForm {
 }
 
 /// A page of this server, whatever the address says: the way back must not lead elsewhere.
-fn way_back(next: Option<&str>) -> &str {
+pub(super) fn way_back(next: Option<&str>) -> &str {
     let is_ours = |next: &&str| {
         let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
         plain && next.len() <= NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
@@ -89,7 +89,7 @@ pub(crate) async fn show(
         };
     };
     match app.access.take_login_code(code) {
-        Some(token_id) => Ok(sign_in(&app, &peer, &token_id, next).await?),
+        Some(token_id) => Ok(sign_in(&app, &peer, &token_id, next, SESSION_LIFE).await?),
         // Opened again, in a browser that is signed in.
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
         None => failed(
@@ -115,14 +115,16 @@ pub(crate) async fn submit(
     let name = input.name.trim();
     if !name.is_empty() {
         return match app.access.by_password(name, input.password, peer.address).await {
-            Ok(row) => Ok(sign_in_person(&app, &peer, &row, next).await?),
+            Ok(row) => Ok(sign_in_person(&app, &peer, &row, next, SESSION_LIFE).await?),
             Err(NotSignedIn::Wrong) => form(&app, next, name, Some("The name or the password is wrong.")),
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
     let caller = app.access.by_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
-        Some(token) if token.scope != Scope::Agent => Ok(sign_in(&app, &peer, &token.id, next).await?),
+        Some(token) if token.scope != Scope::Agent => {
+            Ok(sign_in(&app, &peer, &token.id, next, SESSION_LIFE).await?)
+        }
         Some(_) => {
             failed(&app, peer.address, next, "That token is an agent's. Sign in with one of another scope.")
         }
@@ -142,9 +144,10 @@ async fn set_up(app: &App, caller: Option<&Caller>, peer: &Peer, input: LoginFor
         return Err(PageError(Error::Forbidden(detail.into())));
     }
     let name = input.name.trim().to_owned();
-    let new = NewPerson { name: name.clone(), role: Role::Admin, password: input.password };
+    let new =
+        NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
     match people::add(app, new, true).await {
-        Ok(row) => Ok(sign_in_person(app, peer, &row, "/people").await?),
+        Ok(row) => Ok(sign_in_person(app, peer, &row, "/people", SESSION_LIFE).await?),
         Err(Error::Invalid(mistakes)) => {
             let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
             let error = each.collect::<Vec<_>>().join("; ");
@@ -161,6 +164,7 @@ fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
         name: name.to_owned(),
         has_people: false,
         setup: true,
+        provider: None,
     };
     let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
     Ok((status, Html(html)).into_response())
@@ -173,10 +177,68 @@ fn form(app: &App, next: &str, name: &str, error: Option<&str>) -> Page {
         name: name.to_owned(),
         has_people: app.access.has_people(),
         setup: false,
+        provider: button(app, ""),
     };
     let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
     let status = if error.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
     Ok((status, Html(html)).into_response())
+}
+
+/// The way to the OpenID provider, where there is one. It begins at the address that people use, to which the provider sends them back.
+fn button(app: &App, error: &str) -> Option<ProviderButton> {
+    let server = app.ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
+    app.oidc.as_ref().map(|oidc| ProviderButton {
+        name: oidc.name().to_owned(),
+        href: format!("{server}/login/oidc"),
+        error: error.to_owned(),
+    })
+}
+
+/// Why nobody was signed in with the OpenID provider.
+pub(super) struct Refused {
+    status: StatusCode,
+    detail: String,
+    /// For the audit log.
+    about: Option<String>,
+}
+
+impl Refused {
+    /// What the browser brings is not to be believed.
+    pub(super) fn unknown(detail: String) -> Self {
+        Self { status: StatusCode::UNAUTHORIZED, detail, about: None }
+    }
+
+    /// The account is real, and may not come in.
+    pub(super) fn not_let_in(detail: String, about: String) -> Self {
+        Self { status: StatusCode::FORBIDDEN, detail, about: Some(about) }
+    }
+
+    pub(super) fn unavailable(detail: String) -> Self {
+        Self { status: StatusCode::SERVICE_UNAVAILABLE, detail, about: None }
+    }
+
+    /// Whether it counts as an attempt that failed.
+    pub(super) fn is_failure(&self) -> bool {
+        self.status != StatusCode::SERVICE_UNAVAILABLE
+    }
+}
+
+/// The form, which says why nobody was signed in with the OpenID provider.
+pub(super) fn refused(app: &App, next: &str, why: Refused) -> Page {
+    let page = LoginPage {
+        next: next.to_owned(),
+        error: String::new(),
+        name: String::new(),
+        has_people: app.access.has_people(),
+        setup: false,
+        provider: button(app, &why.detail),
+    };
+    let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
+    let mut response = (why.status, Html(html)).into_response();
+    if let Some(about) = why.about {
+        response.extensions_mut().insert(Concerns(about));
+    }
+    Ok(response)
 }
 
 fn failed(app: &App, from: IpAddr, next: &str, why: &str) -> Page {
@@ -186,27 +248,33 @@ fn failed(app: &App, from: IpAddr, next: &str, why: &str) -> Page {
     }
 }
 
-/// Signs a person in whose password was right a moment ago.
+/// Signs a person in who has shown a moment ago who it is, for so long.
 ///
 /// # Errors
 /// The person has changed since, or the store's.
-pub(super) async fn sign_in_person(app: &App, peer: &Peer, row: &PersonRow, next: &str) -> Result<Response> {
+pub(super) async fn sign_in_person(
+    app: &App,
+    peer: &Peer,
+    row: &PersonRow,
+    next: &str,
+    life: Duration,
+) -> Result<Response> {
     // Nobody changes the password, or disables the person, between this check and the session.
     let _one_at_a_time = app.access.changing.lock().await;
     if app.access.person(&row.person.name).as_ref() != Some(row) {
         return Err(Error::Unauthorized("this person was changed a moment ago; sign in again".into()));
     }
-    sign_in(app, peer, &row.principal(), next).await
+    sign_in(app, peer, &row.principal(), next, life).await
 }
 
-async fn sign_in(app: &App, peer: &Peer, token_id: &str, next: &str) -> Result<Response> {
+async fn sign_in(app: &App, peer: &Peer, token_id: &str, next: &str, life: Duration) -> Result<Response> {
     let secret = Secret::plain()?;
     let now = crate::now();
     let session = SessionRow {
         hash: secret.hash,
         token_id: token_id.to_owned(),
         created_at: now,
-        expires_at: now + SESSION_LIFE,
+        expires_at: now + life,
     };
     app.store.add_session(&session).await?;
     for gone in app.access.put_session(session) {
@@ -214,7 +282,7 @@ async fn sign_in(app: &App, peer: &Peer, token_id: &str, next: &str) -> Result<R
     }
     let who = app.access.name_of(token_id).unwrap_or_default();
     let mut response = Redirect::to(next).into_response();
-    if let Some(cookie) = set_cookie(app, peer, &secret.text, SESSION_LIFE.as_secs()) {
+    if let Some(cookie) = set_cookie(app, peer, &secret.text, life.as_secs()) {
         response.headers_mut().insert(header::SET_COOKIE, cookie);
     }
     response.extensions_mut().insert(SignedIn { who, token_id: token_id.to_owned() });

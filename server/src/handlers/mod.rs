@@ -28,6 +28,7 @@ pub(crate) mod logs;
 pub(crate) mod machine_metrics;
 pub(crate) mod metrics;
 pub(crate) mod metrics_query;
+pub(crate) mod oidc;
 pub(crate) mod pages;
 pub(crate) mod people;
 pub(crate) mod people_pages;

@@ -2,7 +2,7 @@
 
 use super::extract::{Body, Path};
 use crate::{
-    access::{Caller, NotSignedIn, Password, PasswordError},
+    access::{Caller, NotSignedIn, Password, PasswordError, SignsInAs},
     app::App,
     error::{Error, Problem, Result},
     gate::Concerns,
@@ -12,7 +12,7 @@ use crate::{
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     limits::PEOPLE,
-    people::{Person, Role, name_mistake, password_mistake},
+    people::{Identity, Person, Role, name_mistake, password_mistake, subject_mistake},
     spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
@@ -26,9 +26,13 @@ pub(crate) struct NewPerson {
     /// 1 to 64 characters: a to z, digits, `.`, `-`, `_` and `@`.
     pub(super) name: String,
     pub(super) role: Role,
-    /// 10 to 1024 characters.
-    #[schema(value_type = String)]
-    pub(super) password: Password,
+    /// 10 to 1024 characters. May be absent with `subject`.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub(super) password: Option<Password>,
+    /// The account at the OpenID provider (`serve --oidc-issuer`) that signs in as the person: its claim `sub`.
+    #[serde(default)]
+    pub(super) subject: Option<String>,
 }
 
 /// What is to change; what is absent stays. Any change ends the person's sessions.
@@ -41,6 +45,8 @@ pub(crate) struct PersonChange {
     /// 10 to 1024 characters.
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
+    /// The account at the OpenID provider that signs in as the person from now on: its claim `sub`. Empty: none.
+    pub(super) subject: Option<String>,
 }
 
 /// Everybody.
@@ -112,27 +118,79 @@ pub(super) async fn add(app: &App, new: NewPerson, first: bool) -> Result<Person
     if let Some(detail) = name_mistake(&new.name) {
         return Err(mistake("/name", detail));
     }
-    checked("/password", &new.password)?;
-    let hash = app.access.hash_password(new.password).await?;
+    let identity = new.subject.as_deref().map(|subject| identity(app, subject)).transpose()?;
+    let hash = match new.password {
+        Some(password) => {
+            checked("/password", &password)?;
+            Some(app.access.hash_password(password).await?)
+        }
+        None if identity.is_some() => None,
+        None => return Err(mistake("/password", "is missing; without one a person has a subject".into())),
+    };
     let _one_at_a_time = app.access.changing.lock().await;
-    let there = app.access.people();
-    if first && !there.is_empty() {
+    if first && app.access.has_people() {
         return conflict("somebody has been added meanwhile; sign in as an admin to add others".into());
     }
-    if there.iter().any(|person| person.name == new.name) {
-        return conflict(format!("the name {:?} is taken; choose another", new.name));
+    room_for(app, &new.name, identity.as_ref())?;
+    insert(app, new.name, new.role, hash, identity).await
+}
+
+/// Whether a name is nobody's, an account signs nobody else in, and there is room for one more person.
+pub(super) fn room_for(app: &App, name: &str, identity: Option<&Identity>) -> Result<()> {
+    let conflict = |detail: String| Err(Error::Conflict(detail, None));
+    let there = app.access.people();
+    if there.iter().any(|person| person.name == name) {
+        return conflict(format!("the name {name:?} is taken; choose another"));
     }
     if there.len() >= PEOPLE {
         return conflict(format!("there are {PEOPLE} people already; remove some first"));
     }
-    let person = Person { name: new.name, role: new.role, created_at: crate::now(), disabled_at: None };
+    identity.map_or(Ok(()), |identity| free(app, name, identity))
+}
+
+/// # Errors
+/// An account signs somebody else in already.
+fn free(app: &App, name: &str, identity: &Identity) -> Result<()> {
+    match app.access.by_identity(identity) {
+        SignsInAs::Person(row) if row.person.name != name => {
+            let other = row.person.name;
+            let detail = format!(
+                "that account signs in as {other:?}; take it from there first (`lockstep user unlink {other}`)"
+            );
+            Err(Error::Conflict(detail, None))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Stores somebody new, whom there is room for. Held meanwhile: `changing`.
+pub(super) async fn insert(
+    app: &App,
+    name: String,
+    role: Role,
+    hash: Option<String>,
+    identity: Option<Identity>,
+) -> Result<PersonRow> {
+    let person = Person { name, role, created_at: crate::now(), disabled_at: None, identity };
     let row = PersonRow { person, hash };
     app.store.put_person(&row).await?;
     app.access.put_person(row.clone());
     Ok(row)
 }
 
-/// Change a person's role or password, or whether it may sign in
+/// The account at this server's OpenID provider that has a subject.
+fn identity(app: &App, subject: &str) -> Result<Identity> {
+    let Some(oidc) = &app.oidc else {
+        let detail = "this server signs nobody in with an OpenID provider; start it with --oidc-issuer";
+        return Err(Error::Conflict(detail.into(), None));
+    };
+    match subject_mistake(subject) {
+        Some(detail) => Err(mistake("/subject", detail)),
+        None => Ok(Identity { issuer: oidc.config.issuer.as_str().to_owned(), subject: subject.to_owned() }),
+    }
+}
+
+/// Change a person's role, password or account at the OpenID provider, or whether it may sign in
 ///
 /// Ends the person's sessions at once; and, where it lowers what the person may do, what the person's tokens have open.
 #[utoipa::path(patch, path = "/people/{name}", tag = "access", params(("name" = String, Path)), request_body = PersonChange,
@@ -157,10 +215,19 @@ pub(super) async fn edit(app: &App, name: &str, change: PersonChange) -> Result<
         Some(password) => Some(app.access.hash_password(password).await?),
         None => None,
     };
+    let identity = match change.subject.as_deref() {
+        Some("") => Some(None),
+        Some(subject) => Some(Some(identity(app, subject)?)),
+        None => None,
+    };
     let _one_at_a_time = app.access.changing.lock().await;
     let mut row = app.access.person(name).ok_or_else(unknown)?;
     let before = row.clone();
-    row.hash = hash.unwrap_or(row.hash);
+    row.hash = hash.or(row.hash);
+    if let Some(identity) = identity {
+        identity.as_ref().map_or(Ok(()), |identity| free(app, name, identity))?;
+        row.person.identity = identity;
+    }
     row.person.role = change.role.unwrap_or(row.person.role);
     row.person.disabled_at = match change.disabled {
         Some(true) => row.person.disabled_at.or(Some(crate::now())),
@@ -176,7 +243,8 @@ pub(super) async fn edit(app: &App, name: &str, change: PersonChange) -> Result<
 
 /// Remove a person
 ///
-/// Its sessions end and its tokens are revoked. Its jobs and datasets keep its name: they are those of whoever gets this name next,
+/// Its sessions end and its tokens are revoked. Its account at an OpenID provider signs nobody in until an admin binds it to
+/// somebody. Its jobs and datasets keep its name: they are those of whoever gets this name next,
 /// so disable people who leave rather than remove them.
 #[utoipa::path(delete, path = "/people/{name}", tag = "access", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
@@ -225,6 +293,11 @@ pub(super) async fn set_own(
         let detail = "only a person has a password: sign in with a name and a password";
         return Err(Error::Conflict(detail.into(), None));
     };
+    if app.access.person(name).is_some_and(|row| row.hash.is_none()) {
+        let detail =
+            "you sign in with the OpenID provider and have no password here; an admin can give you one";
+        return Err(Error::Conflict(detail.into(), None));
+    }
     checked("/new", &passwords.new)?;
     let before = match app.access.by_password(name, passwords.current, from).await {
         Ok(row) => row,
@@ -241,7 +314,7 @@ pub(super) async fn set_own(
             None,
         ));
     }
-    let row = PersonRow { hash, ..before };
+    let row = PersonRow { hash: Some(hash), ..before };
     app.store.put_person(&row).await?;
     app.access.put_person(row.clone());
     Ok(row)

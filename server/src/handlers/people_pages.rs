@@ -8,7 +8,7 @@ use super::{
     tokens::{self, NewToken},
 };
 use crate::{
-    access::{Caller, Password},
+    access::{Caller, Password, SESSION_LIFE},
     app::App,
     error::{Error, Result},
     gate::Concerns,
@@ -87,7 +87,7 @@ async fn done(app: &App, name: &str, form: PeopleForm) -> Result<()> {
     match form.action {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
-            let new = NewPerson { name: name.to_owned(), role, password: form.password };
+            let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
             people::add(app, new, false).await.map(drop)
         }
         Action::Role => change(PersonChange { role: form.role, ..Default::default() }).await.map(drop),
@@ -147,7 +147,9 @@ struct Said {
 }
 
 fn account_page(app: &App, caller: &Caller, said: Said) -> Page {
-    let person = caller.person().and_then(|name| app.access.person(name)).map(|row| row.person);
+    let row = caller.person().and_then(|name| app.access.person(name));
+    let has_password = row.as_ref().is_some_and(|row| row.hash.is_some());
+    let person = row.map(|row| row.person);
     let mut tokens = app.access.tokens();
     tokens.retain(|token| token.owner.is_some() && token.owner.as_deref() == caller.person());
     tokens.retain(|token| token.is_valid(crate::now()));
@@ -155,6 +157,7 @@ fn account_page(app: &App, caller: &Caller, said: Said) -> Page {
     html(
         AccountPage {
             person,
+            has_password,
             token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
             tokens,
             scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
@@ -216,9 +219,9 @@ async fn account_done(app: &App, caller: &Caller, peer: &Peer, form: AccountForm
         AccountForm::Password { current, new } => {
             let row = people::set_own(app, caller, peer.address, OwnPassword { current, new }).await?;
             match caller.session() {
-                Some(_) => {
-                    Ok(Done::Answer(login::sign_in_person(app, peer, &row, "/account?done=true").await?))
-                }
+                Some(_) => Ok(Done::Answer(
+                    login::sign_in_person(app, peer, &row, "/account?done=true", SESSION_LIFE).await?,
+                )),
                 None => Ok(again()),
             }
         }

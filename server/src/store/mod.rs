@@ -39,6 +39,7 @@ use lockstep_protocol::{
     attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
+    people::Identity,
     stream::EventBody,
 };
 use sqlx::migrate::{MigrateError, Migrator};
@@ -188,9 +189,12 @@ pub trait Store: Send + Sync + 'static {
 
     /// Every person, by name.
     async fn people(&self) -> Result<Vec<PersonRow>>;
-    /// Stores a person, in place of the one with this name, and removes the person's sessions.
+    /// Accounts at OpenID providers whose person was removed.
+    async fn refused_identities(&self) -> Result<Vec<Identity>>;
+    /// Stores a person, in place of the one with this name, and removes the person's sessions. Its account at an OpenID provider is
+    /// bound to it, in place of the one that was.
     async fn put_person(&self, person: &PersonRow) -> Result<()>;
-    /// Removes a person and the person's sessions, and revokes the person's tokens.
+    /// Removes a person and the person's sessions, notes that its account at an OpenID provider is refused, and revokes the person's tokens.
     async fn remove_person(&self, person: &PersonRow, at: Timestamp) -> Result<()>;
     /// Whose a job is; `None` when there is none or it was deleted.
     async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>>;

@@ -23,6 +23,7 @@ mod listening;
 mod lists;
 mod machines;
 mod metrics;
+mod oidc;
 mod proxies;
 mod quarantine;
 mod reasons;

@@ -2,13 +2,13 @@
 
 use lockstep_protocol::people::Person;
 
-/// A person and the hash of the password.
+/// A person and the hash of the password, if it has one.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PersonRow {
     /// As it is shown.
     pub person: Person,
     /// Argon2id, as a PHC string.
-    pub hash: String,
+    pub hash: Option<String>,
 }
 
 /// A hash is in no log.

@@ -39,6 +39,7 @@ use lockstep_protocol::{
     attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
+    people::Identity,
 };
 use sqlx::{Pool, Transaction};
 use std::{collections::BTreeMap, fs::File, sync::Arc};
@@ -226,6 +227,9 @@ impl Store for SqlStore {
     }
     async fn people(&self) -> Result<Vec<PersonRow>> {
         self.list_people().await
+    }
+    async fn refused_identities(&self) -> Result<Vec<Identity>> {
+        self.list_refused().await
     }
     async fn put_person(&self, person: &PersonRow) -> Result<()> {
         self.upsert_person(person).await

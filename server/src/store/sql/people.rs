@@ -7,18 +7,24 @@ use crate::store::{
     values::{plain, time},
 };
 use jiff::Timestamp;
-use lockstep_protocol::{job::JobId, people::Person};
+use lockstep_protocol::{
+    job::JobId,
+    people::{Identity, Person},
+};
 use sqlx::Row;
 
 fn person(row: &DbRow) -> Result<PersonRow> {
     let name: String = row.try_get("name")?;
     let role: String = row.try_get("role")?;
     let disabled_at: Option<i64> = row.try_get("disabled_at")?;
+    let issuer: Option<String> = row.try_get("issuer")?;
+    let subject: Option<String> = row.try_get("subject")?;
     let person = Person {
         // One that another version wrote allows nothing here.
         role: role.parse().map_err(|error| StoreError::Corrupt(format!("person {name:?}: {error}")))?,
         created_at: time(row.try_get("created_at")?)?,
         disabled_at: disabled_at.map(time).transpose()?,
+        identity: issuer.zip(subject).map(|(issuer, subject)| Identity { issuer, subject }),
         name,
     };
     Ok(PersonRow { person, hash: row.try_get("hash")? })
@@ -30,8 +36,17 @@ fn owned(row: &DbRow) -> Result<Owned> {
 
 impl SqlStore {
     pub(super) async fn list_people(&self) -> Result<Vec<PersonRow>> {
-        let rows = sqlx::query("SELECT * FROM people ORDER BY name").fetch_all(&self.reader).await?;
+        let query = "SELECT people.*, issuer, subject FROM people LEFT JOIN identities ON person = name ORDER BY name";
+        let rows = sqlx::query(query).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(person)))
+    }
+
+    pub(super) async fn list_refused(&self) -> Result<Vec<Identity>> {
+        let rows: Vec<(String, String)> =
+            sqlx::query_as("SELECT issuer, subject FROM identities WHERE person IS NULL")
+                .fetch_all(&self.reader)
+                .await?;
+        Ok(rows.into_iter().map(|(issuer, subject)| Identity { issuer, subject }).collect())
     }
 
     pub(super) async fn upsert_person(&self, row: &PersonRow) -> Result<()> {
@@ -48,6 +63,21 @@ impl SqlStore {
         .bind(row.person.disabled_at.map(Timestamp::as_millisecond))
         .execute(&mut *db)
         .await?;
+        sqlx::query("DELETE FROM identities WHERE person = $1")
+            .bind(&row.person.name)
+            .execute(&mut *db)
+            .await?;
+        if let Some(Identity { issuer, subject }) = &row.person.identity {
+            sqlx::query(
+                "INSERT INTO identities (issuer, subject, person) VALUES ($1, $2, $3) \
+                 ON CONFLICT (issuer, subject) DO UPDATE SET person = excluded.person",
+            )
+            .bind(issuer)
+            .bind(subject)
+            .bind(&row.person.name)
+            .execute(&mut *db)
+            .await?;
+        }
         // What signed in as the person was before the change.
         sqlx::query(
             "DELETE FROM sessions WHERE token_id = $1 OR token_id IN (SELECT id FROM tokens WHERE owner = $2)",
@@ -62,6 +92,10 @@ impl SqlStore {
     pub(super) async fn delete_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("DELETE FROM people WHERE name = $1").bind(&row.person.name).execute(&mut *db).await?;
+        sqlx::query("UPDATE identities SET person = NULL WHERE person = $1")
+            .bind(&row.person.name)
+            .execute(&mut *db)
+            .await?;
         sqlx::query("DELETE FROM sessions WHERE token_id = $1")
             .bind(row.principal())
             .execute(&mut *db)

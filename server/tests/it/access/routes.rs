@@ -7,7 +7,8 @@ use serde_json::json;
 use std::time::Instant;
 
 /// What is open to strangers, to look at.
-const OPEN: [&str; 4] = ["/login", "/static/{*path}", "/healthz", "/readyz"];
+const OPEN: [&str; 6] =
+    ["/login", "/login/oidc", "/login/oidc/callback", "/static/{*path}", "/healthz", "/readyz"];
 /// What needs `admin`, whatever the method.
 const ADMIN: [&str; 9] = [
     "/api/v1/tokens",

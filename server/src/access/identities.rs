@@ -1,0 +1,35 @@
+//! Accounts at OpenID providers, and as whom they sign in. A person is known by the account's subject, never by a name that the
+//! provider sends: names are given to others there.
+
+use super::Access;
+use crate::store::PersonRow;
+use lockstep_protocol::people::Identity;
+
+/// Whom an account signs in as.
+#[derive(Debug)]
+pub(crate) enum SignsInAs {
+    /// Also one that is disabled.
+    Person(PersonRow),
+    /// Nobody: the person was removed.
+    Removed,
+    /// Nobody yet.
+    Nobody,
+}
+
+impl Access {
+    /// Takes in the accounts whose person was removed.
+    pub(crate) fn load_refused(&self, refused: Vec<Identity>) {
+        self.write().refused.extend(refused);
+    }
+
+    /// Whom an account signs in as.
+    pub(crate) fn by_identity(&self, identity: &Identity) -> SignsInAs {
+        let known = self.read();
+        let mut people = known.people.values().map(|known| &known.row);
+        match people.find(|row| row.person.identity.as_ref() == Some(identity)) {
+            Some(row) => SignsInAs::Person(row.clone()),
+            None if known.refused.contains(identity) => SignsInAs::Removed,
+            None => SignsInAs::Nobody,
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! A provider's public keys (RFC 7517), and signatures by them. The arithmetic is ring's, as in TLS.
+
+use super::OidcError;
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use ring::signature::{
+    self, EdDSAParameters, RsaParameters, RsaPublicKeyComponents, UnparsedPublicKey, VerificationAlgorithm,
+};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Keys of a set that are looked at, at most.
+const MOST: usize = 100;
+
+/// What a signature is made with. Symmetric algorithms and `none` are not among them, so no secret that the client knows, and no
+/// public key taken for a secret, makes a token.
+enum Algorithm {
+    Rsa(&'static RsaParameters),
+    Ecdsa { curve: &'static str, bytes: usize, with: &'static dyn VerificationAlgorithm },
+    Ed25519(&'static EdDSAParameters),
+}
+
+fn algorithm(name: &str) -> Option<Algorithm> {
+    use Algorithm::{Ecdsa, Ed25519, Rsa};
+    Some(match name {
+        "RS256" => Rsa(&signature::RSA_PKCS1_2048_8192_SHA256),
+        "RS384" => Rsa(&signature::RSA_PKCS1_2048_8192_SHA384),
+        "RS512" => Rsa(&signature::RSA_PKCS1_2048_8192_SHA512),
+        "PS256" => Rsa(&signature::RSA_PSS_2048_8192_SHA256),
+        "PS384" => Rsa(&signature::RSA_PSS_2048_8192_SHA384),
+        "PS512" => Rsa(&signature::RSA_PSS_2048_8192_SHA512),
+        "ES256" => Ecdsa { curve: "P-256", bytes: 32, with: &signature::ECDSA_P256_SHA256_FIXED },
+        "ES384" => Ecdsa { curve: "P-384", bytes: 48, with: &signature::ECDSA_P384_SHA384_FIXED },
+        "EdDSA" => Ed25519(&signature::ED25519),
+        _ => return None,
+    })
+}
+
+/// Whether tokens may be signed so.
+pub(super) fn is_allowed(name: &str) -> bool {
+    algorithm(name).is_some()
+}
+
+/// A public key. What it lacks for its kind shows when it is used.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Key {
+    kty: String,
+    kid: Option<String>,
+    #[serde(rename = "use")]
+    used_for: Option<String>,
+    alg: Option<String>,
+    crv: Option<String>,
+    n: String,
+    e: String,
+    x: String,
+    y: String,
+}
+
+/// Keys out of a set. One that cannot be read is as if it were not there.
+pub(super) fn read_set(set: &Value) -> Option<Vec<Key>> {
+    let keys = set.get("keys")?.as_array()?.iter().take(MOST);
+    Some(keys.filter_map(|key| Key::deserialize(key).ok()).collect())
+}
+
+/// The key that a token says it is signed with; of a token that names none, the only one that fits.
+pub(super) fn find(keys: &[Key], alg: &str, kid: Option<&str>) -> Option<Key> {
+    let mut fitting = keys.iter().filter(|key| key.fits(alg, kid));
+    match (kid, fitting.next(), fitting.next()) {
+        (Some(_), Some(key), _) | (None, Some(key), None) => Some(key.clone()),
+        _ => None,
+    }
+}
+
+impl Key {
+    fn fits(&self, alg: &str, kid: Option<&str>) -> bool {
+        let kind = match algorithm(alg) {
+            Some(Algorithm::Rsa(_)) => self.kty == "RSA",
+            Some(Algorithm::Ecdsa { curve, .. }) => self.kty == "EC" && self.crv.as_deref() == Some(curve),
+            Some(Algorithm::Ed25519(_)) => self.kty == "OKP" && self.crv.as_deref() == Some("Ed25519"),
+            None => false,
+        };
+        kind && self.used_for.as_deref().is_none_or(|used_for| used_for == "sig")
+            && self.alg.as_deref().is_none_or(|its| its == alg)
+            && kid.is_none_or(|kid| self.kid.as_deref() == Some(kid))
+    }
+
+    /// Whether `signed` was signed with the private part of this key.
+    ///
+    /// # Errors
+    /// It was not.
+    pub(super) fn verify(&self, alg: &str, signed: &[u8], signature: &[u8]) -> Result<(), OidcError> {
+        let wrong = || OidcError::Refused("The ID token's signature is wrong.".into());
+        let part = |text: &str| URL_SAFE_NO_PAD.decode(text.trim_end_matches('=')).map_err(|_| wrong());
+        let verified = match algorithm(alg).ok_or_else(wrong)? {
+            Algorithm::Rsa(with) => {
+                let (n, e) = (part(&self.n)?, part(&self.e)?);
+                // Some providers write a zero before the number, which a number does not begin with.
+                let n = &n[n.iter().position(|byte| *byte != 0).unwrap_or(n.len())..];
+                RsaPublicKeyComponents { n, e: &e[..] }.verify(with, signed, signature)
+            }
+            Algorithm::Ecdsa { bytes, with, .. } => {
+                let (x, y) = (part(&self.x)?, part(&self.y)?);
+                if x.len() != bytes || y.len() != bytes {
+                    return Err(wrong());
+                }
+                // An uncompressed point.
+                let point = [&[4], &x[..], &y[..]].concat();
+                UnparsedPublicKey::new(with, point).verify(signed, signature)
+            }
+            Algorithm::Ed25519(with) => {
+                UnparsedPublicKey::new(with, part(&self.x)?).verify(signed, signature)
+            }
+        };
+        verified.map_err(|_| wrong())
+    }
+}

@@ -1,0 +1,233 @@
+//! How the provider is asked, and what an account of it may do here.
+
+use lockstep_protocol::people::Role;
+use reqwest::Url;
+use std::{fmt, net::IpAddr, path::PathBuf, str::FromStr, time::Duration};
+
+/// The longest client secret, in bytes.
+const SECRET_BYTES: usize = 4096;
+
+/// The provider's address: `https://accounts.example.org`, exactly as the provider writes it in its tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Issuer {
+    text: String,
+    host: String,
+}
+
+impl Issuer {
+    pub(crate) fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Whether it is asked in clear, which only a provider on this machine may be.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.text.starts_with("http:")
+    }
+
+    /// Whether a provider of this issuer may have an endpoint there.
+    pub(crate) fn allows(&self, endpoint: &Url) -> bool {
+        match endpoint.scheme() {
+            "https" => endpoint.has_host(),
+            "http" => self.is_plain() && is_loopback(endpoint),
+            _ => false,
+        }
+    }
+}
+
+impl FromStr for Issuer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| Err(format!("{why}; an example is https://keycloak.example.org/realms/team"));
+        let url = match Url::parse(text) {
+            Ok(url) => url,
+            Err(error) => return wrong(&error.to_string()),
+        };
+        let Some(host) = url.host_str() else { return wrong("it has no host") };
+        if url.query().is_some() || url.fragment().is_some() || !url.username().is_empty() {
+            return wrong("an issuer has no query, no fragment and no user name");
+        }
+        match url.scheme() {
+            "https" => {}
+            "http" if is_loopback(&url) => {}
+            _ => return wrong("it begins with https:// (http:// only for a provider on this machine)"),
+        }
+        Ok(Self { host: host.to_owned(), text: text.to_owned() })
+    }
+}
+
+fn is_loopback(url: &Url) -> bool {
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// What the provider knows this server by. It is in no log.
+#[derive(Clone)]
+pub struct ClientSecret(String);
+
+impl ClientSecret {
+    pub(crate) fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for ClientSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ClientSecret")
+    }
+}
+
+impl FromStr for ClientSecret {
+    type Err = String;
+
+    /// White space around it is no part of it.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "" => Err("it is empty".into()),
+            secret if secret.len() > SECRET_BYTES => Err(format!("it is longer than {SECRET_BYTES} bytes")),
+            secret => Ok(Self(secret.to_owned())),
+        }
+    }
+}
+
+/// Which claim a new person is called by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NameClaim {
+    /// `preferred_username`
+    PreferredUsername,
+    /// `email`, when the provider has verified it.
+    Email,
+}
+
+impl NameClaim {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            NameClaim::PreferredUsername => "preferred_username",
+            NameClaim::Email => "email",
+        }
+    }
+}
+
+impl fmt::Display for NameClaim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for NameClaim {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let all = [NameClaim::PreferredUsername, NameClaim::Email];
+        let found = all.into_iter().find(|claim| claim.as_str() == text);
+        found.ok_or_else(|| format!("{text:?} is neither preferred_username nor email"))
+    }
+}
+
+/// Groups at the provider that decide about roles, at every sign-in.
+#[derive(Debug, Clone)]
+pub struct Groups {
+    /// The claim that lists an account's groups.
+    pub claim: String,
+    /// Who is in it is an admin.
+    pub admin: Option<String>,
+    /// Who is in it is a member.
+    pub member: Option<String>,
+}
+
+/// An OpenID provider that signs people in.
+#[derive(Debug, Clone)]
+pub struct OidcConfig {
+    /// Its address.
+    pub issuer: Issuer,
+    /// This server's name at the provider.
+    pub client_id: String,
+    /// Without one, this server is a public client.
+    pub client_secret: Option<ClientSecret>,
+    /// What the button says; the issuer's host when absent.
+    pub name: Option<String>,
+    /// What somebody may do who signs in for the first time. `None`: an admin has to add them before.
+    pub role: Option<Role>,
+    /// What somebody is called who signs in for the first time.
+    pub name_claim: NameClaim,
+    /// Groups that decide about roles.
+    pub groups: Option<Groups>,
+    /// Authorities that are trusted besides the system's (PEM).
+    pub ca_file: Option<PathBuf>,
+    /// The provider's keys are not asked for again within this time.
+    pub key_refresh: Duration,
+}
+
+impl OidcConfig {
+    /// The defaults: nobody is let in whom no admin has added.
+    pub fn new(issuer: Issuer, client_id: String) -> Self {
+        Self {
+            issuer,
+            client_id,
+            client_secret: None,
+            name: None,
+            role: None,
+            name_claim: NameClaim::PreferredUsername,
+            groups: None,
+            ca_file: None,
+            key_refresh: Duration::from_secs(30),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_issuer_is_https_or_on_this_machine() {
+        for good in [
+            "https://a.example",
+            "https://a.example/realms/x/",
+            "http://127.0.0.1:80/x",
+            "http://[::1]",
+            "http://localhost:1",
+        ] {
+            assert_eq!(good.parse::<Issuer>().unwrap().as_str(), good);
+        }
+        for bad in [
+            "",
+            "a.example",
+            "http://a.example",
+            "https://a.example?x=1",
+            "https://a.example#x",
+            "https://u@a.example",
+            "ftp://a.example",
+            "http://localhost.a.example",
+        ] {
+            assert!(bad.parse::<Issuer>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn endpoints_of_a_provider_elsewhere_are_https() {
+        let allows =
+            |issuer: &str, url: &str| issuer.parse::<Issuer>().unwrap().allows(&url.parse().unwrap());
+        assert!(allows("https://a.example", "https://b.example/token"));
+        assert!(allows("http://127.0.0.1:9", "http://127.0.0.1:9/token"));
+        for url in ["http://a.example/token", "http://127.0.0.1/token", "file:///etc/passwd", "javascript:x"]
+        {
+            assert!(!allows("https://a.example", url), "{url}");
+        }
+        assert!(!allows("http://127.0.0.1:9", "http://a.example/token"));
+    }
+
+    #[test]
+    fn a_secret_has_a_longest_and_is_not_shown() {
+        let longest = "a".repeat(SECRET_BYTES);
+        assert_eq!(format!(" {longest}\n").parse::<ClientSecret>().unwrap().expose(), longest);
+        assert!(
+            format!("{longest}a").parse::<ClientSecret>().is_err() && " \n".parse::<ClientSecret>().is_err()
+        );
+        assert!(!format!("{:?}", "hunter2".parse::<ClientSecret>().unwrap()).contains("hunter2"));
+    }
+}

@@ -1,0 +1,313 @@
+//! Signing in with an OpenID provider: who gets in, as whom, and everything that is not believed.
+
+mod names;
+mod provider;
+mod upkeep;
+
+use crate::test_server::{TestServer, client_without_redirects, config};
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use lockstep_protocol::people::Role;
+use lockstep_server::{ServeError, serve};
+use provider::{Behaviour, Browser, CLIENT, Provider, SECRET, Signer, location};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+#[tokio::test]
+async fn whoever_was_added_signs_in_and_out() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| c.name = Some("Team & Co".into())).await;
+    let (status, person) =
+        server.post("/people", &json!({"name": "ada", "role": "member", "subject": "sub-1"})).await;
+    assert_eq!((status, &person["identity"]["subject"]), (201, &json!("sub-1")), "{person}");
+    let mut browser = Browser::new(&server);
+    let form = browser.get("/login?next=/jobs%3Fstate%3Drunning").await.text().await.unwrap();
+    assert!(form.contains("Sign in with Team &#38; Co"), "{form}");
+    let way =
+        form.split("href=\"/login/oidc?").nth(1).and_then(|rest| rest.split('"').next()).expect("the button");
+
+    let asked = browser.begin(&provider, way).await;
+    assert_eq!(asked["scope"], "openid profile email");
+    let code = provider.code(&asked);
+    let answer = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
+    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/jobs?state=running"));
+    assert_eq!(browser.cookies.len(), 1, "the session's alone");
+    assert!(browser.is_in().await);
+    let page = browser.get("/account").await.text().await.unwrap();
+    assert!(
+        page.contains("ada") && page.contains(&provider.issuer()) && !page.contains("own-password"),
+        "{page}"
+    );
+
+    let (_, log) = server.get("/audit").await;
+    let entries = log["entries"].as_array().unwrap();
+    let entry = entries.iter().find(|e| e["who"] == "ada").expect("it is written down");
+    let expected = json!(["sign in", "/login/oidc/callback", "person:ada", 303]);
+    assert_eq!(json!([entry["action"], entry["object"], entry["token_id"], entry["status"]]), expected);
+    assert!(!log.to_string().contains("code0") && !log.to_string().contains(&asked["state"]));
+
+    let session: Vec<_> = browser.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let out = client_without_redirects("").post(server.url("/logout")).header("cookie", &session[0]);
+    assert_eq!(out.send().await.unwrap().status(), 303);
+    assert!(!browser.is_in().await, "the session is over");
+
+    // ES256, and a server that was started again.
+    let key = Signer::ec();
+    provider.change(|b| (b.keys, b.header, b.signer) = (vec![key.public("ec")], json!({"kid": null}), key));
+    let dir = server.stop().await;
+    let oidc = provider.config();
+    let server = TestServer::open(dir, |c| c.oidc = Some(oidc)).await;
+    let mut browser = Browser::new(&server);
+    assert_eq!(browser.sign_in(&provider).await.status(), 303);
+    assert!(browser.is_in().await);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_token_that_is_not_as_it_has_to_be_signs_nobody_in() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| (c.role, c.key_refresh) = (Some(Role::Viewer), Duration::ZERO)).await;
+    let public = |b: &Behaviour| URL_SAFE_NO_PAD.decode(b.keys[0]["n"].as_str().unwrap()).unwrap();
+    let now = jiff::Timestamp::now().as_second();
+    type Change = Box<dyn FnOnce(&mut Behaviour)>;
+    let claims = |over: Value| -> Change { Box::new(move |b| b.claims = over) };
+    let header = |over: Value| -> Change { Box::new(move |b| b.header = over) };
+    let cases: Vec<(&str, Change)> = vec![
+        ("another sign-in", claims(json!({"nonce": "another"}))),
+        ("another sign-in", claims(json!({"nonce": null}))),
+        ("not for this server", claims(json!({"aud": "another"}))),
+        ("not for this server", claims(json!({"aud": [CLIENT, "another"], "azp": CLIENT}))),
+        ("not for this server", claims(json!({"aud": []}))),
+        ("another client", claims(json!({"azp": "another"}))),
+        ("another provider", claims(json!({"iss": "https://evil.example"}))),
+        ("another provider", claims(json!({"iss": format!("{}/", provider.issuer())}))),
+        ("expired", claims(json!({"exp": now - 120}))),
+        ("expired", claims(json!({"exp": null}))),
+        ("expired", claims(json!({"exp": "9999999999"}))),
+        ("from the future", claims(json!({"iat": now + 600}))),
+        ("from the future", claims(json!({"iat": null}))),
+        ("from the future", claims(json!({"nbf": now + 600}))),
+        ("whom it is about", claims(json!({"sub": null}))),
+        ("whom it is about", claims(json!({"sub": "a".repeat(256)}))),
+        ("whom it is about", claims(json!({"sub": 7}))),
+        ("signed with &#34;none&#34;", Box::new(|b| b.signer = Signer::Nothing)),
+        ("signed with &#34;None&#34;", header(json!({"kid": "first", "alg": "None"}))),
+        ("signed with &#34;HS256&#34;", Box::new(|b| b.signer = Signer::Hmac(SECRET.into()))),
+        ("signed with &#34;HS256&#34;", Box::new(move |b| b.signer = Signer::Hmac(public(b)))),
+        // The same with the key published as a secret.
+        (
+            "signed with &#34;HS256&#34;",
+            Box::new(|b| {
+                b.signer = Signer::Hmac(SECRET.into());
+                b.keys = vec![b.signer.public("first")];
+            }),
+        ),
+        ("does not publish", header(json!({"kid": "first", "alg": "ES256"}))),
+        (
+            "signature is wrong",
+            Box::new(|b| (b.keys, b.signer) = (vec![Signer::ec().public("first")], Signer::ec())),
+        ),
+        ("does not publish", header(json!({"kid": "first", "alg": "PS256"}))),
+        ("another kind", header(json!({"kid": "first", "typ": "at+jwt"}))),
+        ("extensions", header(json!({"kid": "first", "crit": ["x"]}))),
+        (
+            "signature is wrong",
+            Box::new(|b| b.spoil = |token| token[..token.len() - 8].to_owned() + "AAAAAAAA"),
+        ),
+        ("signature is wrong", Box::new(|b| b.spoil = |token| token.replacen(".e", ".eyJ4IjoxfQ", 1))),
+        ("no signed token", Box::new(|b| b.spoil = |token| token + ".x")),
+        ("no signed token", Box::new(|b| b.spoil = |_| "x".into())),
+        ("too long", Box::new(|b| b.spoil = |token| token + &"a".repeat(64 << 10))),
+    ];
+    let as_it_should_be = || {
+        provider.change(|b| {
+            b.signer = Signer::rsa();
+            b.keys = vec![b.signer.public("first")];
+            (b.header, b.claims, b.spoil) = (json!({"kid": "first"}), json!({}), |token| token);
+        });
+    };
+    for (n, (words, change)) in cases.into_iter().enumerate() {
+        as_it_should_be();
+        provider.change(change);
+        let page = Browser::from(&server, [127, 0, 8, n as u8 + 1]).refused(&provider, 401).await;
+        assert!(page.contains(words), "{n}: {words}: {page}");
+    }
+    assert_eq!(server.get("/people").await.1["people"], json!([]));
+    // Within what clocks may differ; and the same server, which has refused for no other reason.
+    as_it_should_be();
+    provider.change(|b| b.claims = json!({"exp": now - 30, "iat": now + 30, "aud": [CLIENT], "azp": CLIENT}));
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_state_is_good_once_and_in_its_browser() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
+    let begun = "begun in another browser";
+    let mut mine = Browser::from(&server, [127, 0, 5, 1]);
+    let asked = mine.begin(&provider, "").await;
+    let code = provider.code(&asked);
+    let fields = [("state", asked["state"].as_str()), ("code", code.as_str())];
+
+    // The address alone is worth nothing: not without the cookie, not with another's.
+    let mut other = Browser::from(&server, [127, 0, 5, 2]);
+    let refused = other.back(&fields).await;
+    assert_eq!(refused.status(), 401);
+    assert!(refused.text().await.unwrap().contains(begun));
+    other.begin(&provider, "").await;
+    assert_eq!(other.back(&fields).await.status(), 401, "another browser's cookie");
+    let cookie = mine.cookies.clone();
+    for wrong in [&[][..], &[("code", "x")], &[("state", "wrong"), ("code", &code)]] {
+        assert_eq!(mine.back(wrong).await.status(), 401, "{wrong:?}");
+        mine.cookies = cookie.clone();
+    }
+    assert_eq!(provider.ask(|b| b.tokens_asked), 0, "the provider was not asked");
+    assert_eq!(mine.back(&fields).await.status(), 303, "and nobody has used it up");
+    mine.cookies.extend(cookie);
+    assert_eq!(mine.back(&fields).await.status(), 401, "once");
+    assert_eq!(provider.ask(|b| b.tokens_asked), 1);
+
+    // A code that the provider has given to another sign-in, or for the second time.
+    let mut browser = Browser::from(&server, [127, 0, 5, 3]);
+    let theirs = Browser::from(&server, [127, 0, 5, 4]).begin(&provider, "").await;
+    for code in [code.clone(), provider.code(&theirs)] {
+        let asked = browser.begin(&provider, "").await;
+        let answer = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
+        assert_eq!(answer.status(), 401);
+        let page = answer.text().await.unwrap();
+        assert!(page.contains("the code was used already") && page.contains("no &#60;b&#62;"), "{page}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_the_provider_says_instead_of_a_code_is_shown_in_words() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
+    let mut n = 0;
+    let mut answer = async |more: &[(&str, &str)]| {
+        n += 1;
+        let mut browser = Browser::from(&server, [127, 0, 6, n]);
+        let asked = browser.begin(&provider, "").await;
+        let answer = browser.back(&[&[("state", asked["state"].as_str())], more].concat()).await;
+        assert!(browser.cookies.is_empty());
+        (answer.status().as_u16(), answer.text().await.unwrap())
+    };
+    let (status, page) =
+        answer(&[("error", "access_denied"), ("error_description", "<script>alert(1)</script>")]).await;
+    assert!(
+        status == 401 && page.contains("cancelled there") && page.contains("&#60;script&#62;alert"),
+        "{page}"
+    );
+    assert!(!page.contains("<script>alert"));
+    let (status, page) = answer(&[("error", "<b>odd")]).await;
+    assert!(status == 401 && page.contains("did not sign you in: &#60;b&#62;odd"), "{page}");
+    let long = "a".repeat(300);
+    let (_, page) = answer(&[("error", &long)]).await;
+    assert!(page.contains(&long[..200]) && !page.contains(&long[..201]));
+    assert!(answer(&[]).await.1.contains("neither a code nor an error"));
+    let (status, page) = answer(&[("code", "x"), ("iss", "https://evil.example")]).await;
+    assert!(status == 401 && page.contains("another provider"), "{page}");
+    assert_eq!(provider.ask(|b| b.tokens_asked), 0);
+    provider.change(|b| b.refusal = Some(json!({"error": "invalid_client"})));
+    let (status, page) = answer(&[("code", "x")]).await;
+    assert!(status == 401 && page.contains("client id and secret"), "{page}");
+    server.stop().await;
+
+    // One that always says who it is has to.
+    provider.change(|b| {
+        b.refusal = None;
+        b.description = json!({"authorization_response_iss_parameter_supported": true});
+    });
+    let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
+    assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not say which provider"));
+    let mut browser = Browser::new(&server);
+    let asked = browser.begin(&provider, "").await;
+    let (code, iss) = (provider.code(&asked), provider.issuer());
+    let answer = browser.back(&[("state", &asked["state"]), ("code", &code), ("iss", &iss)]).await;
+    assert_eq!(answer.status(), 303);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_way_back_stays_on_this_server() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
+    for (next, to) in [
+        ("next=/datasets%3Fx%3D1", "/datasets?x=1"),
+        ("next=https://evil.example", "/jobs"),
+        ("next=//evil.example", "/jobs"),
+        ("next=/%5Cevil.example", "/jobs"),
+        ("next=/%09/evil.example", "/jobs"),
+        ("next=javascript:alert(1)", "/jobs"),
+        ("next=", "/jobs"),
+    ] {
+        let mut browser = Browser::new(&server);
+        let asked = browser.begin(&provider, next).await;
+        let code = provider.code(&asked);
+        let answer =
+            browser.back(&[("state", &asked["state"]), ("code", &code), ("next", "//evil.example")]).await;
+        assert_eq!((answer.status().as_u16(), location(&answer)), (303, to), "{next}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn attempts_that_fail_are_limited_and_written_down() {
+    let provider = Provider::start().await;
+    let server = provider.server(|_| {}).await;
+    let from = [127, 0, 7, 1];
+    for n in 0..10 {
+        let page = Browser::from(&server, from).refused(&provider, 403).await;
+        assert!(page.contains("lockstep user add ada --subject sub-1"), "{n}: {page}");
+    }
+    let asked = provider.ask(|b| b.tokens_asked);
+    let mut browser = Browser::from(&server, from);
+    let answer = browser.sign_in(&provider).await;
+    assert_eq!(answer.status(), 429);
+    assert!(answer.headers().contains_key("retry-after"));
+    assert_eq!(provider.ask(|b| b.tokens_asked), asked, "the provider is not asked any more");
+    let (_, log) = server.get("/audit").await;
+    let refused = log["entries"].as_array().unwrap().iter().filter(|e| {
+        e["status"] == 403
+            && e["action"] == "sign in"
+            && e["object"] == "/login/oidc/callback: subject \"sub-1\""
+    });
+    assert_eq!(refused.count(), 10, "{log}");
+    assert_eq!(Browser::from(&server, [127, 0, 7, 2]).sign_in(&provider).await.status(), 403, "elsewhere");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_says_what_its_settings_lack_and_without_a_provider_there_is_no_way() {
+    let provider = Provider::start().await;
+    let refused = async |change: &dyn Fn(&mut lockstep_server::ServeConfig)| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = config(&dir);
+        config.oidc = Some(provider.config());
+        change(&mut config);
+        match serve(config, |_| panic!("it starts"), std::future::pending()).await {
+            Err(error @ ServeError::Oidc(_)) => error.to_string(),
+            other => panic!("{other:?}"),
+        }
+    };
+    let open = |c: &mut lockstep_server::ServeConfig| {
+        (c.listen, c.insecure_http) = ("0.0.0.0:0".parse().unwrap(), true);
+    };
+    assert!(refused(&open).await.contains("--public-url"));
+    assert!(refused(&|c| c.no_auth = true).await.contains("--no-auth"));
+    let no_ca =
+        |c: &mut lockstep_server::ServeConfig| c.oidc.as_mut().unwrap().ca_file = Some("/nowhere".into());
+    assert!(refused(&no_ca).await.contains("/nowhere"));
+
+    let server = TestServer::new().await;
+    let mut browser = Browser::new(&server);
+    for path in ["/login/oidc", "/login/oidc/callback?state=x&code=y"] {
+        assert_eq!(browser.get(path).await.status(), 404, "{path}");
+    }
+    assert!(!browser.get("/login").await.text().await.unwrap().contains("/login/oidc"));
+    let (status, problem) =
+        server.post("/people", &json!({"name": "ada", "role": "viewer", "subject": "s"})).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("--oidc-issuer"), "{problem}");
+    server.stop().await;
+}

@@ -1,0 +1,168 @@
+//! As whom an account signs in: never as somebody by a name alone.
+
+use super::provider::{Browser, Provider};
+use crate::test_server::TestServer;
+use lockstep_protocol::people::Role;
+use lockstep_server::{Groups, NameClaim};
+use serde_json::{Value, json};
+
+async fn people(server: &TestServer) -> Vec<String> {
+    let (_, all) = server.get("/people").await;
+    let word = |person: &Value, key: &str| person[key].as_str().unwrap_or_default().to_owned();
+    let line = |person: &Value| {
+        format!("{} {} {}", word(person, "name"), word(person, "role"), word(&person["identity"], "subject"))
+    };
+    all["people"].as_array().unwrap().iter().map(line).collect()
+}
+
+#[tokio::test]
+async fn somebody_new_is_added_with_the_role_that_is_set_and_no_name_is_taken_over() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| c.role = Some(Role::Member)).await;
+    server.add_person("bob", "admin").await;
+    let (id, _) = server.make_token(&json!({"name": "robot", "scope": "submit"})).await;
+    assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204, "revoked, and its jobs are there");
+    let as_account = |subject: &str, name: &str| {
+        let claims = json!({"sub": subject, "preferred_username": name});
+        provider.change(|b| b.claims = claims);
+    };
+    as_account("s1", "Ada");
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(people(&server).await, ["ada member s1", "bob admin "]);
+    let (_, log) = server.get("/audit").await;
+    assert!(log.to_string().contains("added, member, subject \\\"s1\\\""), "{log}");
+
+    // The same account under another name is the same person; another account under the same name is not.
+    as_account("s1", "bob");
+    let mut browser = Browser::new(&server);
+    assert_eq!(browser.sign_in(&provider).await.status(), 303);
+    assert!(browser.get("/account").await.text().await.unwrap().contains("ada, member"));
+    for (n, name) in ["ada", "bob", "BOB", "robot"].into_iter().enumerate() {
+        as_account("s2", name);
+        let page = Browser::from(&server, [127, 0, 9, n as u8]).refused(&provider, 403).await;
+        assert!(
+            page.contains("cannot be added as") && page.contains("lockstep user link NAME --subject s2"),
+            "{page}"
+        );
+    }
+    for (n, name) in ["a b", "ä", "", &"a".repeat(65)].into_iter().enumerate() {
+        as_account("s2", name);
+        let page = Browser::from(&server, [127, 0, 9, 10 + n as u8]).refused(&provider, 403).await;
+        assert!(page.contains("cannot be a name here"), "{page}");
+    }
+    assert_eq!(people(&server).await.len(), 2);
+
+    // An admin says so: then it is bob, beside the password, and under whatever name.
+    assert_eq!(server.change_person("bob", &json!({"subject": "s2"})).await.0, 200);
+    let mut browser = Browser::new(&server);
+    assert_eq!(browser.sign_in(&provider).await.status(), 303);
+    let page = browser.get("/account").await.text().await.unwrap();
+    assert!(page.contains("bob, admin") && page.contains("own-password"), "{page}");
+    // An account signs in as one person.
+    let (status, problem) = server.change_person("ada", &json!({"subject": "s2"})).await;
+    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("user unlink bob"), "{problem}");
+    let taken = json!({"name": "eve", "role": "viewer", "subject": "s2"});
+    assert_eq!(server.post("/people", &taken).await.0, 409);
+    for wrong in [json!({"subject": "a".repeat(256)}), json!({"subject": "a\n"})] {
+        assert_eq!(server.change_person("ada", &wrong).await.0, 422, "{wrong}");
+    }
+    assert_eq!(server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0, 422, "neither");
+    assert_eq!(server.change_person("bob", &json!({"subject": ""})).await.0, 200);
+    assert!(!browser.is_in().await, "any change ends the sessions");
+    assert_eq!(people(&server).await, ["ada member s1", "bob admin "]);
+    // One without a password does not sign in with an empty one.
+    let form = reqwest::Client::new()
+        .post(server.url("/login"))
+        .header("content-type", "application/x-www-form-urlencoded");
+    assert_eq!(form.body("name=ada&password=").send().await.unwrap().status(), 401);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn who_is_disabled_or_removed_does_not_come_back_by_signing_in() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| c.role = Some(Role::Member)).await;
+    let mut browser = Browser::new(&server);
+    assert_eq!(browser.sign_in(&provider).await.status(), 303);
+    assert_eq!(server.change_person("ada", &json!({"disabled": true})).await.0, 200);
+    assert!(!browser.is_in().await);
+    assert!(
+        Browser::new(&server).refused(&provider, 403).await.contains("ada may not use this server any more")
+    );
+    assert_eq!(server.change_person("ada", &json!({"disabled": false})).await.0, 200);
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+
+    assert_eq!(server.delete("/people/ada").await.0, 204);
+    let removed = "An admin removed the person";
+    assert!(Browser::new(&server).refused(&provider, 403).await.contains(removed));
+    let dir = server.stop().await;
+    let mut oidc = provider.config();
+    oidc.role = Some(Role::Member);
+    let server = TestServer::open(dir, |c| c.oidc = Some(oidc)).await;
+    assert!(
+        Browser::new(&server).refused(&provider, 403).await.contains(removed),
+        "nor when the server was started again"
+    );
+    let again = json!({"name": "ada2", "role": "viewer", "subject": "sub-1"});
+    assert_eq!(server.post("/people", &again).await.0, 201);
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(people(&server).await, ["ada2 viewer sub-1"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_e_mail_address_is_a_name_when_it_is_verified() {
+    let provider = Provider::start().await;
+    let server = provider.server(|c| (c.role, c.name_claim) = (Some(Role::Viewer), NameClaim::Email)).await;
+    let mail = |verified: Value| {
+        provider.change(|b| b.claims = json!({"email": "Ada@Example.org", "email_verified": verified}));
+    };
+    for (n, no) in [json!(false), json!(null), json!("false"), json!(1)].into_iter().enumerate() {
+        mail(no);
+        let page = Browser::from(&server, [127, 0, 10, n as u8]).refused(&provider, 403).await;
+        assert!(page.contains("has not verified your e-mail address"), "{page}");
+    }
+    // What the token does not say, UserInfo may, if it is about the same account.
+    provider.change(|b| {
+        b.claims = json!({});
+        b.user_info = json!({"sub": "another", "email": "eve@example.org", "email_verified": true});
+    });
+    assert!(Browser::new(&server).refused(&provider, 401).await.contains("about somebody else"));
+    provider.change(|b| b.user_info["sub"] = json!("sub-1"));
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(people(&server).await, ["eve@example.org viewer sub-1"]);
+    provider.change(|b| b.claims["sub"] = json!("sub-2"));
+    mail(json!("true"));
+    provider.change(|b| b.claims["sub"] = json!("sub-2"));
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(people(&server).await, ["ada@example.org viewer sub-2", "eve@example.org viewer sub-1"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn groups_decide_about_the_role_at_every_sign_in() {
+    let provider = Provider::start().await;
+    let groups = Groups { claim: "groups".into(), admin: Some("ops".into()), member: Some("ml".into()) };
+    let server = provider.server(|c| c.groups = Some(groups)).await;
+    let sign_in = async |groups: Value, status: u16| {
+        provider.change(|b| b.claims = json!({"groups": groups}));
+        let mut browser = Browser::new(&server);
+        assert_eq!(browser.begin(&provider, "").await["scope"], "openid profile email groups");
+        let answer = browser.sign_in(&provider).await;
+        assert_eq!(answer.status().as_u16(), status, "{groups}");
+        (browser, answer.text().await.unwrap())
+    };
+    let page = sign_in(json!(["others"]), 403).await.1;
+    assert!(page.contains("Nobody here signs in with this account"), "{page}");
+    let mut first = sign_in(json!(["x", "ml"]), 303).await.0;
+    assert_eq!(people(&server).await, ["ada member sub-1"]);
+    assert!(first.is_in().await);
+    sign_in(json!(["ml", "ops"]), 303).await;
+    assert_eq!(people(&server).await, ["ada admin sub-1"]);
+    assert!(!first.is_in().await, "a session with another role is over");
+    sign_in(json!("ml"), 303).await;
+    assert_eq!(people(&server).await, ["ada member sub-1"]);
+    let page = sign_in(json!([]), 403).await.1;
+    assert!(page.contains("in none of the groups"), "{page}");
+    server.stop().await;
+}

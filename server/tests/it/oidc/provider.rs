@@ -1,0 +1,347 @@
+//! A small OpenID provider: it signs whatever the test wants, and checks what a real one checks of its client.
+
+use crate::test_server::{TestServer, client_without_redirects};
+use axum::{
+    Form, Json, Router,
+    extract::State,
+    http::{HeaderMap, StatusCode},
+    routing::{get, post},
+};
+use base64::{Engine, engine::general_purpose::STANDARD, engine::general_purpose::URL_SAFE_NO_PAD as BASE64};
+use lockstep_server::{OidcConfig, ServeConfig};
+use reqwest::{Response, Url, header};
+use ring::{
+    hmac,
+    rand::SystemRandom,
+    rsa,
+    signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair, RSA_PKCS1_SHA256},
+};
+use rustls::pki_types::{PrivatePkcs8KeyDer, pem::PemObject};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::{IpAddr, SocketAddr},
+    process::Command,
+    sync::{Arc, LazyLock, Mutex},
+};
+use tokio::net::TcpListener;
+
+pub const CLIENT: &str = "lock:step=1";
+pub const SECRET: &str = "s3cret &of the=client";
+
+/// What signs.
+pub enum Signer {
+    Rsa(rsa::KeyPair),
+    Ec(EcdsaKeyPair),
+    /// With a secret, as if a client's secret or a public key were one.
+    Hmac(Vec<u8>),
+    Nothing,
+}
+
+/// A 2048-bit key, made once for all tests.
+static RSA_KEY: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let args = ["genpkey", "-quiet", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"];
+    let made = Command::new("openssl").args(args).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    // As PEM it is PKCS #8 with every version of openssl.
+    PrivatePkcs8KeyDer::from_pem_slice(&made.stdout).unwrap().secret_pkcs8_der().to_vec()
+});
+
+impl Signer {
+    pub fn rsa() -> Self {
+        Self::Rsa(rsa::KeyPair::from_pkcs8(&RSA_KEY).unwrap())
+    }
+
+    pub fn ec() -> Self {
+        let random = SystemRandom::new();
+        let made = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &random).unwrap();
+        Self::Ec(EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, made.as_ref(), &random).unwrap())
+    }
+
+    fn alg(&self) -> &str {
+        match self {
+            Self::Rsa(_) => "RS256",
+            Self::Ec(_) => "ES256",
+            Self::Hmac(_) => "HS256",
+            Self::Nothing => "none",
+        }
+    }
+
+    /// As the provider publishes it.
+    pub fn public(&self, kid: &str) -> Value {
+        match self {
+            Self::Rsa(key) => {
+                let public = rsa::PublicKeyComponents::<Vec<u8>>::from(key.public());
+                // As some providers write it, with a zero before the number.
+                let n = [&[0], &public.n[..]].concat();
+                json!({"kty": "RSA", "use": "sig", "kid": kid, "alg": "RS256", "n": BASE64.encode(n), "e": BASE64.encode(public.e)})
+            }
+            Self::Ec(key) => {
+                let (x, y) = key.public_key().as_ref()[1..].split_at(32);
+                json!({"kty": "EC", "crv": "P-256", "kid": kid, "x": BASE64.encode(x), "y": BASE64.encode(y)})
+            }
+            Self::Hmac(key) => json!({"kty": "oct", "kid": kid, "k": BASE64.encode(key)}),
+            Self::Nothing => Value::Null,
+        }
+    }
+
+    fn sign(&self, text: &[u8]) -> Vec<u8> {
+        let random = SystemRandom::new();
+        match self {
+            Self::Rsa(key) => {
+                let mut signature = vec![0; key.public().modulus_len()];
+                key.sign(&RSA_PKCS1_SHA256, &random, text, &mut signature).unwrap();
+                signature
+            }
+            Self::Ec(key) => key.sign(&random, text).unwrap().as_ref().to_vec(),
+            Self::Hmac(key) => hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, key), text).as_ref().to_vec(),
+            Self::Nothing => Vec::new(),
+        }
+    }
+}
+
+/// How the provider behaves.
+pub struct Behaviour {
+    pub keys: Vec<Value>,
+    pub signer: Signer,
+    /// Laid over the token's header and claims; null takes one away.
+    pub header: Value,
+    pub claims: Value,
+    pub user_info: Value,
+    /// Laid over its description.
+    pub description: Value,
+    /// In place of the tokens.
+    pub refusal: Option<Value>,
+    /// A change of the finished token.
+    pub spoil: fn(String) -> String,
+    codes: HashMap<String, BTreeMap<String, String>>,
+    pub keys_asked: u32,
+    pub tokens_asked: u32,
+}
+
+#[derive(Clone)]
+pub struct Provider {
+    pub address: SocketAddr,
+    behaviour: Arc<Mutex<Behaviour>>,
+}
+
+fn lay_over(mut under: Value, over: &Value) -> Value {
+    for (name, value) in over.as_object().into_iter().flatten() {
+        under[name] = value.clone();
+    }
+    under.as_object_mut().unwrap().retain(|_, value| !value.is_null());
+    under
+}
+
+impl Provider {
+    pub async fn start() -> Self {
+        Self::at(TcpListener::bind("127.0.0.1:0").await.unwrap()).await
+    }
+
+    pub async fn at(listener: TcpListener) -> Self {
+        let signer = Signer::rsa();
+        let behaviour = Behaviour {
+            keys: vec![signer.public("first")],
+            signer,
+            header: json!({"kid": "first"}),
+            claims: json!({}),
+            user_info: json!({}),
+            description: json!({}),
+            refusal: None,
+            spoil: |token| token,
+            codes: HashMap::new(),
+            keys_asked: 0,
+            tokens_asked: 0,
+        };
+        let address = listener.local_addr().unwrap();
+        let provider = Self { address, behaviour: Arc::new(Mutex::new(behaviour)) };
+        let router = Router::new()
+            .route("/.well-known/openid-configuration", get(describe))
+            .route("/keys", get(keys))
+            .route("/token", post(token))
+            .route("/me", get(user_info))
+            .with_state(provider.clone());
+        tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+        provider
+    }
+
+    pub fn issuer(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub fn change(&self, change: impl FnOnce(&mut Behaviour)) {
+        change(&mut self.behaviour.lock().unwrap());
+    }
+
+    pub fn ask<T>(&self, ask: impl FnOnce(&Behaviour) -> T) -> T {
+        ask(&self.behaviour.lock().unwrap())
+    }
+
+    /// What a server is given to sign people in with it.
+    pub fn config(&self) -> OidcConfig {
+        let mut config = OidcConfig::new(self.issuer().parse().unwrap(), CLIENT.into());
+        config.client_secret = Some(SECRET.parse().unwrap());
+        config
+    }
+
+    pub async fn server(&self, change: impl FnOnce(&mut OidcConfig)) -> TestServer {
+        let mut oidc = self.config();
+        change(&mut oidc);
+        TestServer::with(move |config: &mut ServeConfig| config.oidc = Some(oidc)).await
+    }
+
+    /// Signs `subject` in at the provider, as a person would on its pages: the code that it sends the browser back with.
+    pub fn code(&self, asked: &BTreeMap<String, String>) -> String {
+        let mut behaviour = self.behaviour.lock().unwrap();
+        let code = format!("code{}/+ &", behaviour.codes.len());
+        behaviour.codes.insert(code.clone(), asked.clone());
+        code
+    }
+}
+
+async fn describe(State(provider): State<Provider>) -> Json<Value> {
+    let at = provider.issuer();
+    let described = json!({
+        "issuer": at, "authorization_endpoint": format!("{at}/authorize?tenant=1"), "token_endpoint": format!("{at}/token"),
+        "jwks_uri": format!("{at}/keys"), "userinfo_endpoint": format!("{at}/me"), "scopes_supported": ["openid", "groups"],
+    });
+    Json(provider.ask(|b| lay_over(described, &b.description)))
+}
+
+async fn keys(State(provider): State<Provider>) -> Json<Value> {
+    provider.change(|b| b.keys_asked += 1);
+    Json(provider.ask(|b| json!({"keys": b.keys})))
+}
+
+async fn user_info(State(provider): State<Provider>, headers: HeaderMap) -> Result<Json<Value>, StatusCode> {
+    match headers.get(header::AUTHORIZATION).is_some_and(|value| value == "Bearer for me") {
+        true => Ok(Json(provider.ask(|b| b.user_info.clone()))),
+        false => Err(StatusCode::UNAUTHORIZED),
+    }
+}
+
+type TokenAnswer = (StatusCode, Json<Value>);
+
+async fn token(
+    State(provider): State<Provider>,
+    headers: HeaderMap,
+    Form(form): Form<BTreeMap<String, String>>,
+) -> TokenAnswer {
+    let refuse =
+        |error: &str| (StatusCode::BAD_REQUEST, Json(json!({"error": error, "error_description": "no <b>"})));
+    let name = "lock%3Astep%3D1:s3cret+%26of+the%3Dclient";
+    let mut behaviour = provider.behaviour.lock().unwrap();
+    behaviour.tokens_asked += 1;
+    if headers.get(header::AUTHORIZATION).is_none_or(|v| *v != format!("Basic {}", STANDARD.encode(name))) {
+        return refuse("invalid_client");
+    }
+    if let Some(refusal) = &behaviour.refusal {
+        return (StatusCode::BAD_REQUEST, Json(refusal.clone()));
+    }
+    let Some(asked) = behaviour.codes.remove(&form["code"]) else { return refuse("invalid_grant") };
+    let challenge = BASE64.encode(Sha256::digest(&form["code_verifier"]));
+    assert_eq!(form["grant_type"], "authorization_code");
+    if asked["code_challenge"] != challenge || asked["redirect_uri"] != form["redirect_uri"] {
+        return refuse("invalid_grant");
+    }
+    let now = jiff::Timestamp::now().as_second();
+    let claims = json!({
+        "iss": provider.issuer(), "aud": CLIENT, "sub": "sub-1", "exp": now + 300, "iat": now, "nonce": asked["nonce"],
+        "preferred_username": "Ada",
+    });
+    let header = lay_over(json!({"alg": behaviour.signer.alg(), "typ": "JWT"}), &behaviour.header);
+    let claims = lay_over(claims, &behaviour.claims);
+    let text = format!("{}.{}", BASE64.encode(header.to_string()), BASE64.encode(claims.to_string()));
+    let token = format!("{text}.{}", BASE64.encode(behaviour.signer.sign(text.as_bytes())));
+    let token = (behaviour.spoil)(token);
+    (StatusCode::OK, Json(json!({"id_token": token, "access_token": "for me", "token_type": "Bearer"})))
+}
+
+/// A browser that signs in: it keeps cookies by their path, as browsers do.
+pub struct Browser<'a> {
+    pub server: &'a TestServer,
+    client: reqwest::Client,
+    pub cookies: BTreeMap<String, String>,
+}
+
+/// What a browser was sent to the provider with.
+pub type Asked = BTreeMap<String, String>;
+
+pub fn location(answer: &Response) -> &str {
+    answer.headers()["location"].to_str().unwrap()
+}
+
+impl<'a> Browser<'a> {
+    pub fn new(server: &'a TestServer) -> Self {
+        Self { server, client: client_without_redirects(""), cookies: BTreeMap::new() }
+    }
+
+    /// At an address of this machine of its own: attempts are counted by address.
+    pub fn from(server: &'a TestServer, address: [u8; 4]) -> Self {
+        let client = crate::test_server::builder("").redirect(reqwest::redirect::Policy::none());
+        let client = client.local_address(IpAddr::from(address)).build().unwrap();
+        Self { server, client, cookies: BTreeMap::new() }
+    }
+
+    pub async fn get(&mut self, path: &str) -> Response {
+        let cookies: Vec<_> = self.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let request = self.client.get(self.server.url(path)).header("cookie", cookies.join("; "));
+        let answer = request.send().await.unwrap();
+        for cookie in answer.headers().get_all("set-cookie") {
+            let (pair, rest) = cookie.to_str().unwrap().split_once(';').unwrap();
+            let (name, value) = pair.split_once('=').unwrap();
+            assert!(rest.contains("HttpOnly; SameSite=Lax"), "{rest}");
+            match rest.contains("Max-Age=0") {
+                true => self.cookies.remove(name),
+                false => self.cookies.insert(name.into(), value.into()),
+            };
+        }
+        answer
+    }
+
+    /// Off to the provider.
+    pub async fn begin(&mut self, provider: &Provider, next: &str) -> Asked {
+        let answer = self.get(&format!("/login/oidc?{next}")).await;
+        let status = answer.status().as_u16();
+        let to = answer.headers().get("location").map(|to| to.to_str().unwrap().to_owned());
+        assert_eq!(status, 303, "{}", answer.text().await.unwrap());
+        let to: Url = to.unwrap().parse().unwrap();
+        assert!(to.as_str().starts_with(&format!("{}/authorize?tenant=1&", provider.issuer())), "{to}");
+        let asked: Asked = to.query_pairs().into_owned().collect();
+        assert_eq!((asked["client_id"].as_str(), asked["code_challenge_method"].as_str()), (CLIENT, "S256"));
+        assert_eq!(asked["redirect_uri"], self.server.url("/login/oidc/callback"));
+        asked
+    }
+
+    /// And back.
+    pub async fn back(&mut self, fields: &[(&str, &str)]) -> Response {
+        let mut url: Url = "http://none/login/oidc/callback".parse().unwrap();
+        url.query_pairs_mut().extend_pairs(fields);
+        self.get(&format!("{}?{}", url.path(), url.query().unwrap_or_default())).await
+    }
+
+    /// All of it.
+    pub async fn sign_in(&mut self, provider: &Provider) -> Response {
+        let asked = self.begin(provider, "").await;
+        let code = provider.code(&asked);
+        self.back(&[("state", &asked["state"]), ("code", &code)]).await
+    }
+
+    /// All of it, where it is refused; the page.
+    pub async fn refused(&mut self, provider: &Provider, status: u16) -> String {
+        let answer = self.sign_in(provider).await;
+        let (got, page) = (answer.status().as_u16(), answer.text().await.unwrap());
+        assert_eq!(got, status, "{page}");
+        assert!(
+            self.cookies.is_empty(),
+            "no session, and the cookie of the sign-in is gone: {:?}",
+            self.cookies
+        );
+        page
+    }
+
+    pub async fn is_in(&mut self) -> bool {
+        self.get("/jobs").await.status() == 200
+    }
+}

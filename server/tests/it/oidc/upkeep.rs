@@ -1,0 +1,139 @@
+//! A provider that is down, changes its keys, or answers with what it should not.
+
+use super::provider::{Browser, Provider, Signer};
+use crate::test_server::{DEADLINE, TestServer};
+use axum::{
+    Router,
+    body::Body,
+    response::{IntoResponse, Redirect},
+    routing::get,
+};
+use lockstep_protocol::people::Role;
+use lockstep_server::OidcConfig;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+
+/// What a browser is told by a server whose provider describes itself so. Gets the issuer.
+async fn told<R: IntoResponse + 'static>(
+    describe: impl Fn(&str) -> R + Clone + Send + Sync + 'static,
+) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let issuer = format!("http://{}", listener.local_addr().unwrap());
+    let at = issuer.clone();
+    let routes = Router::new()
+        .route("/.well-known/openid-configuration", get(async move || describe(&at).into_response()))
+        .route("/other", get(async || "{}"));
+    tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
+    let config = OidcConfig::new(issuer.parse().unwrap(), "x".into());
+    let server = TestServer::with(|c| c.oidc = Some(config)).await;
+    let status = Browser::new(&server).get("/login/oidc").await.status().as_u16();
+    server.stop().await;
+    status
+}
+
+#[tokio::test]
+async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up() {
+    // Nobody listens there until the provider does.
+    let reserved = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = reserved.local_addr().unwrap();
+    drop(reserved);
+    let config = OidcConfig::new(format!("http://{address}").parse().unwrap(), super::CLIENT.into());
+    let server = TestServer::with(|c| {
+        c.oidc = Some(OidcConfig {
+            client_secret: Some(super::SECRET.parse().unwrap()),
+            role: Some(Role::Viewer),
+            ..config
+        });
+    })
+    .await;
+    let mut browser = Browser::new(&server);
+    for n in 0..20 {
+        let answer = browser.get("/login/oidc").await;
+        assert_eq!(answer.status(), 503, "{n}: not an attempt that failed");
+        let page = answer.text().await.unwrap();
+        assert!(
+            page.contains("127.0.0.1 cannot be reached at the moment") && page.contains("name=\"token\""),
+            "{page}"
+        );
+    }
+    let provider = Provider::at(TcpListener::bind(address).await.unwrap()).await;
+    let since = Instant::now();
+    while browser.get("/login/oidc").await.status() != 303 {
+        assert!(since.elapsed() < DEADLINE, "it is not asked again");
+    }
+    assert_eq!(browser.sign_in(&provider).await.status(), 303);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn new_keys_are_fetched_when_they_are_needed_and_not_too_often() {
+    let provider = Provider::start().await;
+    let rotate = |kid: &'static str| {
+        let key = Signer::ec();
+        provider.change(|b| (b.keys, b.header, b.signer) = (vec![key.public(kid)], json!({"kid": kid}), key));
+    };
+    let asked = || provider.ask(|b| b.keys_asked);
+    let server = provider.server(|c| (c.role, c.key_refresh) = (Some(Role::Viewer), Duration::ZERO)).await;
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(asked(), 1, "they are kept");
+    rotate("second");
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
+    assert_eq!(asked(), 2);
+    provider.change(|b| b.header = json!({"kid": "unknown"}));
+    assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not publish"));
+    assert_eq!(asked(), 3);
+    server.stop().await;
+
+    // With the time that there is outside of tests, a stranger's token has them fetched at most every half minute.
+    let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
+    for n in 0..3 {
+        assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not publish"), "{n}");
+    }
+    assert_eq!(asked(), 4);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_provider_answers_has_a_limit_and_is_https_elsewhere() {
+    const MOST: usize = 256 << 10;
+    let at = "https://a.example";
+    let whole =
+        json!({"issuer": "ISSUER", "authorization_endpoint": at, "token_endpoint": at, "jwks_uri": at});
+    for (bytes, status) in [(MOST, 303), (MOST + 1, 503)] {
+        let text = whole.to_string();
+        let described = move |issuer: &str| {
+            let text = text.replace("ISSUER", issuer);
+            format!("{text}{}", " ".repeat(bytes - text.len()))
+        };
+        assert_eq!(told(described).await, status, "{bytes}");
+    }
+    let with = |name: &str, value: &str| {
+        let mut whole = whole.clone();
+        whole[name] = json!(value);
+        whole
+    };
+    let mut without = whole.clone();
+    without.as_object_mut().unwrap().remove("jwks_uri");
+    let cases: [(Value, u16); 7] = [
+        (with("issuer", "https://evil.example"), 503),
+        (with("token_endpoint", "http://a.example"), 503),
+        (with("jwks_uri", "file:///etc/passwd"), 503),
+        (with("authorization_endpoint", "javascript:alert(1)"), 503),
+        (with("userinfo_endpoint", "http://169.254.169.254/"), 503),
+        (without, 503),
+        (json!([]), 503),
+    ];
+    for (described, status) in cases {
+        let text = described.to_string();
+        assert_eq!(told(move |issuer: &str| text.replace("ISSUER", issuer)).await, status, "{described}");
+    }
+    // A redirect could lead anywhere; a body need not end.
+    assert_eq!(told(|_| Redirect::to("/other")).await, 503);
+    let endless = |_: &str| {
+        let chunks = futures_util::stream::repeat_with(|| Ok::<_, std::io::Error>("[".repeat(4096)));
+        Body::from_stream(chunks)
+    };
+    assert_eq!(told(endless).await, 503);
+}

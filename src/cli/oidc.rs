@@ -1,0 +1,90 @@
+//! Options of `serve` about an OpenID provider that signs people in.
+
+use super::wrong;
+use lockstep_protocol::people::Role;
+use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
+use std::{env, fs::File, io::Read, os::unix::fs::MetadataExt, path::PathBuf};
+
+/// Holds the client secret itself. No option does: everybody on a machine sees those.
+const SECRET_VARIABLE: &str = "LOCKSTEP_OIDC_CLIENT_SECRET";
+/// Of the secret's file, at most.
+const FILE_BYTES: u64 = 8192;
+
+#[derive(clap::Args)]
+pub(crate) struct OidcArgs {
+    /// Sign people in with this OpenID provider too; its address as the provider itself writes it
+    #[arg(long, value_name = "URL", requires = "oidc_client_id")]
+    oidc_issuer: Option<Issuer>,
+    /// This server's client id at the provider, where <public-url>/login/oidc/callback is registered as redirect URI
+    #[arg(long, value_name = "ID", requires = "oidc_issuer")]
+    oidc_client_id: Option<String>,
+    /// File with the client secret, or the secret itself in LOCKSTEP_OIDC_CLIENT_SECRET; a public client has none
+    #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
+    oidc_client_secret_file: Option<PathBuf>,
+    /// What the button on the page to sign in calls the provider [default: the issuer's host]
+    #[arg(long, value_name = "NAME", requires = "oidc_issuer")]
+    oidc_name: Option<String>,
+    /// Add whoever signs in for the first time, as viewer, member or admin [default: only those whom an admin has added come in]
+    #[arg(long, value_name = "ROLE", requires = "oidc_issuer")]
+    oidc_role: Option<Role>,
+    /// What somebody is called who signs in for the first time: preferred_username, or email where it is verified
+    #[arg(long, value_name = "CLAIM", default_value = "preferred_username")]
+    oidc_claim: NameClaim,
+    /// Claim that lists an account's groups, such as groups; they decide about the role at every sign-in
+    #[arg(long, value_name = "CLAIM", requires = "oidc_issuer")]
+    oidc_group_claim: Option<String>,
+    /// Who is in this group is an admin
+    #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
+    oidc_admin_group: Option<String>,
+    /// Who is in this group is a member. Who is in neither has --oidc-role, or is not let in
+    #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
+    oidc_member_group: Option<String>,
+    /// Trust this authority (PEM) too when the provider is asked
+    #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
+    oidc_ca: Option<PathBuf>,
+}
+
+impl OidcArgs {
+    /// The provider, if one is named.
+    ///
+    /// # Errors
+    /// The secret cannot be read.
+    pub(crate) fn config(self) -> anyhow::Result<Option<OidcConfig>> {
+        let (Some(issuer), Some(client_id)) = (self.oidc_issuer, self.oidc_client_id) else {
+            return Ok(None);
+        };
+        let secret = match self.oidc_client_secret_file {
+            Some(path) => Some((format!("the file {}", path.display()), read(&path)?)),
+            None => env::var(SECRET_VARIABLE).ok().map(|secret| (SECRET_VARIABLE.to_owned(), secret)),
+        };
+        let parse = |(place, text): (String, String)| {
+            text.parse::<ClientSecret>()
+                .map_err(|error| wrong(format!("the client secret in {place}: {error}")))
+        };
+        let groups = self.oidc_group_claim.map(|claim| Groups {
+            claim,
+            admin: self.oidc_admin_group,
+            member: self.oidc_member_group,
+        });
+        let mut config = OidcConfig::new(issuer, client_id);
+        config.client_secret = secret.map(parse).transpose()?;
+        config.name = self.oidc_name;
+        config.role = self.oidc_role;
+        config.name_claim = self.oidc_claim;
+        config.groups = groups;
+        config.ca_file = self.oidc_ca;
+        Ok(Some(config))
+    }
+}
+
+fn read(path: &PathBuf) -> anyhow::Result<String> {
+    let failed =
+        |error: std::io::Error| wrong(format!("--oidc-client-secret-file {}: {error}", path.display()));
+    let file = File::open(path).map_err(failed)?;
+    if file.metadata().map_err(failed)?.mode() & 0o004 != 0 {
+        tracing::warn!(path = %path.display(), "everybody on this machine can read the client secret: chmod o-r");
+    }
+    let mut text = String::new();
+    file.take(FILE_BYTES).read_to_string(&mut text).map_err(failed)?;
+    Ok(text)
+}

@@ -22,6 +22,7 @@ mod limits;
 mod listening;
 mod lists;
 mod metrics;
+mod problems;
 mod proxies;
 mod quarantine;
 mod reasons;

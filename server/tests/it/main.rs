@@ -24,6 +24,7 @@ mod lists;
 mod machines;
 mod metrics;
 mod oidc;
+mod problems;
 mod proxies;
 mod quarantine;
 mod reasons;

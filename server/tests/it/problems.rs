@@ -1,0 +1,33 @@
+//! Problems: each has the code that programs decide by.
+
+use crate::{agent::Agent, lists::jobs, test_server::TestServer};
+use serde_json::{Value, json};
+
+#[tokio::test]
+async fn problems_have_codes() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let ids = jobs(&server, &[("a", 0.1, "")]).await;
+    let body = json!({"name": "pictures", "path": "/x"});
+    for ((status, problem), expected) in [
+        (server.get("/nothing").await, (404, "not_found")),
+        (server.delete("/jobs").await, (405, "method_not_allowed")),
+        (server.post("/datasets", &body).await, (409, "name_taken")),
+        (server.delete("/datasets/pictures").await, (409, "dataset_in_use")),
+        (server.post(&format!("/jobs/{}/resume", ids[0]), &json!({})).await, (409, "wrong_state")),
+        (server.post("/jobs", &json!({"nam": 1})).await, (422, "invalid")),
+        (server.send(reqwest::Client::new().get(server.url("/api/v1/jobs"))).await, (401, "unauthorized")),
+    ] {
+        assert_eq!((status, problem["code"].as_str().unwrap()), expected, "{problem}");
+        assert_eq!(problem["type"], format!("urn:lockstep:problem:{}", expected.1));
+    }
+    let keyed = |body: Value| {
+        server.send(server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k").json(&body))
+    };
+    let mut spec = crate::test_server::spec();
+    assert_eq!(keyed(spec.clone()).await.0, 201);
+    spec["name"] = json!("other");
+    let (status, problem) = keyed(spec).await;
+    assert_eq!((status, &problem["code"]), (409, &json!("idempotency_key_reused")));
+    server.stop().await;
+}

@@ -1,8 +1,9 @@
 // The machines, read again every few seconds and as jobs come and go; and the switch that lets one take no new work.
 
-import { ask, byId, sentence, showLive, signIn, text } from "./page.js";
+import { read, write } from "./address.js";
+import { ask, byId, press, sentence, showLive, signIn, text } from "./page.js";
 import { Stream } from "./stream.js";
-import { Lines } from "./machines/lines.js";
+import { Lines, RANGES } from "./machines/lines.js";
 import { morph } from "./machines/morph.js";
 
 const EVERY_MS = 5000;
@@ -47,4 +48,12 @@ new Stream({
 });
 setInterval(refresh, EVERY_MS);
 document.addEventListener("visibilitychange", refresh);
-lines.refresh().catch(() => {});
+
+const ranges = [...document.querySelectorAll("#range button")], usual = "1h";
+function show(range) {
+  press(ranges, ranges.find((button) => button.dataset.range === range));
+  // Without an answer the next round reads them.
+  lines.show(range).catch(() => {});
+}
+for (const button of ranges) button.addEventListener("click", () => { show(button.dataset.range); write({ range: button.dataset.range === usual ? "" : button.dataset.range }); });
+show(RANGES[read("range", usual)] ? read("range", usual) : usual);

@@ -2,22 +2,33 @@
 
 import { ask } from "../page.js";
 
-const HOURS = 6, POINTS = 90, EVERY_MS = 60_000;
+/** Minutes, and in how many stretches: none shorter than what the server keeps of that time. */
+export const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
+const EVERY_MS = 60_000;
 /** The box of a line in web/templates/machines.html. */
 const WIDTH = 120, HEIGHT = 28;
 
 export class Lines {
   #history = new Map();
+  #range = RANGES["1h"];
 
   constructor(root) { this.root = root; }
+
+  /** Another stretch of time: all is read again. */
+  async show(range) {
+    this.#range = RANGES[range];
+    this.#history.clear();
+    await this.refresh();
+  }
 
   /** Reads what is older than a minute, one machine after the other, and draws. */
   async refresh() {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
-      if (known && performance.now() - known.read < EVERY_MS) continue;
-      const since = new Date(Date.now() - HOURS * 3_600_000).toISOString();
-      const answer = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${POINTS}`);
+      if (known && performance.now() - known.read < Math.min(EVERY_MS, this.#range[0] * 1000)) continue;
+      const range = this.#range, [minutes, points] = range, since = new Date(Date.now() - minutes * 60_000).toISOString();
+      const answer = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
+      if (range !== this.#range) return;
       this.#history.set(id, { ...answer, read: performance.now() });
       this.#draw(section);
     }

@@ -27,6 +27,10 @@ describe("machines", () => {
     await until("the job holds both slots", async () => (await page.locator(".slots .busy").count()) === 2);
     assert.match(await page.locator(".slots .busy").nth(1).innerText(), /long-name\s*rank 1/);
     await until("a line is drawn", async () => (await page.locator('[data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
+    const wanted = page.waitForResponse((answer) => answer.url().includes("points=96"));
+    await page.getByRole("button", { name: "24 h" }).click();
+    assert.equal((await wanted).status(), 200);
+    assert.match(page.url(), /range=24h/);
     // Whoever is at the button stays there, on the very same one.
     const button = page.getByRole("button", { name: "Drain" });
     await button.focus();

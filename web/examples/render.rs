@@ -4,7 +4,7 @@
 use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{
     JobSpec,
-    agent::{CheckpointInfo, Machine, RankReport, Slot},
+    agent::{CheckpointInfo, GpuSample, Machine, MachineSample, MachineWarning, RankReport, Slot},
     attempt::{Attempt, AttemptState},
     dataset::{BrokenFile, Dataset, DatasetInfo, SplitInfo},
     job::{Job, JobId, JobState, LastValues, Measured},
@@ -213,8 +213,36 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         last_seen_at: now - SignedDuration::from_secs(95),
         connected_at: online.then(|| now - SignedDuration::from_secs(9000)),
         lease_secs_left: (busy > 0).then_some(14.2),
-        sample: None,
-        warnings: Vec::new(),
+        sample: online.then(|| MachineSample {
+            at: now,
+            cpus: 96.0,
+            host_cpus: 96,
+            cpu_utilization: Some(0.41),
+            load: Some(38.2),
+            memory_used_bytes: 212_000_000_000,
+            memory_bytes: 1_082_000_000_000,
+            host_memory_bytes: 1_082_000_000_000,
+            disk_used_bytes: 1_100_000_000_000,
+            disk_bytes: 4_500_000_000_000,
+            disk_read_bytes_per_second: Some(910_000_000),
+            disk_written_bytes_per_second: Some(4_000_000),
+            network_received_bytes_per_second: Some(12_000_000),
+            network_sent_bytes_per_second: Some(3_100_000),
+            gpus: (0..busy.max(1))
+                .map(|slot| GpuSample {
+                    slot,
+                    utilization: Some(0.97),
+                    memory_used_bytes: 61_000_000_000,
+                    temperature_celsius: Some(61.0),
+                    power_watts: Some(655.0),
+                })
+                .collect(),
+        }),
+        warnings: vec![MachineWarning {
+            problem: !online,
+            text: "Its clock is 12 s behind the server's: times in its logs are off. Let NTP set both."
+                .into(),
+        }],
         machine: Machine {
             hostname: format!("{name}.example"),
             cpu: "AMD EPYC 9654".into(),
@@ -230,7 +258,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     device: "cuda".into(),
                     name: "NVIDIA H200".into(),
                     memory_bytes: 150_754_820_096,
-                    uuid: None,
+                    uuid: Some(format!("GPU-{index}")),
                 };
                 let holder = machines::Holder {
                     job_id: list[0].id.to_string(),

@@ -134,3 +134,85 @@ impl AgentCard {
         if self.online { "online".into() } else { format!("last seen {}", age(self.last_seen_at, now)) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::agent::GpuSample;
+
+    #[test]
+    fn a_slot_has_its_gpu_s_numbers_and_a_private_job_no_name() {
+        let gpu = GpuSample {
+            slot: 0,
+            utilization: Some(0.97),
+            memory_used_bytes: 61_000_000_000,
+            temperature_celsius: Some(61.4),
+            power_watts: None,
+        };
+        let sample = MachineSample {
+            at: Timestamp::UNIX_EPOCH,
+            cpus: 8.0,
+            host_cpus: 8,
+            cpu_utilization: Some(0.5),
+            load: None,
+            memory_used_bytes: 1,
+            memory_bytes: 2,
+            host_memory_bytes: 2,
+            disk_used_bytes: 1,
+            disk_bytes: 2,
+            disk_read_bytes_per_second: None,
+            disk_written_bytes_per_second: None,
+            network_received_bytes_per_second: None,
+            network_sent_bytes_per_second: None,
+            gpus: vec![gpu],
+        };
+        let slot = |index| Slot {
+            index,
+            device: "cuda".into(),
+            name: "NVIDIA H200".into(),
+            memory_bytes: 150_754_820_096,
+            uuid: Some(format!("GPU-{index}")),
+        };
+        let holder = Holder { job_id: String::new(), job_name: "private".into(), rank: 3 };
+        let card = AgentCard {
+            id: "id-a".into(),
+            name: "a".into(),
+            online: true,
+            draining: false,
+            last_seen_at: Timestamp::UNIX_EPOCH,
+            connected_at: Some(Timestamp::UNIX_EPOCH),
+            lease_secs_left: Some(14.2),
+            machine: Machine {
+                hostname: "h".into(),
+                cpu: "c".into(),
+                cores: 8,
+                memory_bytes: 2,
+                disk_free_bytes: 1,
+                version: "0.1.0".into(),
+            },
+            sample: Some(sample),
+            warnings: vec![MachineWarning { problem: true, text: "<b>full</b>".into() }],
+            slots: vec![(slot(0), Some(holder)), (slot(1), None)],
+        };
+        let page = MachinesPage {
+            agents: vec![card],
+            join: Join::default(),
+            now: Timestamp::from_second(7200).expect("in range"),
+            viewer: Viewer::NOBODY,
+        };
+        let html = page.render().expect("renders");
+        for wanted in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "has 14 s left"] {
+            assert!(html.contains(wanted), "{wanted}: {html}");
+        }
+        assert!(html.contains("&#60;b&#62;full") && !html.contains("<b>full"), "{html}");
+        let (one, other) = html.split_once(r#"data-slot="1""#).expect("two slots");
+        assert!(
+            one.contains(r#"<span class="muted">private</span>"#) && !html.contains("/jobs/\""),
+            "{html}"
+        );
+        assert!(
+            !other.contains("97 %") && other.contains("<b>–</b>"),
+            "of another GPU nothing is known: {other}"
+        );
+    }
+}

@@ -142,7 +142,7 @@ mod tests {
             cpus: 2.0,
             host_cpus: 64,
             cpu_utilization: Some(0.374),
-            load: Some(3.14),
+            load: Some(3.12),
             memory_used_bytes: 1_000_000_000,
             memory_bytes: 4_000_000_000,
             host_memory_bytes: 256_000_000_000,

@@ -285,20 +285,21 @@ impl Access {
         self.read().stands_for(id).map(|credential| credential.token.who())
     }
 
-    /// A code that signs a browser in once, within ten minutes, as whoever has a token, or as a person.
+    /// A code that signs a browser in once, within ten minutes, as whoever has a token, or as a person; and not for longer
+    /// than `until`, when the sign-in that asks for it ends.
     ///
     /// # Errors
     /// The system has no random bits.
-    pub(crate) fn login_code(&self, token_id: &str) -> std::io::Result<String> {
-        self.codes.make(token_id)
+    pub(crate) fn login_code(&self, token_id: &str, until: Option<Timestamp>) -> std::io::Result<String> {
+        self.codes.make(token_id, until)
     }
 
-    /// The token or the person that a code stands for; it is used up.
-    pub(crate) fn take_login_code(&self, code: &str) -> Option<String> {
-        let id = self.codes.take(code)?;
+    /// The token or the person that a code stands for, and until when at most; it is used up.
+    pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
+        let (id, until) = self.codes.take(code)?;
         let of = self.read().stands_for(&id)?;
         let is_valid = of.token.is_valid(crate::now()) && !of.ended.is_cancelled();
-        (is_valid && of.token.scope != Scope::Agent).then_some(id)
+        (is_valid && of.token.scope != Scope::Agent).then_some((id, until))
     }
 
     /// Notes that somebody tried to sign in and could not.
@@ -309,12 +310,18 @@ impl Access {
         self.attempts.failed(from)
     }
 
-    /// Whether somebody there may try to sign in.
+    /// Counts an attempt before it is made; [`Access::sign_in_was_right`] takes it back.
     ///
     /// # Errors
     /// Too many attempts have failed: how long to wait.
-    pub(crate) fn may_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
-        self.attempts.look(from)
+    pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
+        self.attempts.look(from)?;
+        self.attempts.failed(from)
+    }
+
+    /// The attempt that was counted was no wrong one.
+    pub(crate) fn sign_in_was_right(&self, from: IpAddr) {
+        self.attempts.was_right(from);
     }
 }
 

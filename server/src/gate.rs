@@ -82,6 +82,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
         request.extensions_mut().insert(caller.clone());
     }
     let is_change = rules::is_recorded(&method, route.as_deref());
+    let is_carried_out = rules::is_carried_out(&method, route.as_deref());
     let work = async move {
         let response = next.run(request).await;
         let signed_in = response.extensions().get::<SignedIn>().cloned();
@@ -120,7 +121,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
         }
         response
     };
-    if !is_change {
+    if !is_carried_out {
         return work.await;
     }
     // To its end and into the audit log also when the client hangs up meanwhile.

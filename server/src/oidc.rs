@@ -28,7 +28,9 @@ type Claims = Map<String, Value>;
 pub(crate) enum OidcError {
     /// The provider cannot be asked now; trying again may help.
     Unavailable(String),
-    /// What came back is not to be believed, or says no.
+    /// The provider says no before it says who somebody is.
+    Declined(String),
+    /// What came back is not to be believed.
     Refused(String),
 }
 
@@ -126,7 +128,7 @@ impl Oidc {
         }
         if let Some(error) = &answer.error {
             let said = in_words(error, answer.description.as_deref());
-            return refused(format!("{} did not sign you in: {said}", self.name()));
+            return Err(OidcError::Declined(format!("{} did not sign you in: {said}", self.name())));
         }
         let Some(code) = &answer.code else {
             return refused(format!("{} sent neither a code nor an error.", self.name()));
@@ -141,8 +143,9 @@ impl Oidc {
         let header = id_token::header(&tokens.id_token)?;
         let key = self.provider.key(&metadata, &header.alg, header.kid.as_deref()).await?;
         let (mut claims, subject) = id_token::check(&tokens.id_token, &header, &key, &expected)?;
-        let wanted =
-            [Some(self.config.name_claim.as_str()), self.config.groups.as_ref().map(|g| g.claim.as_str())];
+        let is_verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
+        let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());
+        let wanted = [Some(self.config.name_claim.as_str()), is_verified, groups];
         if wanted.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
             self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
         }

@@ -54,7 +54,7 @@ impl Running {
     pub fn login_link(&self) -> io::Result<String> {
         let url = self.url();
         match self.app.access.is_required() {
-            true => Ok(format!("{url}/login?code={}", self.app.access.login_code(OWN.0)?)),
+            true => Ok(format!("{url}/login?code={}", self.app.access.login_code(OWN.0, None)?)),
             false => Ok(url),
         }
     }

@@ -81,8 +81,8 @@ fn read(path: &PathBuf) -> anyhow::Result<String> {
     let failed =
         |error: std::io::Error| wrong(format!("--oidc-client-secret-file {}: {error}", path.display()));
     let file = File::open(path).map_err(failed)?;
-    if file.metadata().map_err(failed)?.mode() & 0o004 != 0 {
-        tracing::warn!(path = %path.display(), "everybody on this machine can read the client secret: chmod o-r");
+    if file.metadata().map_err(failed)?.mode() & 0o044 != 0 {
+        tracing::warn!(path = %path.display(), "others on this machine can read the client secret: chmod go-r");
     }
     let mut text = String::new();
     file.take(FILE_BYTES).read_to_string(&mut text).map_err(failed)?;

@@ -27,6 +27,11 @@ const NOT_HERE: &[(&str, &str)] = &[
     ),
     ("lockstep agent --server https://machine", "as above; tls.rs joins an agent over TLS"),
     (
+        "lockstep token create --scope agent --agent node-1 --server https",
+        "there is no server at that address; join.rs types the commands of the page Machines, these among them",
+    ),
+    ("lockstep agent --server https://10.0.0.5", "as above; join.rs joins a second agent"),
+    (
         "lockstep download cifar-resnet18",
         "needs the ten epochs of a ResNet-18, minutes on two cores; commands.rs downloads",
     ),

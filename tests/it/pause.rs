@@ -124,7 +124,7 @@ async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
         .json();
     let colder = json!({"checkpoint": 50, "set": {"train": {"lr": 0.001}, "name": "colder"}});
     let colder = server.post(&format!("/jobs/{id}/fork"), &colder).await;
-    assert_eq!(colder.status.as_u16(), 202, "{}", colder.text);
+    assert_eq!(colder.status.as_u16(), 201, "{}", colder.text);
     for (fork, from) in [(&same, 50), (&one_rank, 75), (&colder.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");
         let reason = fork["reason"].as_str().expect("where it comes from");
@@ -173,7 +173,7 @@ async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
     fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.mistakes(&[("/train/lr", &[])]);
     fork(json!({})).await.mistakes(&[("/train/steps", &["nothing is left to do"])]);
     let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;
-    assert_eq!(further.status.as_u16(), 202, "{}", further.text);
+    assert_eq!(further.status.as_u16(), 201, "{}", further.text);
     assert_eq!(
         number(&server.succeeded(further.json()["id"].as_str().expect("an id")).await["step"]),
         STEPS + 10

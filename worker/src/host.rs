@@ -25,7 +25,8 @@ pub fn own_program() -> io::Result<PathBuf> {
 
 /// Variables of a server's or an agent's environment that tell how to use it. Processes of jobs, which read what strangers wrote,
 /// do not get them.
-pub const SECRETS: [&str; 3] = ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE"];
+pub const SECRETS: [&str; 4] =
+    ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE", "LOCKSTEP_OIDC_CLIENT_SECRET"];
 
 /// Ends this process without running what libraries have registered for its end.
 #[allow(unsafe_code)] // The system's own function; any number is a status.

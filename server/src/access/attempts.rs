@@ -110,6 +110,11 @@ impl Attempts {
         full(&self.counters().addresses, &network(from), MOST).map_or(Ok(()), Err)
     }
 
+    /// What was counted last of an address was no failure.
+    pub(super) fn was_right(&self, from: IpAddr) {
+        take_back(&mut self.counters().addresses, &network(from));
+    }
+
     /// Counts an attempt with a name and a password, before it is checked; whether the person has signed in from there before.
     pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();

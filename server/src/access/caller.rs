@@ -121,6 +121,11 @@ impl Caller {
         (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
     }
 
+    /// When its session or token ends by itself.
+    pub(crate) fn expires_at(&self) -> Option<Timestamp> {
+        self.0.as_ref()?.expires_at
+    }
+
     /// The hash of the session that this comes by.
     pub(crate) fn session(&self) -> Option<&str> {
         self.0.as_ref().filter(|c| c.session_since.is_some()).map(|c| c.hash.as_str())

@@ -1,6 +1,7 @@
 //! Links that sign a browser in: a random code in an address, good once and for ten minutes. They are in memory alone.
 
 use super::secret::{self, Secret};
+use jiff::Timestamp;
 use std::{
     collections::HashMap,
     io,
@@ -19,11 +20,12 @@ pub(super) struct Codes(Mutex<HashMap<String, Code>>);
 #[derive(Debug)]
 struct Code {
     token_id: String,
+    until: Option<Timestamp>,
     made: Instant,
 }
 
 impl Codes {
-    pub(super) fn make(&self, token_id: &str) -> io::Result<String> {
+    pub(super) fn make(&self, token_id: &str, until: Option<Timestamp>) -> io::Result<String> {
         let secret = Secret::plain()?;
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.retain(|_, code| code.made.elapsed() < LIFE);
@@ -32,7 +34,7 @@ impl Codes {
             let Some(oldest) = oldest else { break };
             codes.remove(&oldest);
         }
-        codes.insert(secret.hash, Code { token_id: token_id.to_owned(), made: Instant::now() });
+        codes.insert(secret.hash, Code { token_id: token_id.to_owned(), until, made: Instant::now() });
         Ok(secret.text)
     }
 
@@ -42,10 +44,11 @@ impl Codes {
         codes.retain(|_, code| code.token_id != token_id);
     }
 
-    pub(super) fn take(&self, code: &str) -> Option<String> {
+    /// What the code stands for, and until when its session may last at most.
+    pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let code = codes.remove(&secret::hash(code))?;
-        (code.made.elapsed() < LIFE).then_some(code.token_id)
+        (code.made.elapsed() < LIFE).then_some((code.token_id, code.until))
     }
 }
 
@@ -56,22 +59,22 @@ mod tests {
     #[test]
     fn a_code_is_good_once_for_ten_minutes_and_among_the_newest_hundred() {
         let codes = Codes::default();
-        let code = codes.make("t").unwrap();
+        let code = codes.make("t", None).unwrap();
         assert_eq!(codes.take("another"), None);
-        assert_eq!(codes.take(&code).as_deref(), Some("t"));
+        assert_eq!(codes.take(&code).unwrap().0, "t");
         assert_eq!(codes.take(&code), None, "it was used");
-        let (mine, other) = (codes.make("t").unwrap(), codes.make("u").unwrap());
+        let (mine, other) = (codes.make("t", None).unwrap(), codes.make("u", None).unwrap());
         codes.forget("t");
-        assert_eq!((codes.take(&mine), codes.take(&other).as_deref()), (None, Some("u")));
+        assert_eq!((codes.take(&mine), codes.take(&other)), (None, Some(("u".into(), None))));
 
-        let late = codes.make("t").unwrap();
+        let late = codes.make("t", None).unwrap();
         let long_ago = Instant::now().checked_sub(LIFE);
         if let Some(then) = long_ago {
             codes.0.lock().unwrap().values_mut().for_each(|code| code.made = then);
             assert_eq!(codes.take(&late), None, "ten minutes are over");
         }
 
-        let made: Vec<_> = (0..=MOST).map(|_| codes.make("t").unwrap()).collect();
+        let made: Vec<_> = (0..=MOST).map(|_| codes.make("t", None).unwrap()).collect();
         assert_eq!(codes.take(&made[0]), None, "one too many");
         assert!(made[1..].iter().all(|code| codes.take(code).is_some()));
     }

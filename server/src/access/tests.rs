@@ -136,8 +136,8 @@ fn a_code_of_a_token_that_is_gone_signs_nobody_in() {
     let access = Access::new(true);
     let secret = Secret::token().unwrap();
     access.put_token(row("t", Scope::Submit, &secret));
-    let (good, bad) = (access.login_code("t").unwrap(), access.login_code("t").unwrap());
-    assert_eq!(access.take_login_code(&good).as_deref(), Some("t"));
+    let (good, bad) = (access.login_code("t", None).unwrap(), access.login_code("t", None).unwrap());
+    assert_eq!(access.take_login_code(&good), Some(("t".into(), None)));
     let mut revoked = access.token("t").unwrap();
     revoked.token.revoked_at = Some(crate::now());
     access.put_token(revoked);

@@ -84,6 +84,12 @@ pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     !is_safe(method) && route != Some("/api/v1/jobs/validate")
 }
 
+/// Whether a request is carried out to its end, and into the audit log, also when its client hangs up: it may change something, as
+/// the way back from an OpenID provider does, which adds people.
+pub(super) fn is_carried_out(method: &Method, route: Option<&str>) -> bool {
+    is_recorded(method, route) || signs_in(route)
+}
+
 /// Whether a route signs somebody in.
 pub(super) fn signs_in(route: Option<&str>) -> bool {
     matches!(route, Some("/login" | "/login/oidc/callback"))

@@ -32,7 +32,20 @@ pub(crate) struct AgentList {
 
 const LIST: List<Agent> = List {
     name: "agents",
-    fields: &["id", "name", "online", "draining", "last_seen_at", "machine", "slots"],
+    fields: &[
+        "id",
+        "name",
+        "online",
+        "draining",
+        "last_seen_at",
+        "connected_at",
+        "lease_secs_left",
+        "machine",
+        "sample",
+        "sample_age_secs",
+        "warnings",
+        "slots",
+    ],
     sorts: &[
         ("name", |agent| agent.name.as_str().into()),
         ("last_seen", |agent| agent.last_seen_at.into()),

@@ -8,6 +8,7 @@ use super::{
 use crate::{
     app::App,
     error::{Error, Problem, Result},
+    store::Stored,
 };
 use axum::{Json, extract::State};
 use lockstep_protocol::stream::Event;
@@ -17,7 +18,7 @@ use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
 /// Rows that are read in one query, and how many one request examines: of a long run nearly all are points.
-const ROWS: u32 = 1000;
+const ROWS: u32 = 250;
 const EXAMINED: usize = 20_000;
 
 /// What events there are.
@@ -41,6 +42,17 @@ const FIELDS: &[&str] = &[
     "steps",
     "values",
     "lines",
+    "samples",
+    "accuracy",
+    "loss",
+    "secs",
+    "status",
+    "step_ms",
+    "all_reduce_ms",
+    "data_ms",
+    "images_per_second",
+    "pid",
+    "device",
     "val_accuracy",
     "val_loss",
     "best",
@@ -94,13 +106,21 @@ pub(crate) async fn list(
     let types = query.types.as_deref().unwrap_or_default().split(',').map(str::trim);
     let types = types.filter(|name| !name.is_empty()).map(|name| list::known_name("type", name, TYPES));
     let types = types.collect::<Result<Vec<_>>>()?;
+    let has_metrics = types.is_empty() || types.contains(&"metrics");
     let mut after: u64 = list::read_cursor("seq", query.cursor.as_deref())?.unwrap_or(0);
     let (mut items, mut examined, mut full) = (Vec::new(), 0, false);
     while !full {
         let rows = app.store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
         let last = rows.len() < ROWS as usize;
+        // One page after another must not keep others waiting.
+        tokio::task::yield_now().await;
         'rows: for row in rows {
+            // Nearly all rows of a long run are points, which take the longest to write out.
+            if !has_metrics && matches!(row.stored, Stored::Points { .. }) {
+                after = after.max(row.seq);
+                continue;
+            }
             for (seq, frame) in row.frames(after) {
                 if items.len() == limit {
                     full = true;
@@ -130,4 +150,55 @@ pub(crate) async fn list(
     }
     let next_cursor = Some(list::cursor("seq", &after)?);
     Ok(Json(Listed { name: "events", items, fields, next_cursor, total: None, also_next: false }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{
+        JobState,
+        agent::{CheckpointInfo, Evaluation, RankReport},
+        stream::EventBody,
+    };
+
+    #[test]
+    fn every_field_of_an_event_can_be_asked_for() {
+        let evaluation = Evaluation { epoch: 1, step: 2, samples: 3, accuracy: 0.5, loss: 0.5, secs: 0.5 };
+        let report = RankReport {
+            status: "training".into(),
+            step: 1,
+            epoch: 1,
+            step_ms: 1.0,
+            all_reduce_ms: 1.0,
+            data_ms: 1.0,
+            images_per_second: 1.0,
+            pid: 1,
+            device: "CPU".into(),
+        };
+        let checkpoint = CheckpointInfo {
+            epoch: 1,
+            step: 2,
+            val_accuracy: None,
+            val_loss: None,
+            best: false,
+            size_bytes: 1,
+        };
+        let bodies = [
+            EventBody::State { state: JobState::Running, reason: None, cause: None, attempt: 1 },
+            EventBody::Plan { attempt: 1, total_steps: 1, steps_per_epoch: 1, start_step: 0 },
+            EventBody::Metrics { attempt: 1, rank: 0, name: "loss".into(), steps: vec![], values: vec![] },
+            EventBody::Log { attempt: 1, rank: 0, lines: vec![] },
+            EventBody::Checkpoint { attempt: 1, id: "c".into(), checkpoint },
+            EventBody::CheckpointRemoved { attempt: 1, id: "c".into() },
+            EventBody::Evaluation { attempt: 1, evaluation },
+            EventBody::Rank { attempt: 1, rank: 0, report },
+        ];
+        assert_eq!(bodies.len(), TYPES.len(), "one of each");
+        for body in bodies {
+            let Value::Object(body) = serde_json::to_value(&body).unwrap() else { panic!("an object") };
+            for name in body.keys() {
+                assert!(FIELDS.contains(&name.as_str()), "{name} of {body:?}");
+            }
+        }
+    }
 }

@@ -89,7 +89,12 @@ pub(crate) async fn show(
         };
     };
     match app.access.take_login_code(code) {
-        Some(token_id) => Ok(sign_in(&app, &peer, &token_id, next, SESSION_LIFE).await?),
+        Some((token_id, until)) => {
+            let left =
+                until.map(|until| Duration::try_from(until.duration_since(crate::now())).unwrap_or_default());
+            let life = left.map_or(SESSION_LIFE, |left| left.min(SESSION_LIFE));
+            Ok(sign_in(&app, &peer, &token_id, next, life).await?)
+        }
         // Opened again, in a browser that is signed in.
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
         None => failed(
@@ -208,6 +213,11 @@ impl Refused {
         Self { status: StatusCode::UNAUTHORIZED, detail, about: None }
     }
 
+    /// Nothing that somebody could guess with: a sign-in that was not begun in this browser, or that the provider did not make.
+    pub(super) fn not_begun(detail: String) -> Self {
+        Self { status: StatusCode::BAD_REQUEST, detail, about: None }
+    }
+
     /// The account is real, and may not come in.
     pub(super) fn not_let_in(detail: String, about: String) -> Self {
         Self { status: StatusCode::FORBIDDEN, detail, about: Some(about) }
@@ -219,7 +229,7 @@ impl Refused {
 
     /// Whether it counts as an attempt that failed.
     pub(super) fn is_failure(&self) -> bool {
-        self.status != StatusCode::SERVICE_UNAVAILABLE
+        matches!(self.status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
     }
 }
 
@@ -317,7 +327,8 @@ pub(crate) struct LoginLink {
 
 /// Make a link that signs a browser in
 ///
-/// Once, within ten minutes, with what the token of this request may do.
+/// Once, within ten minutes, with what the token of this request may do, and until it expires: a session that is made by a link of another
+/// session ends with that one.
 #[utoipa::path(post, path = "/login-links", tag = "access",
     responses((status = 201, body = LoginLink), (status = 409, body = Problem, description = "This server asks nobody who they are")))]
 pub(crate) async fn link(
@@ -329,7 +340,7 @@ pub(crate) async fn link(
         let detail = "this server runs with --no-auth: open its address, there is nothing to sign in to";
         return Err(Error::Conflict(detail.into(), None));
     };
-    let code = app.access.login_code(&token.id)?;
+    let code = app.access.login_code(&token.id, caller.expires_at())?;
     let url = format!("{server}/login?code={code}");
     Ok((StatusCode::CREATED, Json(LoginLink { url, expires_at: crate::now() + LINK_LIFE })))
 }

@@ -98,6 +98,13 @@ pub(crate) struct Metrics {
     series: Vec<Series>,
 }
 
+impl Metrics {
+    /// Of all series together.
+    pub(super) fn buckets(&self) -> usize {
+        self.series.iter().map(|series| series.steps.len()).sum()
+    }
+}
+
 /// One metric of one rank in one attempt. `null` stands for what was not finite.
 #[derive(Debug, PartialEq, Serialize, ToSchema)]
 pub(crate) struct Series {

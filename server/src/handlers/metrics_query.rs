@@ -21,6 +21,8 @@ const DEFAULT_POINTS: u32 = 500;
 const MAX_POINTS: u32 = 10_000;
 /// Buckets of a series, times jobs.
 const MAX_TOTAL: usize = 100_000;
+/// Buckets of one answer: each rank and attempt of a job is a series of its own.
+const MAX_ANSWER: usize = 1_000_000;
 
 /// Which metric of which jobs, and how finely.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -90,7 +92,7 @@ pub(crate) async fn find(
         )));
     }
     let filter = MetricsQuery::of(asked.name.clone(), asked.ranks.clone(), asked.from, asked.to).filter()?;
-    let mut found = Vec::new();
+    let (mut found, mut buckets) = (Vec::new(), 0);
     for id in &ids {
         let job = jobs::seen(&app, &caller, id).await.map_err(|error| match error {
             Error::NotFound(_) => {
@@ -98,7 +100,13 @@ pub(crate) async fn find(
             }
             other => other,
         })?;
-        let metrics = metrics::answer(query::find(&app, &job, &filter, points).await?);
+        let metrics: Metrics = metrics::answer(query::find(&app, &job, &filter, points).await?);
+        buckets += metrics.buckets();
+        if buckets > MAX_ANSWER {
+            return Err(Error::BadRequest(format!(
+                "the answer would have more than {MAX_ANSWER} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
+            )));
+        }
         found.push(JobMetrics { job: job.id.to_string(), metrics });
     }
     Ok(Json(JobsMetrics { jobs: found }))

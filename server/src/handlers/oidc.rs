@@ -4,7 +4,7 @@ use super::{
     extract::PageQuery,
     login::{self, Refused},
     pages::Page,
-    people, to_the_end,
+    people,
 };
 use crate::{
     access::SignsInAs,
@@ -78,20 +78,22 @@ pub(crate) async fn finish(
     PageQuery(query): PageQuery<CallbackQuery>,
 ) -> Page {
     let oidc = provider(&app)?;
-    let too_often = |wait| PageError(people::too_often(peer.address, wait));
-    app.access.may_sign_in(peer.address).map_err(too_often)?;
-    let request = oidc.take(&query.state, cookie(&headers, &own_cookie(&app)));
-    let next = request.as_ref().map_or("/jobs", |request| &request.next).to_owned();
-    let signed_in = {
-        let (app, peer) = (app.clone(), peer.clone());
-        // The provider takes a code once, and a person is not added by halves.
-        to_the_end(async move { sign_in(&app, &peer, request, query).await })
+    let Some(request) = oidc.take(&query.state, cookie(&headers, &own_cookie(&app))) else {
+        let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
+        return login::refused(&app, "/jobs", Refused::not_begun(detail.into()));
     };
-    let mut response = match signed_in.await? {
-        Ok(response) => response,
+    // Counted before the provider is asked, also of whoever does not wait for the answer.
+    let too_often = |wait| PageError(people::too_often(peer.address, wait));
+    app.access.try_sign_in(peer.address).map_err(too_often)?;
+    let next = request.next.clone();
+    let mut response = match sign_in(&app, oidc, &peer, request, query).await? {
+        Ok(response) => {
+            app.access.sign_in_was_right(peer.address);
+            response
+        }
         Err(refused) => {
-            if refused.is_failure() {
-                app.access.sign_in_failed(peer.address).map_err(too_often)?;
+            if !refused.is_failure() {
+                app.access.sign_in_was_right(peer.address);
             }
             login::refused(&app, &next, refused)?
         }
@@ -102,14 +104,11 @@ pub(crate) async fn finish(
 
 async fn sign_in(
     app: &App,
+    oidc: &Oidc,
     peer: &Peer,
-    request: Option<OpenRequest>,
+    request: OpenRequest,
     query: CallbackQuery,
 ) -> Result<std::result::Result<Response, Refused>> {
-    let (Some(oidc), Some(request)) = (&app.oidc, request) else {
-        let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
-        return Ok(Err(Refused::unknown(detail.into())));
-    };
     let answer = Answer {
         code: query.code,
         error: query.error,
@@ -226,6 +225,7 @@ impl From<OidcError> for Refused {
     fn from(error: OidcError) -> Self {
         match error {
             OidcError::Unavailable(detail) => Self::unavailable(detail),
+            OidcError::Declined(detail) => Self::not_begun(detail),
             OidcError::Refused(detail) => Self::unknown(detail),
         }
     }

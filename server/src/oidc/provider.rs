@@ -203,8 +203,11 @@ impl Provider {
             return Ok(key);
         }
         let renewed = keys.get(self.key_refresh, self.ask_keys(metadata)).await?;
-        keys::find(&renewed, alg, kid).ok_or_else(|| {
-            OidcError::Refused("The ID token is signed with a key that the provider does not publish.".into())
+        keys::find(&renewed, alg, kid).ok_or_else(|| match &keys.failed {
+            Some((error, _)) => error.clone(),
+            None => OidcError::Refused(
+                "The ID token is signed with a key that the provider does not publish.".into(),
+            ),
         })
     }
 

@@ -81,8 +81,13 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
         query.push(" AND jobs.project = ").push_bind(project.clone());
     }
     for tag in &filter.tags {
-        // Between its quotation marks, as it stands in the list: a tag's own are escaped there.
-        query.push(format!(" AND {POSITION}(annotations.tags, ")).push_bind(json(tag)?).push(") > 0");
+        // Between its quotation marks, as the first of the list or behind a comma: quotation marks of a tag's own are escaped there.
+        let tag = json(tag)?;
+        query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(format!("[{tag}"));
+        query
+            .push(format!(") > 0 OR {POSITION}(annotations.tags, "))
+            .push_bind(format!(",{tag}"))
+            .push(") > 0)");
     }
     if let Some(after) = filter.created_after {
         query.push(" AND jobs.created_at >= ").push_bind(after.as_millisecond());

@@ -46,6 +46,16 @@ async fn whoever_was_added_signs_in_and_out() {
     assert!(!log.to_string().contains("code0") && !log.to_string().contains(&asked["state"]));
 
     let session: Vec<_> = browser.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    // A link that this session makes is no way to stay for longer than it.
+    let link =
+        client_without_redirects("").post(server.url("/api/v1/login-links")).header("cookie", &session[0]);
+    let link: Value = link.send().await.unwrap().json().await.unwrap();
+    let elsewhere =
+        client_without_redirects("").get(link["url"].as_str().expect("a link")).send().await.unwrap();
+    let cookie = elsewhere.headers()["set-cookie"].to_str().unwrap();
+    let life = cookie.split("Max-Age=").nth(1).and_then(|rest| rest.split(';').next()).expect("a life");
+    let life: u64 = life.parse().unwrap();
+    assert!((1..=24 * 3600).contains(&life), "{cookie}");
     let out = client_without_redirects("").post(server.url("/logout")).header("cookie", &session[0]);
     assert_eq!(out.send().await.unwrap().status(), 303);
     assert!(!browser.is_in().await, "the session is over");
@@ -152,19 +162,19 @@ async fn a_state_is_good_once_and_in_its_browser() {
     // The address alone is worth nothing: not without the cookie, not with another's.
     let mut other = Browser::from(&server, [127, 0, 5, 2]);
     let refused = other.back(&fields).await;
-    assert_eq!(refused.status(), 401);
+    assert_eq!(refused.status(), 400);
     assert!(refused.text().await.unwrap().contains(begun));
     other.begin(&provider, "").await;
-    assert_eq!(other.back(&fields).await.status(), 401, "another browser's cookie");
+    assert_eq!(other.back(&fields).await.status(), 400, "another browser's cookie");
     let cookie = mine.cookies.clone();
     for wrong in [&[][..], &[("code", "x")], &[("state", "wrong"), ("code", &code)]] {
-        assert_eq!(mine.back(wrong).await.status(), 401, "{wrong:?}");
+        assert_eq!(mine.back(wrong).await.status(), 400, "{wrong:?}");
         mine.cookies = cookie.clone();
     }
     assert_eq!(provider.ask(|b| b.tokens_asked), 0, "the provider was not asked");
     assert_eq!(mine.back(&fields).await.status(), 303, "and nobody has used it up");
     mine.cookies.extend(cookie);
-    assert_eq!(mine.back(&fields).await.status(), 401, "once");
+    assert_eq!(mine.back(&fields).await.status(), 400, "once");
     assert_eq!(provider.ask(|b| b.tokens_asked), 1);
 
     // A code that the provider has given to another sign-in, or for the second time.
@@ -196,12 +206,12 @@ async fn what_the_provider_says_instead_of_a_code_is_shown_in_words() {
     let (status, page) =
         answer(&[("error", "access_denied"), ("error_description", "<script>alert(1)</script>")]).await;
     assert!(
-        status == 401 && page.contains("cancelled there") && page.contains("&#60;script&#62;alert"),
+        status == 400 && page.contains("cancelled there") && page.contains("&#60;script&#62;alert"),
         "{page}"
     );
     assert!(!page.contains("<script>alert"));
     let (status, page) = answer(&[("error", "<b>odd")]).await;
-    assert!(status == 401 && page.contains("did not sign you in: &#60;b&#62;odd"), "{page}");
+    assert!(status == 400 && page.contains("did not sign you in: &#60;b&#62;odd"), "{page}");
     let long = "a".repeat(300);
     let (_, page) = answer(&[("error", &long)]).await;
     assert!(page.contains(&long[..200]) && !page.contains(&long[..201]));
@@ -257,6 +267,10 @@ async fn attempts_that_fail_are_limited_and_written_down() {
     let provider = Provider::start().await;
     let server = provider.server(|_| {}).await;
     let from = [127, 0, 7, 1];
+    // There is nothing to guess with what nobody has begun, so a page elsewhere that sends browsers here keeps nobody out.
+    for _ in 0..12 {
+        assert_eq!(Browser::from(&server, from).back(&[("state", "x"), ("code", "x")]).await.status(), 400);
+    }
     for n in 0..10 {
         let page = Browser::from(&server, from).refused(&provider, 403).await;
         assert!(page.contains("lockstep user add ada --subject sub-1"), "{n}: {page}");

@@ -15,7 +15,7 @@ export function value(v) {
 export const rate = (v) => (v >= 100 ? count(v) : Math.max(0, v).toFixed(1));
 
 export function bytes(n) {
-  if (n < 1000) return `${n} B`;
+  if (n < 1000) return `${Math.round(n)} B`;
   const units = ["kB", "MB", "GB", "TB", "PB"];
   let size = n / 1000, unit = 0;
   while (size >= 999.5 && unit + 1 < units.length) { size /= 1000; unit++; }

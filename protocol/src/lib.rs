@@ -13,6 +13,7 @@ pub mod job;
 pub mod labels;
 pub mod limits;
 pub mod metric;
+pub mod numbers;
 pub mod people;
 pub mod pickle;
 pub mod reason;

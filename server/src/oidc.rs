@@ -141,8 +141,15 @@ impl Oidc {
             now: jiff::Timestamp::now().as_second(),
         };
         let header = id_token::header(&tokens.id_token)?;
-        let key = self.provider.key(&metadata, &header.alg, header.kid.as_deref()).await?;
-        let (mut claims, subject) = id_token::check(&tokens.id_token, &header, &key, &expected)?;
+        let (alg, kid) = (header.alg.as_str(), header.kid.as_deref());
+        let key = self.provider.key(&metadata, alg, kid).await?;
+        let (mut claims, subject) = match id_token::check(&tokens.id_token, &header, &key, &expected) {
+            Ok(checked) => checked,
+            Err(error) => {
+                let key = self.provider.replaced_key(&metadata, alg, kid, &key).await.ok_or(error)?;
+                id_token::check(&tokens.id_token, &header, &key, &expected)?
+            }
+        };
         let is_verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
         let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());
         let wanted = [Some(self.config.name_claim.as_str()), is_verified, groups];

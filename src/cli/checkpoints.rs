@@ -38,7 +38,7 @@ fn row(checkpoint: &Value) -> [String; 7] {
         number("step"),
         number("epoch"),
         number("attempt"),
-        checkpoint["val_accuracy"].as_f64().map(|a| format!("{:.1} %", a * 100.0)).unwrap_or_default(),
+        checkpoint["val_accuracy"].as_f64().map(lockstep_protocol::numbers::percent).unwrap_or_default(),
         checkpoint["size_bytes"].as_f64().map(|b| format!("{:.1} MB", b / 1e6)).unwrap_or_default(),
         if checkpoint["best"] == true { "best".into() } else { String::new() },
         checkpoint["id"].as_str().unwrap_or_default().to_owned(),

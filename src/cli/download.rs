@@ -62,7 +62,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             .val_accuracy
             // It was measured with the model's own weights.
             .filter(|_| args.which.weights == Weights::Model)
-            .map(|a| format!(", validation accuracy {:.1} %", a * 100.0))
+            .map(|a| format!(", validation accuracy {}", lockstep_protocol::numbers::percent(a)))
             .unwrap_or_default();
         output::line(format_args!(
             "{}: epoch {}, step {}{accuracy}, {size_bytes} bytes, sha256 {expected}",

@@ -7,7 +7,7 @@ use super::{
     output,
 };
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_protocol::inspect::ModelEvaluation;
+use lockstep_protocol::{inspect::ModelEvaluation, numbers::percent};
 use reqwest::{Method, StatusCode};
 use serde::Serialize;
 use serde_json::Value;
@@ -86,7 +86,6 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
 }
 
 fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
-    let percent = |share: f64| format!("{:.1} %", share * 100.0);
     output::line(format_args!(
         "checkpoint {checkpoint}: accuracy {:.2} % of {} pictures, loss {:.4}",
         found.accuracy * 100.0,

@@ -89,6 +89,6 @@ fn row(job: &Job) -> [String; 8] {
         progress,
         job.images_per_second.map(|v| format!("{v:.0}")).unwrap_or_default(),
         job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),
-        job.best.map(|best| format!("{:.1} %", best.value * 100.0)).unwrap_or_default(),
+        job.best.map(|best| lockstep_protocol::numbers::percent(best.value)).unwrap_or_default(),
     ]
 }

@@ -96,7 +96,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// A prediction as one line. Class names are whatever the model's file holds; no character of theirs moves the cursor or
 /// begins another line, whether a terminal or a program reads it.
 fn line(prediction: &Prediction) -> String {
-    let words = |c: &Probability| format!("{} {:.1} %", output::one_line(&c.class), c.probability * 100.0);
+    let words = |c: &Probability| {
+        format!(
+            "{} {}",
+            output::one_line(&c.class),
+            lockstep_protocol::numbers::percent(f64::from(c.probability))
+        )
+    };
     let top: Vec<String> = prediction.classes.iter().map(words).collect();
     format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
 }

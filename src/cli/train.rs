@@ -194,8 +194,8 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
 fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     match ended {
         Ended::Succeeded { accuracy: Some(accuracy), .. } => output::line(format_args!(
-            "succeeded: validation accuracy {:.1} % in {:.0} s; checkpoints are in {}",
-            accuracy * 100.0,
+            "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}",
+            lockstep_protocol::numbers::percent(*accuracy),
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display()
         )),

@@ -183,7 +183,7 @@ pub(crate) fn summary(job: &Job) -> String {
         (Some(reason), state) if state != JobState::Succeeded => line += &format!(": {reason}"),
         _ => {
             if let Some(accuracy) = job.last.val_accuracy.or(job.best.map(|best| best.value)) {
-                line += &format!(": validation accuracy {:.1} %", accuracy * 100.0);
+                line += &format!(": validation accuracy {}", lockstep_protocol::numbers::percent(accuracy));
             }
         }
     }
@@ -277,9 +277,9 @@ impl Progress {
             }
             EventBody::Evaluation { evaluation, .. } => {
                 self.say(format!(
-                    "epoch {}: validation accuracy {:.1} %, loss {:.4}",
+                    "epoch {}: validation accuracy {}, loss {:.4}",
                     evaluation.epoch,
-                    evaluation.accuracy * 100.0,
+                    lockstep_protocol::numbers::percent(evaluation.accuracy),
                     evaluation.loss
                 ))?;
             }

@@ -68,7 +68,7 @@ export class Charts {
         label: "Images a second, of all ranks", yName: () => "images/s", format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
         onNote: (note) => text(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", note].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", yName: () => OTHERS[this.other][0].toLowerCase(), format: (v) => OTHERS[this.other][1](v), layers: () => this.#otherLayers(), zero: true, onNote: (note) => text(byId("lr-note"), note) }),
+      lr: make("lr", { label: "Another metric", yName: () => OTHERS[this.other][0].toLowerCase(), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (note) => text(byId("lr-note"), note) }),
     };
     for (const name of this.extra) {
       const [label, format] = OTHERS[name];

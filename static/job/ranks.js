@@ -138,7 +138,7 @@ export class Ranks {
   draw(live, cause = null, speed = null) {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s` : ""}`);
+    text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
     for (let r = 0; r < splits.length; r++) {
       const row = this.#rows.get(r) ?? this.#make(r), s = splits[r], known = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {

@@ -52,13 +52,13 @@ describe("a rank's lane", () => {
     });
     assert.ok(Math.abs(parts["k-wait"] / parts["k-compute"] - 10.5 / 24.5) < 0.02 && Math.abs(parts["k-data"] / parts["k-compute"] - 5.5 / 24.5) < 0.02, JSON.stringify(parts));
     const note = page.locator("#ranks-note");
-    assert.equal(await note.textContent(), "last 50 steps · limited by pictures (14 % of a step waits for them) · 790 images/s");
+    assert.equal(await note.textContent(), "last 50 steps · limited by pictures (14 % of a step waits for them) · 790 images/s in all");
     await agent.evaluate(async ([id, ranks]) => {
       const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
       for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
     }, [job.id, RANKS]);
-    await until("pictures come in time", async () => (await note.textContent()) === "last 50 steps · limited by computing · 790 images/s");
+    await until("pictures come in time", async () => (await note.textContent()) === "last 50 steps · limited by computing · 790 images/s in all");
     const words = await lane(1).locator(".rank-about").innerText();
     for (const told of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(told), `${told} in ${words}`);
 

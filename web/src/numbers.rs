@@ -16,10 +16,7 @@ pub fn count(n: u64) -> String {
     out
 }
 
-/// `0.886` as `88.6 %`.
-pub fn percent(share: f64) -> String {
-    format!("{:.1} %", share * 100.0)
-}
+pub use lockstep_protocol::numbers::percent;
 
 /// A loss or a learning rate: four decimals, or the same number of digits in powers of ten when small.
 pub fn value(v: f64) -> String {

@@ -57,7 +57,8 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         RetriedByUser => "retried on request".into(),
         Forked => {
             let id = facts.job.as_deref().unwrap_or_default();
-            format!("forked from {detail:?} ({id}) at step {step}")
+            let name = if detail.is_empty() { String::new() } else { format!("{detail:?} ") };
+            format!("forked from {name}({id}) at step {step}")
         }
         AgentLost => format!("{agent} was silent for {secs} s{at_step}"),
         AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),

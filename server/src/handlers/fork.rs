@@ -147,7 +147,8 @@ async fn make(
         step: Some(from.info.step),
         job: Some(parent.job.clone()),
         checkpoint: Some(parent.checkpoint.clone()),
-        detail: Some(source.name.clone()),
+        // The reason is read by whoever sees the fork.
+        detail: (!source.spec.private || spec.private).then(|| source.name.clone()),
         ..Facts::default()
     };
     let reason = Reason::new(ReasonCode::Forked, facts);

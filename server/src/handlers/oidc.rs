@@ -206,7 +206,11 @@ async fn taken(app: &App, name: &str) -> Result<Option<&'static str>> {
     }
     let is_it = |owner: Option<&String>| owner.is_some_and(|owner| owner == name);
     let of_name = JobFilter { owner: Some(name.to_owned()), limit: 1, ..JobFilter::default() };
-    let owns = app.access.tokens().iter().any(|token| token.name == name || is_it(token.owner.as_ref()))
+    let owns = app
+        .access
+        .tokens()
+        .iter()
+        .any(|token| (token.owner.is_none() && token.name == name) || is_it(token.owner.as_ref()))
         || !app.store.jobs(&of_name).await?.jobs.is_empty()
         || app.store.datasets().await?.iter().any(|dataset| is_it(dataset.owner.as_ref()));
     Ok(owns.then_some("there are tokens, jobs or datasets of this name, which would become yours"))

@@ -41,7 +41,7 @@ pub(super) fn is_allowed(name: &str) -> bool {
 }
 
 /// A public key. What it lacks for its kind shows when it is used.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(super) struct Key {
     kty: String,

@@ -211,6 +211,19 @@ impl Provider {
         })
     }
 
+    /// The key of that name that the provider publishes now, if it is another: some replace a key and keep its name. Not looked for too
+    /// often either.
+    pub(super) async fn replaced_key(
+        &self,
+        metadata: &Metadata,
+        alg: &str,
+        kid: Option<&str>,
+        old: &Key,
+    ) -> Option<Key> {
+        let renewed = self.keys.lock().await.get(self.key_refresh, self.ask_keys(metadata)).await.ok()?;
+        keys::find(&renewed, alg, kid).filter(|key| key != old)
+    }
+
     async fn ask_keys(&self, metadata: &Metadata) -> Result<Vec<Key>, OidcError> {
         let set: Value =
             self.answer(self.http.get(metadata.jwks_uri.0.clone()), metadata.jwks_uri.0.as_str()).await?;

@@ -93,7 +93,10 @@ impl Show {
         }
         let loss = self.losses.values().sum::<f32>() / self.losses.len() as f32;
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
-        let accuracy = self.accuracy.map(|a| format!(", accuracy {:.1} %", a * 100.0)).unwrap_or_default();
+        let accuracy = self
+            .accuracy
+            .map(|a| format!(", accuracy {}", lockstep_protocol::numbers::percent(a)))
+            .unwrap_or_default();
         let speed = self.speed.images_per_second().map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
         bar.set_message(format!("epoch {epoch}, loss {loss:.4}{accuracy}{speed}"));
     }

@@ -81,9 +81,12 @@ async fn new_keys_are_fetched_when_they_are_needed_and_not_too_often() {
     rotate("second");
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
     assert_eq!(asked(), 2);
+    rotate("second");
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303, "another key of the same name");
+    assert_eq!(asked(), 3);
     provider.change(|b| b.header = json!({"kid": "unknown"}));
     assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not publish"));
-    assert_eq!(asked(), 3);
+    assert_eq!(asked(), 4);
     server.stop().await;
 
     // With the time that there is outside of tests, a stranger's token has them fetched at most every half minute.
@@ -91,7 +94,7 @@ async fn new_keys_are_fetched_when_they_are_needed_and_not_too_often() {
     for n in 0..3 {
         assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not publish"), "{n}");
     }
-    assert_eq!(asked(), 4);
+    assert_eq!(asked(), 5);
     server.stop().await;
 }
 

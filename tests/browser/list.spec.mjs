@@ -91,7 +91,7 @@ describe("the filters", () => {
   test("take settings and days as chips, and say what is none", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (words) => { await page.getByLabel("A setting").fill(words); await page.keyboard.press("Enter"); };
+    const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
     await listed(page, "berta,carl");
     assert.equal(address(page).get("where"), "train.lr>=0.2");

@@ -181,7 +181,7 @@ mod tests {
             ("train.lrr>1", "did you mean \"train.lr\"?"),
             ("lr>1", "did you mean \"train.lr\"?"),
             ("model.arch>resnet50", "with = and != alone"),
-            ("model.arch=resnet5", "did you mean \"resnet50\"?"),
+            ("model.arch=resnet5", "did you mean \"resnet56\"?"),
             ("private=yes", "true or false"),
             ("data.mean=1", "one value"),
             ("'; DROP TABLE jobs; --=1", "is no setting"),

@@ -1,69 +1,108 @@
 // The list of jobs: rows change in place as the stream reports them; the filter lives in the address.
 
-import { ask, byId, drawn, notify, showLive, text } from "./page.js";
+import { byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
+import { write } from "./address.js";
 import { Stream } from "./stream.js";
 import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
-import { matches as fits, part as ask_part } from "./jobs/query.js";
+import { Narrow } from "./jobs/narrow.js";
+import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
 import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
+import { arrange, drawHeads, key, order, USUAL } from "./jobs/sort.js";
+import { Views } from "./jobs/views.js";
+import { Window } from "./jobs/window.js";
 
 /** Jobs read at a time; older ones as the reader scrolls to them. */
 const PART = 50;
+/** Jobs that are read again when the order or the search may have changed, and how often at most. */
+const AGAIN = 200, AGAIN_MS = 3000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** What people wrote on jobs, by job: read when somebody searches for a text. */
-let notes = {};
-const filter = () => {
-  const at = new URL(location.href).searchParams;
-  const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
-  return { states: list("state"), text: at.get("name") ?? "", owner: at.get("owner") ?? "", tags: list("tag"), project: at.get("project") ?? "" };
-};
-let asked = 0, next = null, reading = false;
+/** Jobs of the stream that the search was asked about: the server alone reads notes. */
+const asked = new Set();
+/** `anew`: the filter or the order has changed since the list was read. */
+let loads = 0, next = null, reading = false, again = 0, anew = true;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
 const bulk = new Bulk(rows, jobs);
+const viewed = new Window(rows);
 
-const matches = (job) => fits(job, filter(), notes[job.id]?.notes);
+const isSorted = () => order() !== USUAL;
 const fill = (row, job) => { fillRow(row, job); columns.fill(row, job); };
+const heads = () => drawHeads(document.querySelector("#jobs thead tr"), jobs.values(), (sort) => change({ sort: sort === USUAL ? "" : sort }));
 const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id), job); };
-const columns = new Columns({ refill: () => fillAll(), known: () => ({ jobs: [...jobs.values()], tags: new Set([...jobs.values()].flatMap((job) => job.tags)) }) });
+const tagsOf = () => new Set([...jobs.values()].flatMap((job) => job.tags));
+const columns = new Columns({ refill: () => { fillAll(); heads(); }, known: () => ({ jobs: [...jobs.values()], tags: tagsOf() }) });
+const narrow = new Narrow((values) => change(values), () => columns.settings());
+new Views(() => columns.words());
 
-async function annotations() {
-  notes = (await ask("/api/v1/annotations")).jobs;
-  return notes;
-}
-
-const part = (cursor) => ask_part(filter(), cursor, PART, annotations);
-
-/** Reads the list again: after a change of the filter, and after a time without the stream. */
+/** Reads the list again: after a change of the filter or the order, and after a time without the stream. */
 async function load() {
-  const mine = ++asked, answer = await part(null);
+  const mine = ++loads, sorted = isSorted(), whole = anew;
+  const answer = await part(filter(), null, sorted && !whole ? Math.min(AGAIN, Math.max(PART, rowOf.size)) : PART);
   await shown;
-  if (mine !== asked) return;
+  if (mine !== loads) return;
+  anew = false;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
-  // Older ones that the reader has come to stay; what is missing among these is gone.
-  for (const [id, row] of rowOf) if (!listed.has(id) && (!answer.next || row.dataset.created >= last || !jobs.has(id))) remove(id);
+  // Those further down that the reader has come to stay; what is missing among these is gone.
+  const stays = (id, row) => !whole && answer.next && jobs.has(id) && (sorted || row.dataset.created < last);
+  for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of answer.jobs) show(job);
+  if (sorted || whole) arrange(rows, answer.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (rowOf.size <= answer.jobs.length) next = answer.next;
+  heads();
   empty();
   bulk.draw();
+}
+
+const read = () => load().then(() => narrow.refused(""), (error) => {
+  if (!(error instanceof Problem) || error.status >= 500) return showLive("reconnecting");
+  // Nothing is listed under a filter or an order that is none.
+  next = null;
+  for (const id of [...rowOf.keys()]) remove(id);
+  empty();
+  narrow.refused(sentence(error));
+});
+
+/** Soon, and not for every frame: the places of jobs may have changed. */
+function readSoon() {
+  again ||= setTimeout(() => { again = 0; load().catch(() => {}); }, AGAIN_MS);
 }
 
 async function more() {
   if (!next || reading) return;
   reading = true;
-  const mine = asked, answer = await part(next).catch(() => null);
+  const mine = loads, answer = await part(filter(), next, PART).catch(() => null);
   reading = false;
-  if (!answer || mine !== asked) return;
+  if (!answer) return;
+  // The list was read again meanwhile: what comes next may be something else.
+  if (mine !== loads) return nearEnd() ? more() : undefined;
   next = answer.next;
   for (const job of answer.jobs) show(job);
   empty();
+  if (next && nearEnd()) requestAnimationFrame(more);
+}
+
+const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
+
+/** A job of the stream: new ones come in by their place in the order, which the server knows. */
+function hear(job) {
+  const known = jobs.get(job.id), { text: words } = filter();
+  if (known) {
+    if (known.last_seq <= job.last_seq && key(known) !== key(job)) readSoon();
+    return show(job);
+  }
+  if (!fits(job, filter())) return;
+  if (!isSorted() && mentions(job, words)) return show(job);
+  if (asked.has(job.id)) return;
+  asked.add(job.id);
+  readSoon();
 }
 
 function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
-  if (!matches(job)) return remove(job.id);
+  if (!fits(job, filter())) return remove(job.id);
   if (known && !FINAL.includes(known.state) && FINAL.includes(job.state)) notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
@@ -71,7 +110,7 @@ function show(job) {
     row = blank(job);
     rowOf.set(job.id, row);
     // Most come at one of the ends.
-    if (!rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
+    if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
   fill(row, job);
@@ -85,42 +124,54 @@ function remove(id) {
 }
 
 function empty() {
-  const { states, text: name, owner, tags, project } = filter(), state = states.join(" or "), tag = tags.join(", ");
+  const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
   // What was shown is gone, and there are older ones: those come into its place.
   const none = !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
-  const filtered = Boolean(state || name || owner || tag || project);
+  const filtered = parameters(now).length > 0;
   byId("none-match").hidden = !none || !filtered;
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
-  text(byId("none-match").querySelector("p"), `No job${state ? ` is ${state}` : ""}${state && name ? " and" : ""}${name ? ` has “${name}” in its name, tags or notes` : ""}${tag ? ` is tagged “${tag}”` : ""}${project ? ` is in project “${project}”` : ""}${owner ? ` is of ${owner}` : ""}.`);
+  const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
+    owner && `is of ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted in these days"].filter(Boolean);
+  text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
   byId("tag-filter").hidden = !tag;
   text(byId("tag-name"), tag);
   byId("project-filter").hidden = !project;
   text(byId("project-name"), project);
+  viewed.draw();
 }
 
-function filterBy(change) {
-  const url = new URL(location.href);
-  for (const [key, v] of Object.entries({ ...change, cursor: "" })) if (v) url.searchParams.set(key, v); else url.searchParams.delete(key);
-  history.replaceState(null, "", url);
-  mark();
+/** Writes a change of the filter or the order into the address and reads the list again. */
+function change(values) {
+  write({ ...values, cursor: "" });
+  marked();
   // What is here and no longer fits goes at once; the answer brings the rest.
-  for (const job of [...jobs.values()]) if (!matches(job)) remove(job.id);
+  for (const job of [...jobs.values()]) if (!fits(job, filter())) remove(job.id);
   next = null;
-  load().catch(() => showLive("reconnecting"));
+  anew = true;
+  read();
+}
+
+const searchFor = (words) => change({ q: words, name: "" });
+
+function marked() {
+  asked.clear();
+  mark();
+  narrow.draw();
+  heads();
 }
 
 /** The states that a click on this one leads to: it is added to the others, or taken away. */
 const toggled = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
 function mark() {
-  const { states, text: name, owner, tags, project } = filter();
+  const now = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
-    const own = a.dataset.state, on = own ? states.includes(own) : !states.length;
+    const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
     if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams(Object.entries({ state: toggled(states, own).join(","), name, project, tag: tags.join(","), owner }).filter(([, v]) => v));
+    const to = new URLSearchParams([...parameters({ ...now, states: toggled(now.states, own) }), ...(isSorted() ? [["sort", order()]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -129,15 +180,15 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
   a.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
-    filterBy({ state: toggled(filter().states, a.dataset.state).join(",") });
+    change({ state: toggled(filter().states, a.dataset.state).join(",") });
   });
 }
 let typing = 0;
-search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => filterBy({ name: search.value.trim() }), 150); });
-byId("filters").addEventListener("submit", (event) => { event.preventDefault(); filterBy({ name: search.value.trim() }); });
-byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ tag: "" }); });
-byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); filterBy({ project: "" }); });
-addEventListener("popstate", () => { search.value = filter().text; mark(); columns.fromAddress(); load(); });
+search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => searchFor(search.value.trim()), 150); });
+byId("filters").addEventListener("submit", (event) => { event.preventDefault(); clearTimeout(typing); searchFor(search.value.trim()); });
+byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); change({ tag: "" }); });
+byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); change({ project: "" }); });
+addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); marked(); anew = true; read(); });
 setInterval(fillAll, 15_000);
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
@@ -152,10 +203,10 @@ new Stream({
     if (message.type === "job") waiting.set(message.job.id, message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); empty(); }
     // The list is read once the stream is open, so that nothing falls between the two.
-    else if (message.type === "hello" || message.type === "live") load().catch(() => {});
+    else if (message.type === "hello" || message.type === "live") read();
     frame ||= requestAnimationFrame(() => {
       frame = 0;
-      for (const job of waiting.values()) show(job);
+      for (const job of waiting.values()) hear(job);
       waiting.clear();
       empty();
       // What can be done with those chosen may have changed.
@@ -163,4 +214,4 @@ new Stream({
     });
   },
 });
-load().then(() => performance.mark("jobs listed"), () => {});
+read().then(() => performance.mark("jobs listed"));

@@ -16,6 +16,12 @@ pub(crate) struct Args {
     /// Only jobs whose name contains this
     #[arg(long)]
     name: Option<String>,
+    /// Only jobs with this in their name, a tag or their notes
+    #[arg(long, value_name = "TEXT")]
+    search: Option<String>,
+    /// Only jobs whose settings are so, such as 'train.lr > 0.1' (may be repeated: all of them; = != < <= > >=)
+    #[arg(long = "where", value_name = "CONDITION")]
+    conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name
     #[arg(long)]
     owner: Option<String>,
@@ -31,8 +37,8 @@ pub(crate) struct Args {
     /// Only jobs submitted before this time
     #[arg(long, value_name = "TIME")]
     created_before: Option<String>,
-    /// In this order: created, started, finished, name, state, project, priority, step, loss, val_accuracy, best, or a key such as
-    /// spec.train.lr; with - before it the largest first [default: -created]
+    /// In this order: created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, accuracy,
+    /// val_loss, val_accuracy, lr, best, or a key such as spec.train.lr; with - before it the largest first [default: -created]
     #[arg(long, allow_hyphen_values = true)]
     sort: Option<String>,
     /// At most so many
@@ -52,6 +58,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let query = [
         ("state", Some(states.join(",")).filter(|states| !states.is_empty())),
         ("name", args.name),
+        ("q", args.search),
+        ("where", Some(args.conditions.join(",")).filter(|conditions| !conditions.is_empty())),
         ("owner", args.owner),
         ("project", args.project),
         ("tag", Some(args.tags.join(",")).filter(|tags| !tags.is_empty())),

@@ -12,6 +12,7 @@ const METRICS = {
   val_loss: ["Validation loss", (j) => j.last.val_loss, value], val_accuracy: ["Validation accuracy", (j) => j.last.val_accuracy, percent],
   accuracy: ["Training accuracy", (j) => j.last.accuracy, percent], lr: ["Learning rate now", (j) => j.last.lr, value],
   step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
+  owner: ["Owner", (j) => j.owner, String], project: ["Project", (j) => j.project, String],
 };
 /** More would be a page of its own. */
 const MOST = 12;
@@ -60,8 +61,18 @@ export class Columns {
     this.#draw();
   }
 
+  /** Those shown, as in the address. */
+  words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || "none"; }
+
+  /** Keys of settings that jobs here have, with one value. */
+  settings() {
+    const keys = new Set();
+    for (const job of this.known().jobs.slice(0, 50)) for (const [key, v] of flat(job.spec)) if (!Array.isArray(v)) keys.add(key);
+    return [...keys];
+  }
+
   #choose() {
-    const own = [...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), words = [...own, ...this.#extra].join(",") || "none";
+    const words = this.words();
     keep(words);
     write({ columns: words === USUAL ? "" : words });
     this.#draw();
@@ -73,7 +84,11 @@ export class Columns {
     table.classList.toggle("wide", this.#extra.length > 0);
     const head = table.tHead.rows[0], before = head.querySelector(".c-age");
     for (const th of head.querySelectorAll(".c-extra")) th.remove();
-    for (const key of this.#extra) before.before(Object.assign(document.createElement("th"), { scope: "col", className: "num c-extra", textContent: label(key), title: key }));
+    for (const key of this.#extra) {
+      const th = Object.assign(document.createElement("th"), { scope: "col", className: "num c-extra", textContent: label(key), title: key });
+      th.dataset.key = key;
+      before.before(th);
+    }
     byId("extra-columns").replaceChildren(...this.#extra.map((key) => {
       const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key });
       button.setAttribute("aria-label", `Remove the column ${label(key)}`);

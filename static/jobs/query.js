@@ -1,34 +1,61 @@
-// What the list asks the server for: jobs by states, project, owner, tags, and a text in their names, tags or notes.
+// What the list asks the server for: jobs by states, project, owner, tags, settings and time, and a text in their names, tags or
+// notes, in the order of the address.
 
 import { ask } from "../page.js";
+import { setting } from "../settings.js";
+import { order } from "./sort.js";
 
-/** Jobs that are read one by one because of their tags or notes, at most. */
-const ONE_BY_ONE = 200;
+const COMPARE = {
+  "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
+};
 
-/** Whether a job belongs into the list: `text` may be in its name, tags or notes, which jobs in lists come without. */
-export function matches(job, { states, text, owner, tags, project }, notes = "") {
-  const has = (words) => words.toLowerCase().includes(text.toLowerCase());
+/** `train.lr > 0.1` as key, sign and value; none when it is no condition. */
+export function condition(words) {
+  const found = /^\s*([^=!<>]+?)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*$/.exec(words);
+  return found && { key: found[1].replace(/^spec\./, ""), sign: found[2].replace("==", "="), value: found[3] };
+}
+
+function fulfils(job, words) {
+  const { key, sign, value } = condition(words) ?? {}, own = (key === "project" ? job.project : setting(job.spec, key ?? "")) ?? (/^(true|false)$/.test(value) ? false : null);
+  // A part that is none is the server's to refuse.
+  if (!sign) return true;
+  if (own === null) return sign === "!=";
+  return typeof own === "number" ? COMPARE[sign](own, Number(value)) : COMPARE[sign](String(own), value);
+}
+
+/** The filter that the address says. */
+export function filter() {
+  const at = new URL(location.href).searchParams;
+  const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
+  return {
+    states: list("state"), text: at.get("q") ?? at.get("name") ?? "", owner: at.get("owner") ?? "", tags: list("tag"), project: at.get("project") ?? "",
+    conditions: list("where"), after: at.get("created_after") ?? "", before: at.get("created_before") ?? "",
+  };
+}
+
+/** Whether a job belongs into the list, but for the text. */
+export function fits(job, { states, owner, tags, project, conditions, after, before }) {
+  const at = Date.parse(job.created_at);
   return (!states.length || states.includes(job.state)) && (!owner || job.owner === owner) && (!project || job.project === project)
-    && tags.every((tag) => job.tags.includes(tag)) && (!text || has(job.name) || job.tags.some(has) || has(notes));
+    && tags.every((tag) => job.tags.includes(tag)) && conditions.every((words) => fulfils(job, words))
+    && !(at < Date.parse(after)) && !(at >= Date.parse(before));
 }
 
-/** Jobs that only their tags or notes bring into the list. */
-async function annotated(filter, annotations, known) {
-  const { text } = filter, has = (words) => words.toLowerCase().includes(text.toLowerCase());
-  const found = ([id, { tags, notes }]) => !known.has(id) && (tags.some(has) || has(notes));
-  const ids = Object.entries(annotations).filter(found).map(([id]) => id).sort().reverse().slice(0, ONE_BY_ONE);
-  const jobs = await Promise.all(ids.map((id) => ask(`/api/v1/jobs/${id}`).catch(() => null)));
-  return jobs.filter((job) => job && matches(job, filter, annotations[job.id].notes));
+/** Whether the text is in its name or a tag; jobs of a stream come without their notes, which the server searches as well. */
+export function mentions(job, text) {
+  const has = (words) => words.toLowerCase().includes(text.toLowerCase());
+  return !text || has(job.name) || job.tags.some(has);
 }
 
-/** One part of what matches, after `cursor` (what the part before gave as `next`). The server searches names alone. */
-export async function part(filter, cursor, limit, annotations) {
-  const { states, text, owner, tags, project } = filter;
-  const given = Object.entries({ state: states.join(","), name: text, owner, tag: tags.join(","), project, cursor, limit }).filter(([, v]) => v);
-  const { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${new URLSearchParams(given)}`);
-  if (text && !cursor) {
-    jobs.push(...await annotated(filter, await annotations(), new Set(jobs.map((job) => job.id))));
-    jobs.sort((a, b) => (a.created_at < b.created_at ? 1 : -1));
-  }
+/** The parameters of a filter, as in the address and in requests. */
+export const parameters = ({ states, text, owner, tags, project, conditions, after, before }) => Object.entries({
+  state: states.join(","), q: text, owner, project, tag: tags.join(","), where: conditions.join(","), created_after: after, created_before: before,
+}).filter(([, v]) => v);
+
+/** One part of what matches, after `cursor` (what the part before gave as `next`). */
+export async function part(filter, cursor, limit) {
+  const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit]]);
+  if (cursor) given.set("cursor", cursor);
+  const { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
   return { jobs, next };
 }

@@ -93,7 +93,7 @@ describe("the list", () => {
     await page.keyboard.press("/");
     await page.keyboard.type("in the");
     await until("the search narrows", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${done.id}"]`).isVisible()));
-    assert.equal(new URL(page.url()).searchParams.get("name"), "in the");
+    assert.equal(new URL(page.url()).searchParams.get("q"), "in the");
     await page.keyboard.type(" moon");
     await until("and says when nothing matches", () => page.locator("#none-match").isVisible());
 

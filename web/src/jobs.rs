@@ -16,14 +16,18 @@ use lockstep_protocol::{
 pub struct JobFilter {
     /// `?state=running,failed`: jobs in one of them; empty for all.
     pub states: Vec<JobState>,
-    /// `?name=cifar`: jobs whose name contains it; empty for all.
-    pub name: String,
+    /// `?q=cifar`: jobs with it in their name, tags or notes; empty for all.
+    pub text: String,
     /// `?project=vision`: jobs of this project; empty for all.
     pub project: String,
     /// `?tag=a,b`: jobs with all of these tags; empty for all.
     pub tag: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
+    /// `?sort=-loss`; empty for the newest first.
+    pub sort: String,
+    /// Further keys of the address, of conditions and times.
+    pub kept: Vec<(&'static str, String)>,
 }
 
 /// `GET /jobs`.
@@ -90,17 +94,70 @@ impl JobsTemplate<'_> {
     }
 
     /// The filters but for the states, for the end of an address.
-    fn others(&self) -> String {
-        let JobFilter { states: _, name, project, tag, owner } = &self.page.filter;
-        let given = [("name", name), ("project", project), ("tag", tag), ("owner", owner)];
-        let given = given.iter().filter(|(_, value)| !value.is_empty());
+    fn filters(&self) -> String {
+        let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.page.filter;
+        let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
+        let given = given.chain(kept.iter().map(|(key, value)| (*key, value)));
+        let given = given.filter(|(_, value)| !value.is_empty());
         given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
+    }
+
+    /// All but the states, for the end of an address.
+    fn others(&self) -> String {
+        let order = match self.page.filter.sort.as_str() {
+            "" => String::new(),
+            sort => format!("&sort={}", encoded(sort)),
+        };
+        self.filters() + &order
+    }
+
+    /// The heads of the columns, with what each of them leads to.
+    fn heads(&self) -> Vec<Head> {
+        let now = match self.page.filter.sort.as_str() {
+            "" => "-created",
+            sort => sort,
+        };
+        let (by, is_descending) = now.strip_prefix('-').map_or((now, false), |by| (by, true));
+        let head =
+            |(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
+                let is_on = *sort == by;
+                let next_descends = if is_on { !is_descending } else { *largest_first };
+                let sign = if next_descends { "-" } else { "" };
+                let href = format!("/jobs?state={}{}&sort={sign}{sort}", self.chosen(), self.filters());
+                let order = match (is_on, is_descending) {
+                    (false, _) => "",
+                    (true, true) => "descending",
+                    (true, false) => "ascending",
+                };
+                Head { class, label, order, href }
+            };
+        HEADS.iter().map(head).collect()
     }
 
     /// An empty row for the script to fill and insert.
     fn blank(&self) -> JobRow {
         JobRow::default()
     }
+}
+
+/// Class, label, what jobs are sorted by, and whether the largest come first at the first click. The script has the same.
+const HEADS: [(&str, &str, &str, bool); 7] = [
+    ("c-state", "State", "state", false),
+    ("c-name", "Job", "name", false),
+    ("c-progress", "Progress", "step", true),
+    ("c-loss", "Loss", "loss", false),
+    ("num c-best", "Best accuracy", "best", true),
+    ("num c-speed", "Images/s", "speed", true),
+    ("num c-age", "Submitted", "created", true),
+];
+
+/// The head of a column: a link that sorts by it, or turns the order round.
+struct Head {
+    class: &'static str,
+    label: &'static str,
+    /// As in `aria-sort`; empty where the list is in another order.
+    order: &'static str,
+    href: String,
 }
 
 /// A state to filter by.
@@ -249,23 +306,31 @@ mod tests {
             any: true,
             filter: JobFilter {
                 states: vec![JobState::Lost, JobState::Failed],
-                name: "x\"<y".into(),
+                text: "x\"<y".into(),
                 project: "vision".into(),
                 tag: "a b".into(),
                 owner: "ada".into(),
+                sort: "loss".into(),
+                kept: vec![("where", "train.lr>0.1".into())],
             },
             ..page
         };
         let html = filtered.render().expect("renders");
         assert!(html.contains("Show all jobs") && html.contains("lost"), "{html}");
         assert!(!html.contains("x\"<y"), "the search is escaped");
-        let others = "name=x%22%3Cy&#38;project=vision&#38;tag=a%20b&#38;owner=ada\"";
+        let others = "q=x%22%3Cy&#38;project=vision&#38;tag=a%20b&#38;owner=ada&#38;where=train.lr%3E0.1";
         for states in ["", "failed", "lost", "lost,failed,running"] {
-            let link = format!("href=\"/jobs?state={states}&#38;{others}");
+            let link = format!("href=\"/jobs?state={states}&#38;{others}&#38;sort=loss\"");
             assert!(html.contains(&link), "{link}: {html}");
         }
         assert_eq!(html.matches("aria-current=\"true\"").count(), 2, "two states are chosen");
-        for name in ["project", "owner", "tag", "state"] {
+        // The column that the list is sorted by turns round; others are sorted as one mostly wants them.
+        for (order, sort) in [(" aria-sort=\"ascending\"", "-loss"), ("", "-best"), ("", "name")] {
+            let head = format!("{order}><a href=\"/jobs?state=lost,failed&#38;{others}&#38;sort={sort}\"");
+            assert!(html.contains(&head), "{head}: {html}");
+        }
+        assert_eq!(html.matches("aria-sort").count(), 1);
+        for name in ["project", "owner", "tag", "state", "where", "sort"] {
             assert!(html.contains(&format!("type=\"hidden\" name=\"{name}\"")), "{name}");
         }
     }

@@ -1,6 +1,7 @@
 //! Jobs: show, pause, resume, cancel, retry, delete.
 
 pub(crate) mod check;
+mod conditions;
 pub(crate) mod create;
 pub(crate) mod list;
 

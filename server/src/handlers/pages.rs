@@ -79,10 +79,12 @@ pub(crate) async fn jobs(
             jobs: page.jobs,
             filter: jobs_views::JobFilter {
                 states: filter.states,
-                name: filter.name.unwrap_or_default(),
+                text: filter.text.or(filter.name).unwrap_or_default(),
                 project: filter.project.unwrap_or_default(),
                 tag: filter.tags.join(","),
                 owner: filter.owner.unwrap_or_default(),
+                sort: query.sort.clone().unwrap_or_default(),
+                kept: query.kept(),
             },
             any,
             next: query.next_cursor(page.next.as_ref())?,

@@ -23,10 +23,10 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Counts, Created,
-    Cursor, EventRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PersonRow, Place, ProjectRow, Report,
-    SessionRow, SortBy, SortValue, Stored, TokenRow,
+    AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
+    Condition, Counts, Created, Cursor, EventRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter,
+    LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PersonRow, Place,
+    ProjectRow, Report, SessionRow, SettingValue, SortBy, SortValue, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;

@@ -44,6 +44,10 @@ mod dialect {
     /// Where the second text begins in the first, from 1; 0 where it is not in it.
     pub(super) const POSITION: &str = "strpos";
 
+    /// What `json_text` makes of JSON's truth values.
+    pub(super) const TRUE: &str = "'true'";
+    pub(super) const FALSE: &str = "'false'";
+
     /// A number inside a column of JSON, or NULL, also where the column is no JSON.
     pub(super) fn json_number(column: &str, path: &[&str]) -> String {
         format!("json_number_in({column}, '{}')", path.join("', '"))

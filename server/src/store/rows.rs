@@ -15,7 +15,9 @@ pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;
-pub use job_list::{Cursor, JobFilter, JobSort, Page, ProjectRow, SortBy, SortValue};
+pub use job_list::{
+    Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, SettingValue, SortBy, SortValue,
+};
 pub use jobs::{Changed, Created, NewJob};
 pub use machines::MinuteRow;
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};

@@ -48,6 +48,10 @@ mod dialect {
     /// Where the second text begins in the first, from 1; 0 where it is not in it.
     pub(super) const POSITION: &str = "instr";
 
+    /// What `json_text` makes of JSON's truth values.
+    pub(super) const TRUE: &str = "'1'";
+    pub(super) const FALSE: &str = "'0'";
+
     /// A number inside a column of JSON, or NULL, also where the column is no JSON.
     pub(super) fn json_number(column: &str, path: &[&str]) -> String {
         format!(

@@ -66,6 +66,13 @@ async fn jobs_are_listed_in_any_order_whatever_a_page_s_size() {
             ("state=queued,failed", "dcab"),
             ("state=failed", ""),
             ("name=A", "a"),
+            ("q=A", "a"),
+            ("sort=owner", "bacd"),
+            ("sort=-speed", "dcab"),
+            ("where=train.lr%3E0.1&sort=name", "ad"),
+            ("where=train.lr%3E%3D0.1%2Ctrain.lr%20%21%3D%200.2&sort=name", "abc"),
+            ("where=project%3Dvision&sort=name", "bc"),
+            ("where=data.dataset%3D%27%20OR%201%3D1", ""),
             ("created_after=2020-01-01T00:00:00Z", "dcab"),
             ("created_before=2020-01-01T00:00:00Z", ""),
         ] {
@@ -137,6 +144,10 @@ async fn what_a_list_does_not_have_is_refused_by_name() {
         ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
         ("/jobs?sort=spec.data.mean".into(), "spec.data.mean"),
         ("/jobs?sort=spec.train.lr'--".into(), "cannot be sorted"),
+        ("/jobs?where=train.lrr%3E1".into(), "did you mean \"train.lr\"?"),
+        ("/jobs?where=train.lr".into(), "needs a key"),
+        ("/jobs?where=model.arch%3Eresnet50".into(), "= and != alone"),
+        (format!("/jobs?where={}", ["train.lr%3E0"; 11].join(",")), "at most 10"),
         ("/jobs?fields=id,nane".into(), "did you mean \"name\"?"),
         ("/jobs?state=running,done".into(), "the states are"),
         ("/jobs?project=a%20b".into(), "project must have"),
@@ -374,5 +385,46 @@ async fn events_are_read_in_pages_by_their_types() {
     assert_eq!(found, wanted);
     let (status, problem) = server.get(&format!("/jobs/{id}/events?type=stat")).await;
     assert!(status == 400 && problem["detail"].as_str().unwrap().contains("\"state\""), "{problem}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    jobs(&server, &[("plain", 0.1, "")]).await;
+    let labelled = server.submit(|spec| {
+        spec["name"] = json!("labelled");
+        spec["tags"] = json!(["50% more", "x"]);
+        spec["notes"] = json!("tried\nwith a Warm start");
+    });
+    labelled.await;
+    let found = async |q: &str| {
+        let url = server.url("/api/v1/jobs");
+        let request = server.http.get(&url).query(&[("q", q), ("count", "true"), ("fields", "name")]);
+        let (status, page) = server.send(request).await;
+        assert_eq!(status, 200, "{q}: {page}");
+        assert_eq!(page["total"].as_u64().unwrap(), page["jobs"].as_array().unwrap().len() as u64);
+        page["jobs"].as_array().unwrap().len()
+    };
+    for (q, expected) in [
+        ("l", 2),
+        ("LABEL", 1),
+        ("0% m", 1),
+        ("0_ m", 0),
+        ("warm START", 1),
+        ("\",\"", 0),
+        (",", 0),
+        ("xx", 0),
+    ] {
+        assert_eq!(found(q).await, expected, "{q}");
+    }
+    assert_eq!(found(&"é".repeat(200)).await, 0);
+    let (status, problem) = server.get(&format!("/jobs?q={}", "x".repeat(201))).await;
+    assert_eq!(
+        (status, problem["detail"].as_str().unwrap().contains("at most 200")),
+        (422, true),
+        "{problem}"
+    );
     server.stop().await;
 }

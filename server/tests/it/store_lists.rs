@@ -7,19 +7,27 @@ use lockstep_protocol::{
     spec::JobSpec,
 };
 use lockstep_server::store::{
-    Annotation, Created, JobFilter, JobSort, NewJob, SortBy, Store, postgres::PostgresStore,
-    sqlite::SqliteStore,
+    Annotation, Comparison, Condition, Created, JobFilter, JobSort, NewJob, SettingValue, SortBy, Store,
+    postgres::PostgresStore, sqlite::SqliteStore,
 };
 
-const SORTS: [SortBy; 14] = [
+const SORTS: [SortBy; 22] = [
     SortBy::Created,
     SortBy::Started,
     SortBy::Finished,
     SortBy::Name,
     SortBy::State,
     SortBy::Project,
+    SortBy::Owner,
     SortBy::Priority,
     SortBy::Step,
+    SortBy::Epoch,
+    SortBy::Attempt,
+    SortBy::Ranks,
+    SortBy::Speed,
+    SortBy::Accuracy,
+    SortBy::ValLoss,
+    SortBy::LearningRate,
     SortBy::Loss,
     SortBy::ValAccuracy,
     SortBy::Best,
@@ -94,6 +102,11 @@ async fn scenario(store: &dyn Store) {
                 assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64);
                 both.push(whole);
             }
+            if by == SortBy::Owner && reader.is_none() {
+                // One is nobody's, and comes last either way.
+                assert_eq!([both[0].concat(), both[1].concat()], ["bdac", "adbc"]);
+                continue;
+            }
             let backwards: Vec<_> = both[1].iter().rev().cloned().collect();
             assert_eq!(both[0], backwards, "{by:?}: ids follow the direction, too");
         }
@@ -107,7 +120,7 @@ async fn scenario(store: &dyn Store) {
         };
         assert_eq!(counts, expected, "{reader:?}");
     }
-    let by_lr = JobSort { by: SORTS[11], descending: false };
+    let by_lr = JobSort { by: SORTS[19], descending: false };
     assert_eq!(walked(store, &JobFilter { sort: by_lr, ..JobFilter::default() }, 2).await.concat(), "bdca");
     let by_name = JobSort { by: SortBy::Name, descending: true };
     for (filter, expected) in [
@@ -136,6 +149,8 @@ async fn scenario(store: &dyn Store) {
         assert_eq!(walked(store, &filter, 1).await.concat(), expected, "{filter:?}");
         assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64, "{filter:?}");
     }
+    conditions(store).await;
+    texts(store).await;
     // Notes are read where they are asked for, and tags always.
     for (with_notes, notes) in [(false, None), (true, Some("notes of a"))] {
         let filter = JobFilter { with_notes, name: Some("A".into()), ..JobFilter::default() };
@@ -145,6 +160,72 @@ async fn scenario(store: &dyn Store) {
         assert_eq!(job.notes.as_deref(), Some("notes of a"));
     }
     store.close().await;
+}
+
+/// Names of what matches, by name, and that as many are counted.
+async fn found(store: &dyn Store, filter: JobFilter) -> String {
+    let filter = JobFilter { sort: JobSort { by: SortBy::Name, descending: false }, ..filter };
+    let names = walked(store, &filter, 2).await.concat();
+    assert_eq!(store.jobs_counted(&filter).await.unwrap(), names.len() as u64, "{filter:?}");
+    names
+}
+
+async fn conditions(store: &dyn Store) {
+    use Comparison::{Equal, Greater, GreaterOrEqual, Less, LessOrEqual, NotEqual};
+    let number = SettingValue::Number;
+    let text = |text: &str| SettingValue::Text(text.into());
+    for (table, key, comparison, value, expected) in [
+        ("train", "lr", Equal, number(0.1), "bd"),
+        ("train", "lr", NotEqual, number(0.1), "ac"),
+        ("train", "lr", Less, number(0.2), "bd"),
+        ("train", "lr", LessOrEqual, number(0.2), "bcd"),
+        ("train", "lr", Greater, number(0.2), "a"),
+        ("train", "lr", GreaterOrEqual, number(0.2), "ac"),
+        ("", "name", Equal, text("a"), "a"),
+        ("", "name", Equal, text("' OR 1 = 1 --\0"), ""),
+        ("", "project", NotEqual, text("vision"), "cd"),
+        ("", "project", Equal, text("default"), "c"),
+        ("", "private", Equal, SettingValue::Bool(true), "bcd"),
+        ("", "private", NotEqual, SettingValue::Bool(true), "a"),
+        ("", "private", Equal, SettingValue::Bool(false), "a"),
+        // It has none.
+        ("model", "pretrained", Equal, text("x"), ""),
+        ("model", "pretrained", NotEqual, text("x"), "abcd"),
+    ] {
+        let conditions = vec![Condition { table, key, comparison, value }];
+        let filter = JobFilter { conditions, ..JobFilter::default() };
+        assert_eq!(found(store, filter.clone()).await, expected, "{filter:?}");
+        let seen_by = Some("otto".to_owned());
+        let expected: String = expected.chars().filter(|name| *name == 'a').collect();
+        assert_eq!(found(store, JobFilter { seen_by, ..filter }).await, expected);
+    }
+    let lr = |comparison, value| Condition { table: "train", key: "lr", comparison, value: number(value) };
+    let both = vec![lr(Greater, 0.1), lr(Less, 0.4)];
+    assert_eq!(found(store, JobFilter { conditions: both, ..JobFilter::default() }).await, "c");
+}
+
+async fn texts(store: &dyn Store) {
+    for (text, expected) in [
+        ("b", "b"),
+        ("NOTES OF", "abcd"),
+        ("notes of c", "c"),
+        ("Tag D", "d"),
+        ("%", ""),
+        ("_", ""),
+        ("!", ""),
+        ("\"", ""),
+        ("\\", ""),
+        ("[", ""),
+        ("]", ""),
+        (",", ""),
+        ("tag a\"]", ""),
+        ("\0", "abcd"),
+    ] {
+        let filter = JobFilter { text: Some(text.into()), ..JobFilter::default() };
+        assert_eq!(found(store, filter.clone()).await, expected, "{text:?}");
+        let expected: String = expected.chars().filter(|name| *name == 'a').collect();
+        assert_eq!(found(store, JobFilter { seen_by: Some("eve".into()), ..filter }).await, expected);
+    }
 }
 
 #[tokio::test]

@@ -6,6 +6,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{
         extract::{Query, count, search_text},
+        jobs::conditions,
         list::{self, Fields, Listed, MAX_LIMIT},
     },
     store::{JobFilter, JobSort, SortBy},
@@ -55,17 +56,25 @@ pub(super) const FIELDS: &[&str] = &[
 ];
 
 /// What jobs can be sorted by, besides `spec.` and a key of the specification.
-const SORTS: [(&str, SortBy); 11] = [
+const SORTS: [(&str, SortBy); 19] = [
     ("created", SortBy::Created),
     ("started", SortBy::Started),
     ("finished", SortBy::Finished),
     ("name", SortBy::Name),
     ("state", SortBy::State),
     ("project", SortBy::Project),
+    ("owner", SortBy::Owner),
     ("priority", SortBy::Priority),
     ("step", SortBy::Step),
+    ("epoch", SortBy::Epoch),
+    ("attempt", SortBy::Attempt),
+    ("ranks", SortBy::Ranks),
+    ("speed", SortBy::Speed),
     ("loss", SortBy::Loss),
+    ("accuracy", SortBy::Accuracy),
+    ("val_loss", SortBy::ValLoss),
     ("val_accuracy", SortBy::ValAccuracy),
+    ("lr", SortBy::LearningRate),
     ("best", SortBy::Best),
 ];
 
@@ -92,6 +101,13 @@ pub(crate) struct ListQuery {
     state: Option<String>,
     /// Part of the name, at most 200 characters.
     name: Option<String>,
+    /// Part of the name, of a tag or of the notes, at most 200 characters.
+    q: Option<String>,
+    /// Whose settings fulfil all of these, with commas between: `train.lr>0.1,model.arch=resnet50`. `=`, `!=`, `<`, `<=`, `>`, `>=`;
+    /// texts and words with `=` and `!=` alone. At most 10.
+    #[serde(rename = "where")]
+    #[param(rename = "where")]
+    conditions: Option<String>,
     /// The person who submitted it, or the name of the token that did.
     owner: Option<String>,
     /// Of this project.
@@ -102,9 +118,10 @@ pub(crate) struct ListQuery {
     created_after: Option<String>,
     /// Submitted before this time (RFC 3339).
     created_before: Option<String>,
-    /// `created`, `started`, `finished`, `name`, `state`, `project`, `priority`, `step`, `loss` and `val_accuracy` (the newest), `best`,
-    /// or a number, word or text of the specification such as `spec.train.lr`; `-` before it for the largest first. `-created` when absent.
-    sort: Option<String>,
+    /// `created`, `started`, `finished`, `name`, `state`, `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per
+    /// second), `loss`, `accuracy`, `val_loss`, `val_accuracy` and `lr` (the newest), `best`, or a number, word or text of the specification
+    /// such as `spec.train.lr`; `-` before it for the largest first. `-created` when absent.
+    pub(crate) sort: Option<String>,
     /// At most so many: 1 to 1000; 50 when absent.
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
@@ -121,6 +138,7 @@ impl ListQuery {
     /// A state, project, time, sort, limit or cursor that is none, or a name too long to search for.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
         search_text("name", self.name.as_deref())?;
+        search_text("q", self.q.as_deref())?;
         search_text("owner", self.owner.as_deref())?;
         let project = self.project.clone().filter(|project| !project.is_empty());
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
@@ -140,6 +158,8 @@ impl ListQuery {
         Ok(JobFilter {
             states,
             name: self.name.clone().filter(|n| !n.is_empty()),
+            text: self.q.clone().filter(|text| !text.is_empty()),
+            conditions: conditions::parse(self.conditions.as_deref())?,
             owner: self.owner.clone().filter(|owner| !owner.is_empty()),
             seen_by: caller.sees_as(),
             with_notes: false,
@@ -155,6 +175,16 @@ impl ListQuery {
 
     fn sort_text(&self) -> &str {
         self.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("-created")
+    }
+
+    /// What the page with the list has no field for, as it stands in the address.
+    pub(crate) fn kept(&self) -> Vec<(&'static str, String)> {
+        let given = [
+            ("where", &self.conditions),
+            ("created_after", &self.created_after),
+            ("created_before", &self.created_before),
+        ];
+        given.into_iter().filter_map(|(key, value)| Some((key, value.clone()?))).collect()
     }
 
     /// `next_cursor` for a place in this list.
@@ -193,7 +223,7 @@ fn setting(path: &str) -> Result<SortBy> {
     });
     let is_number = match known {
         Some((_, _, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })) => true,
-        Some((_, _, Kind::Text { .. } | Kind::Word(_))) => false,
+        Some((_, _, Kind::Text { .. } | Kind::Word(_) | Kind::Bool)) => false,
         _ => {
             return Err(Error::BadRequest(format!(
                 "jobs cannot be sorted by spec.{}; by a number, a word or a text of the specification they can, such as spec.train.lr",
@@ -251,6 +281,7 @@ mod tests {
             ("train.lr", Some(true)),
             ("train.seed", Some(true)),
             ("train.optimizer", Some(false)),
+            ("data.horizontal_flip", Some(false)),
             ("priority", Some(true)),
             ("project", None),
             ("data.mean", None),

@@ -11,6 +11,10 @@ pub struct JobFilter {
     pub states: Vec<JobState>,
     /// Part of the name.
     pub name: Option<String>,
+    /// A part of the name, of a tag or of the notes.
+    pub text: Option<String>,
+    /// Whose settings fulfil all of these.
+    pub conditions: Vec<Condition>,
     /// Of this person or token.
     pub owner: Option<String>,
     /// As this person or token sees them: without what is private to others. `None` sees all.
@@ -31,6 +35,41 @@ pub struct JobFilter {
     pub limit: u32,
     /// Behind this place of the same order.
     pub cursor: Option<Cursor>,
+}
+
+/// What a setting of a job must be.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Condition {
+    /// The table of the key; empty for a key at the top of the specification.
+    pub table: &'static str,
+    /// The key.
+    pub key: &'static str,
+    /// How the setting is compared with the value.
+    pub comparison: Comparison,
+    /// What it is compared with.
+    pub value: SettingValue,
+}
+
+/// How two values are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Comparison {
+    Equal,
+    /// Also true of a setting that is not there.
+    NotEqual,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+}
+
+/// A value of a setting.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub enum SettingValue {
+    Number(f64),
+    Text(String),
+    Bool(bool),
 }
 
 /// The order of a list of jobs. Jobs of the same value follow by their ids, and those without one come last.
@@ -58,12 +97,24 @@ pub enum SortBy {
     Name,
     State,
     Project,
+    Owner,
     Priority,
     Step,
+    Epoch,
+    Attempt,
+    Ranks,
+    /// Images per second.
+    Speed,
     /// The newest loss.
     Loss,
+    /// The newest accuracy in training.
+    Accuracy,
+    /// The newest validation loss.
+    ValLoss,
     /// The newest validation accuracy.
     ValAccuracy,
+    /// The newest learning rate.
+    LearningRate,
     /// The best validation accuracy.
     Best,
     /// A key of the specification; its table is empty for one at the top.

@@ -2,12 +2,13 @@
 //! bound to it.
 
 use super::{
-    super::dialect::{POSITION, json_number, json_text},
+    super::dialect::{FALSE, POSITION, TRUE, json_number, json_text},
     Db, DbRow, SqlStore,
     jobs::{JOB, JOB_AND_NOTES, job_row, part_of},
 };
 use crate::store::{
-    Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SortBy, SortValue, StoreError,
+    Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SettingValue, SortBy,
+    SortValue, StoreError,
     quarantine::readable,
     values::{json, plain, time, uint},
 };
@@ -36,20 +37,83 @@ fn expression(by: SortBy) -> (String, Holds, bool) {
         SortBy::Name => ("jobs.name".into(), Holds::Text, false),
         SortBy::State => ("jobs.state".into(), Holds::Text, false),
         SortBy::Project => ("jobs.project".into(), Holds::Text, false),
+        SortBy::Owner => ("jobs.owner".into(), Holds::Text, true),
         SortBy::Priority => ("jobs.priority".into(), Holds::Integer, false),
         SortBy::Step => ("jobs.step".into(), Holds::Integer, false),
+        SortBy::Epoch => ("jobs.epoch".into(), Holds::Integer, false),
+        SortBy::Attempt => ("jobs.attempt".into(), Holds::Integer, false),
+        SortBy::Ranks => ("jobs.ranks".into(), Holds::Integer, false),
+        SortBy::Speed => ("jobs.images_per_second".into(), Holds::Number, true),
         SortBy::Loss => (json_number("jobs.last", &["loss"]), Holds::Number, true),
+        SortBy::Accuracy => (json_number("jobs.last", &["accuracy"]), Holds::Number, true),
+        SortBy::ValLoss => (json_number("jobs.last", &["val_loss"]), Holds::Number, true),
+        SortBy::LearningRate => (json_number("jobs.last", &["lr"]), Holds::Number, true),
         SortBy::ValAccuracy => (json_number("jobs.last", &["val_accuracy"]), Holds::Number, true),
         SortBy::Best => (json_number("jobs.best", &["value"]), Holds::Number, true),
         SortBy::Setting { table, key, is_number } => {
-            let path: Vec<&str> = [table, key].into_iter().filter(|part| !part.is_empty()).collect();
-            if is_number {
-                (json_number("jobs.spec", &path), Holds::Number, true)
-            } else {
-                (json_text("jobs.spec", &path), Holds::Text, true)
-            }
+            let holds = if is_number { Holds::Number } else { Holds::Text };
+            (setting(table, key, is_number), holds, true)
         }
     }
+}
+
+/// A key of the specification as SQL. Both parts are of the table of keys, and no text of a request.
+fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
+    if (table, key) == ("", "project") {
+        // A specification leaves the default one out.
+        return "jobs.project".into();
+    }
+    let path: Vec<&str> = [table, key].into_iter().filter(|part| !part.is_empty()).collect();
+    if is_number { json_number("jobs.spec", &path) } else { json_text("jobs.spec", &path) }
+}
+
+/// A condition on a setting; a job without the setting fulfils `!=` alone.
+fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
+    let Condition { table, key, comparison, value } = condition;
+    let mut setting = setting(table, key, matches!(value, SettingValue::Number(_)));
+    if matches!(value, SettingValue::Bool(_)) {
+        // Specifications leave some out that are false.
+        setting = format!("COALESCE({setting}, {FALSE})");
+    }
+    let or_none =
+        if *comparison == Comparison::NotEqual { format!("{setting} IS NULL OR ") } else { String::new() };
+    let operator = match comparison {
+        Comparison::Equal => "=",
+        Comparison::NotEqual => "<>",
+        Comparison::Less => "<",
+        Comparison::LessOrEqual => "<=",
+        Comparison::Greater => ">",
+        Comparison::GreaterOrEqual => ">=",
+    };
+    query.push(format!(" AND ({or_none}{setting} {operator} "));
+    match value {
+        SettingValue::Number(number) => query.push_bind(*number),
+        SettingValue::Text(text) => query.push_bind(plain(text).into_owned()),
+        SettingValue::Bool(is) => query.push(if *is { TRUE } else { FALSE }),
+    };
+    query.push(")");
+}
+
+/// A text in the name, in a tag or in the notes.
+fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
+    let contains = |query: &mut QueryBuilder<Db>, column: &str, part: &str| {
+        query.push(format!("lower({column}) LIKE lower(")).push_bind(part_of(part)).push(") ESCAPE '!'");
+    };
+    query.push(" AND (");
+    contains(query, "jobs.name", text);
+    query.push(" OR ");
+    contains(query, "annotations.notes", text);
+    // A comma is in no tag, but between them.
+    if !text.contains(',') {
+        // As it stands in the list, whose brackets are no part of a tag: quotation marks are escaped in one, so it never
+        // reaches from one tag into the next.
+        let escaped = json(&text)?;
+        query.push(" OR ");
+        let tags = "substr(annotations.tags, 2, length(annotations.tags) - 2)";
+        contains(query, tags, escaped.get(1..escaped.len() - 1).unwrap_or_default());
+    }
+    query.push(")");
+    Ok(())
 }
 
 /// What somebody sees: jobs that are there, without what is private to others.
@@ -76,6 +140,12 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
     }
     if let Some(name) = filter.name.as_deref().filter(|name| !name.is_empty()) {
         query.push(" AND lower(jobs.name) LIKE lower(").push_bind(part_of(name)).push(") ESCAPE '!'");
+    }
+    if let Some(text) = filter.text.as_deref().filter(|text| !text.is_empty()) {
+        push_text(query, text)?;
+    }
+    for condition in &filter.conditions {
+        push_condition(query, condition);
     }
     if let Some(project) = &filter.project {
         query.push(" AND jobs.project = ").push_bind(project.clone());

@@ -1,0 +1,92 @@
+// What narrows the list beside states and the search: conditions on settings, days, and what a link brought. Each is shown as a
+// chip that takes it away.
+
+import { byId, text } from "../page.js";
+import { condition, filter } from "./query.js";
+
+/** As in server/src/handlers/jobs/conditions.rs. */
+const MOST = 10;
+
+const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
+/** A field of a menu with its label above it. */
+export const field = (label, input) => make("label", { className: "small" }, label, input);
+
+/** A menu at the end of the row of filters. */
+export function menu(label, className, ...children) {
+  const node = make("details", { className: `menu columns ${className}` }, make("summary", { textContent: label }), make("div", {}, ...children));
+  byId("columns").before(node);
+  document.addEventListener("click", (event) => { if (!event.composedPath().includes(node)) node.open = false; });
+  node.addEventListener("keydown", (event) => { if (event.key === "Escape") { node.open = false; node.querySelector("summary").focus(); } });
+  return node;
+}
+
+const day = (at) => {
+  const date = new Date(at), two = (n) => String(n).padStart(2, "0");
+  return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+};
+/** The beginning of a day here, `later` days after it, as a time of the address. */
+const begins = (words, later) => {
+  const [year, month, date] = words.split("-").map(Number), at = new Date(year, month - 1, date + later);
+  return words && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
+};
+/** The last day of those before a time. */
+const until = (at) => day(Date.parse(at) - 1);
+
+export class Narrow {
+  /** `change(values)`: writes values into the address and reads the list again. */
+  constructor(change, keys) {
+    this.change = change;
+    const input = make("input", { id: "condition", placeholder: "train.lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
+    input.setAttribute("list", "condition-keys");
+    const list = make("datalist", { id: "condition-keys" });
+    const form = make("form", {}, field("A setting: = != < <= > >=", input), make("button", { textContent: "Add" }));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const found = condition(input.value), { conditions } = filter();
+      if (!found?.value) return text(error, "Write a setting, a sign and a value, such as train.lr > 0.1.");
+      if (found.value.includes(",")) return text(error, "A value has no comma.");
+      if (conditions.length >= MOST) return text(error, `There are ${MOST} conditions; remove one first.`);
+      text(error, "");
+      input.value = "";
+      change({ where: [...conditions, `${found.key}${found.sign}${found.value}`].join(",") });
+    });
+    this.from = make("input", { type: "date", id: "from-day" });
+    this.to = make("input", { type: "date", id: "to-day" });
+    this.from.addEventListener("change", () => change({ created_after: begins(this.from.value, 0) }));
+    this.to.addEventListener("change", () => change({ created_before: begins(this.to.value, 1) }));
+    this.menu = menu("Filter", "narrow", form, list, error, field("Submitted from", this.from), field("Submitted until", this.to));
+    this.menu.addEventListener("toggle", () => {
+      if (this.menu.open) list.replaceChildren(...keys().map((value) => make("option", { value })));
+    });
+    this.chips = make("div", { className: "chips", id: "chips", hidden: true });
+    document.querySelector(".filter-row").after(this.chips);
+    this.problem = make("p", { className: "error", id: "list-problem" });
+    this.problem.setAttribute("role", "alert");
+    this.chips.after(this.problem);
+    this.draw();
+  }
+
+  draw() {
+    const { conditions, after, before, owner } = filter(), chips = [];
+    const chip = (words, values) => {
+      const button = make("button", { type: "button", className: "quiet", textContent: `${words} ×` });
+      button.setAttribute("aria-label", `Remove the filter ${words}`);
+      button.addEventListener("click", () => { this.change(values()); this.menu.querySelector("summary").focus(); });
+      chips.push(button);
+    };
+    if (owner) chip(`of ${owner}`, () => ({ owner: "" }));
+    for (const words of conditions) {
+      const { key, sign, value } = condition(words) ?? { key: words, sign: "", value: "" };
+      chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
+    }
+    if (after) chip(`from ${day(after) || after}`, () => ({ created_after: "" }));
+    if (before) chip(`until ${until(before) || before}`, () => ({ created_before: "" }));
+    this.chips.hidden = !chips.length;
+    this.chips.replaceChildren(...chips);
+    this.from.value = day(after);
+    this.to.value = before ? until(before) : "";
+  }
+
+  /** What the server says against the filter or the order; nothing when all is well. */
+  refused(words) { text(this.problem, words); }
+}

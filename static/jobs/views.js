@@ -1,0 +1,65 @@
+// Views of the list by name. A view is an address: filters, order and columns. Names are kept in this browser; the address
+// alone can be sent to somebody.
+
+import { text } from "../page.js";
+import { field, menu } from "./narrow.js";
+
+const KEPT = "views", MOST = 50, NAME = 60, ADDRESS = 4000;
+
+function kept() {
+  try {
+    const found = JSON.parse(localStorage.getItem(KEPT) ?? "[]");
+    return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MOST) : [];
+  } catch { return []; }
+}
+
+export class Views {
+  /** `columns()`: those shown, as in the address. */
+  constructor(columns) {
+    this.columns = columns;
+    this.list = Object.assign(document.createElement("ul"), { className: "views" });
+    this.input = Object.assign(document.createElement("input"), { id: "view-name", maxLength: NAME, autocomplete: "off", placeholder: "Name of this view" });
+    this.error = Object.assign(document.createElement("p"), { className: "error" });
+    this.error.setAttribute("role", "alert");
+    const form = document.createElement("form");
+    form.append(field("Save what is shown now", this.input), Object.assign(document.createElement("button"), { textContent: "Save" }));
+    form.addEventListener("submit", (event) => { event.preventDefault(); this.#save(this.input.value.trim().slice(0, NAME)); });
+    this.menu = menu("Views", "saved-views", this.list, form, this.error);
+    this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#draw(); });
+  }
+
+  /** Where the address is as of now, with the columns whatever the reader has kept. */
+  #query() {
+    const at = new URL(location.href).searchParams;
+    at.delete("cursor");
+    at.set("columns", this.columns());
+    return at.toString();
+  }
+
+  #keep(views) {
+    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser keeps nothing: the address is the view."); return false; }
+  }
+
+  #save(name) {
+    const views = kept(), query = this.#query(), others = views.filter((view) => view.name !== name);
+    if (!name) return text(this.error, "Write a name.");
+    if (others.length >= MOST) return text(this.error, `There are ${MOST} views; remove one first.`);
+    if (query.length > ADDRESS) return text(this.error, "The view is too long to be kept: remove filters or columns.");
+    if (!this.#keep([...others, { name, query }].sort((a, b) => a.name.localeCompare(b.name)))) return;
+    this.input.value = "";
+    this.#draw();
+  }
+
+  #draw() {
+    const views = kept();
+    this.list.hidden = !views.length;
+    this.list.replaceChildren(...views.map(({ name, query }) => {
+      const line = document.createElement("li"), link = Object.assign(document.createElement("a"), { href: `/jobs?${query}`, textContent: name });
+      const remove = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "×", title: "Remove" });
+      remove.setAttribute("aria-label", `Remove the view ${name}`);
+      remove.addEventListener("click", () => { this.#keep(kept().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
+      line.append(link, remove);
+      return line;
+    }));
+  }
+}

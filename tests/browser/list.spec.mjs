@@ -1,0 +1,258 @@
+// The list of jobs: sorted by its heads, filtered by settings, days and text, kept as views, and ten thousand jobs long.
+
+import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { join as path } from "node:path";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const MANY = 10_000;
+let server, browser;
+
+/** Runs SQL on the server's own file, next to the server. */
+const sql = (text) => execFileSync("python3", ["-c", "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=30); db.executescript('BEGIN;' + sys.argv[2] + ';COMMIT;')", path(server.dir, "lockstep.db"), text]);
+
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  await join(browser.chromium, server, 1);
+  // The one slot is held, so that the others wait, and are cancelled before they have begun.
+  await server.ask("/jobs", { ...spec("holder", 1, 100), tags: ["held"] });
+  const losses = { anna: 0.5, berta: 0.25, carl: 0.75, dora: null };
+  for (const [i, [name, loss]] of Object.entries(losses).entries()) {
+    const body = spec(name, 1, 100);
+    body.train.lr = [0.1, 0.4, 0.2, 0.05][i];
+    const { id } = await server.ask("/jobs", { ...body, project: i < 2 ? "vision" : "audio", tags: i === 1 ? ["warm up"] : [], notes: i === 2 ? "a needle in the notes" : "" });
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await until("it is cancelled", async () => (await server.job(id)).state === "cancelled");
+    if (loss !== null) sql(`UPDATE jobs SET last = json_set(last, '$.loss', ${loss}) WHERE id = '${id}'`);
+  }
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+const names = (page) => page.locator("#rows tr [data-f=name]").evaluateAll((links) => links.map((a) => a.title || a.textContent));
+const listed = (page, expected) => until(`the list is ${expected}`, async () => { const now = await names(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
+const address = (page) => new URL(page.url()).searchParams;
+const head = (page, name) => page.getByRole("columnheader", { name }).getByRole("button");
+
+describe("the heads of the columns", () => {
+  test("sort, turn round, and are in the address", async () => {
+    const page = await browser.page(server, "/jobs");
+    await listed(page, "dora,carl,berta,anna,holder");
+    assert.equal(await page.getByRole("columnheader", { name: "Submitted" }).getAttribute("aria-sort"), "descending");
+    await head(page, "Loss").click();
+    await listed(page, "berta,anna,carl,holder,dora");
+    assert.equal(address(page).get("sort"), "loss");
+    assert.equal(await page.getByRole("columnheader", { name: "Loss" }).getAttribute("aria-sort"), "ascending");
+    await head(page, "Loss").click();
+    await listed(page, "carl,anna,berta,dora,holder");
+    assert.equal(await page.locator("th[aria-sort]").count(), 1);
+    await page.reload();
+    await listed(page, "carl,anna,berta,dora,holder");
+    await head(page, "Job").focus();
+    await page.keyboard.press("Enter");
+    await listed(page, "anna,berta,carl,dora,holder");
+    await page.end();
+  });
+
+  test("sort by a setting that somebody added, and a new job comes into its place", async () => {
+    const page = await browser.page(server, "/jobs?columns=loss,train.lr,data.mean&sort=-spec.train.lr");
+    await until("it is sorted", async () => (await names(page)).slice(0, 3).join() === "berta,carl,anna" || (await names(page))[0] === "berta");
+    assert.equal(await page.getByRole("columnheader", { name: "train.lr" }).getAttribute("aria-sort"), "descending");
+    const first = await page.locator("#rows tr").first().elementHandle();
+    const body = spec("between", 1, 100);
+    body.train.lr = 0.3;
+    const { id } = await server.ask("/jobs", body);
+    await until("it stands behind berta", async () => (await names(page)).indexOf("between") === (await names(page)).indexOf("berta") + 1);
+    assert.ok(await first.evaluate((row) => row.isConnected && row === row.parentElement.firstElementChild), "the row above has stayed the same");
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await until("its state changes in place", async () => (await page.locator(`tr[data-id="${id}"] [data-f=state]`).textContent()) === "cancelled");
+    const gone = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
+    assert.equal(gone.status, 204);
+    await until("it is gone", async () => !(await names(page)).includes("between"));
+    await page.end();
+  });
+
+  test("are links where no script runs", async () => {
+    const page = await browser.page(server, "/jobs?project=vision", { javaScriptEnabled: false });
+    await page.getByRole("link", { name: "Loss", exact: true }).click();
+    assert.deepEqual(await page.locator("#rows [data-f=name]").allTextContents(), ["berta", "anna"]);
+    await page.getByRole("link", { name: "Loss", exact: true }).click();
+    assert.deepEqual(await page.locator("#rows [data-f=name]").allTextContents(), ["anna", "berta"]);
+    assert.equal(address(page).get("project"), "vision");
+    await page.end();
+  });
+});
+
+describe("the filters", () => {
+  test("take settings and days as chips, and say what is none", async () => {
+    const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
+    await page.locator(".narrow summary").click();
+    const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
+    await add("train.lr >= 0.2");
+    await listed(page, "berta,carl");
+    assert.equal(address(page).get("where"), "train.lr>=0.2");
+    await add("project = vision");
+    await listed(page, "berta");
+    await page.getByRole("button", { name: "Remove the filter train.lr >= 0.2" }).click();
+    await listed(page, "anna,berta");
+    await page.reload();
+    await listed(page, "anna,berta");
+    await page.locator(".narrow summary").click();
+    await add("nonsense");
+    assert.match(await page.locator(".narrow .error").textContent(), /such as train\.lr > 0\.1/);
+    await add("train.lrr > 0.1");
+    await until("the nearest key is told", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
+    await page.getByRole("button", { name: "Remove the filter train.lrr > 0.1" }).click();
+    await listed(page, "anna,berta");
+    assert.equal(await page.locator("#list-problem").textContent(), "");
+    await page.getByRole("button", { name: "Remove the filter project = vision" }).click();
+    await listed(page, "anna,berta,carl,dora,holder");
+    const today = await page.evaluate(() => { const d = new Date(); return [d.getFullYear(), d.getMonth() + 1, d.getDate()].map((n) => String(n).padStart(2, "0")).join("-"); });
+    await page.locator(".narrow[open], .narrow summary").first().waitFor();
+    if (!(await page.locator(".narrow").evaluate((menu) => menu.open))) await page.locator(".narrow summary").click();
+    await page.getByLabel("Submitted until").fill("2020-02-29");
+    await until("none is so old", () => page.locator("#none-match").isVisible());
+    await page.getByLabel("Submitted until").fill(today);
+    await listed(page, "anna,berta,carl,dora,holder");
+    await page.getByRole("button", { name: `Remove the filter until ${today}` }).click();
+    assert.equal(address(page).get("created_before"), null);
+    await page.end();
+  });
+
+  test("search names, tags and notes", async () => {
+    const page = await browser.page(server, "/jobs?sort=name");
+    for (const [words, found] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {
+      await page.getByRole("searchbox").fill(words);
+      await listed(page, found);
+      assert.equal(address(page).get("q") ?? "", words);
+    }
+    await page.end();
+  });
+});
+
+describe("views", () => {
+  test("are kept by name, and their address is all of them", async () => {
+    const page = await browser.page(server, "/jobs?where=train.lr%3E0.05&sort=-loss&columns=loss,train.lr");
+    await page.locator(".saved-views summary").click();
+    await page.getByLabel("Save what is shown now").fill("steep ones");
+    await page.keyboard.press("Enter");
+    const link = page.getByRole("link", { name: "steep ones" });
+    await link.waitFor();
+    const kept = await link.getAttribute("href");
+    await page.goto(`${server.url}/jobs`);
+    await page.locator(".saved-views summary").click();
+    await link.click();
+    await listed(page, "carl,anna,berta,holder");
+    assert.deepEqual([...address(page)].sort(), [["columns", "loss,train.lr"], ["sort", "-loss"], ["where", "train.lr>0.05"]]);
+    // Somebody else's browser, which has kept nothing, shows the same.
+    const other = await browser.page(server, kept);
+    await listed(other, "carl,anna,berta,holder");
+    assert.ok(await other.getByRole("columnheader", { name: "train.lr" }).isVisible());
+    await other.end();
+    await page.locator(".saved-views summary").click();
+    await page.getByRole("button", { name: "Remove the view steep ones" }).click();
+    assert.equal(await link.count(), 0);
+    // Fifty fit, and not one more.
+    await page.evaluate(() => localStorage.setItem("views", JSON.stringify(Array.from({ length: 49 }, (_, n) => ({ name: `view ${n}`, query: "sort=name" })))));
+    for (const [name, lines] of [["the fiftieth", 50], ["one more", 50]]) {
+      await page.getByLabel("Save what is shown now").fill(name);
+      await page.keyboard.press("Enter");
+      assert.equal(await page.locator(".views li").count(), lines);
+    }
+    assert.match(await page.locator(".saved-views .error").textContent(), /50 views/);
+    await page.end();
+  });
+});
+
+describe("on a phone and a screen", () => {
+  test("menus, chips and heads pass axe in both themes and fit", async () => {
+    for (const width of [390, 1440]) {
+      for (const colorScheme of ["dark", "light"]) {
+        const page = await browser.page(server, "/jobs?where=train.lr%3E0.01&owner=&sort=-loss&columns=loss,train.lr", { colorScheme, viewport: { width, height: 900 } });
+        await until("it is listed", async () => (await page.locator("#rows tr").count()) >= 5 && (await page.locator("#live").textContent()) === "live");
+        for (const open of ["", ".narrow", ".saved-views", "#columns"]) {
+          if (open) await page.locator(`${open} > summary`).click();
+          const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+          assert.ok(over <= 0, `${open} at ${width} is ${over} pixels too wide`);
+          await page.evaluate(axe);
+          const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
+          assert.deepEqual(violations.map((v) => `${v.id}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`), [], `${open} at ${width}, ${colorScheme}`);
+          if (open) await page.locator(`${open} > summary`).click();
+        }
+        await page.end();
+      }
+    }
+  });
+});
+
+describe("ten thousand jobs", () => {
+  test("are scrolled to the last with few rows laid out, and sorted by a setting within 300 ms", async () => {
+    sql(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ${MANY})
+      INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, created_at, finished_at, last_seq)
+      SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, project, json_set(spec, '$.train.lr', (i * 7919 % 10007) / 10007.0), ranks,
+        json_set(last, '$.loss', (i * 31 % 1009) / 1009.0), created_at - i * 1000, created_at, 1 FROM jobs, n WHERE jobs.name = 'anna'`);
+    const { total } = await server.ask("/jobs?q=many&limit=1&count=true");
+    assert.equal(total, MANY);
+    const times = [];
+    for (let n = 0; n < 15; n++) {
+      const from = performance.now();
+      await server.ask(`/jobs?sort=${n % 2 ? "-" : ""}spec.train.lr&limit=50`);
+      times.push(performance.now() - from);
+    }
+    times.sort((a, b) => a - b);
+    console.log(`# request sorted by a setting, n = ${times.length}: median ${times[7].toFixed(0)} ms, most ${times.at(-1).toFixed(0)} ms`);
+    const page = await browser.page(server, "/jobs?q=many&columns=loss,train.lr");
+    const shown = () => page.locator("#rows tr:not([hidden])").count(), count = () => page.locator("#rows tr").count();
+    await until("they are listed", async () => (await count()) >= 50);
+    const clicks = [];
+    for (let n = 0; n < 9; n++) {
+      clicks.push(await page.evaluate(() => new Promise((done) => {
+        const rows = document.getElementById("rows"), first = rows.firstElementChild, from = performance.now();
+        new MutationObserver((_, watch) => { if (rows.firstElementChild === first) return; watch.disconnect(); requestAnimationFrame(() => done(performance.now() - from)); }).observe(rows, { childList: true });
+        document.querySelector("th[data-key='train.lr'] button").click();
+      })));
+    }
+    clicks.sort((a, b) => a - b);
+    console.log(`# page sorted by a setting, n = ${clicks.length}: median ${clicks[4].toFixed(0)} ms, most ${clicks.at(-1).toFixed(0)} ms`);
+    assert.ok(process.env.LOCKSTEP_UNTIMED || clicks[4] < 300, `${clicks}`);
+    // To the very end, as fast as pages come, and the frames that this takes.
+    const frames = await page.evaluate(async (many) => {
+      const rows = document.getElementById("rows"), took = [], end = performance.now() + 150_000;
+      let last = performance.now();
+      while (rows.childElementCount < many && performance.now() < end) {
+        scrollTo(0, document.documentElement.scrollHeight);
+        await new Promise(requestAnimationFrame);
+        took.push(performance.now() - last);
+        last = performance.now();
+      }
+      return { rows: rows.childElementCount, took: took.sort((a, b) => a - b) };
+    }, MANY);
+    const at = (took, share) => took[Math.floor(took.length * share)]?.toFixed(0);
+    console.log(`# frames while all are loaded, n = ${frames.took.length}: median ${at(frames.took, 0.5)} ms, p95 ${at(frames.took, 0.95)} ms, most ${at(frames.took, 0.9999)} ms`);
+    assert.equal(frames.rows, MANY);
+    assert.ok((await shown()) < 200, `${await shown()} rows are laid out`);
+    const last = page.locator("#rows tr").last();
+    await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight));
+    await until("the last one is in sight", () => last.isVisible());
+    // Then up and down through all of them.
+    const scrolled = await page.evaluate(async () => {
+      const took = [], height = document.documentElement.scrollHeight;
+      let last = performance.now();
+      for (let n = 0; n < 200; n++) {
+        scrollTo(0, Math.abs(height - 2 * height * n / 200));
+        await new Promise(requestAnimationFrame);
+        took.push(performance.now() - last);
+        last = performance.now();
+      }
+      return took.sort((a, b) => a - b);
+    });
+    console.log(`# frames of a scroll through ${MANY} rows, n = ${scrolled.length}: median ${at(scrolled, 0.5)} ms, p95 ${at(scrolled, 0.95)} ms, most ${at(scrolled, 0.9999)} ms`);
+    await page.evaluate(() => scrollTo(0, 5000 * 58));
+    await until("rows in the middle are in sight", () => page.evaluate(() => { const row = document.elementFromPoint(600, 500)?.closest("#rows tr"); return row && Math.abs([...row.parentElement.children].indexOf(row) - 5000) < 60; }));
+    await page.end();
+  });
+});

@@ -12,8 +12,8 @@ import { arrange, drawHeads, key, order, USUAL } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
-/** Jobs read at a time; older ones as the reader scrolls to them. */
-const PART = 50;
+/** Jobs read at a time; older ones as the reader scrolls to them, more at a time the further that is. */
+const PART = 50, LARGEST_PART = 250;
 /** Jobs that are read again when the order or the search may have changed, and how often at most. */
 const AGAIN = 200, AGAIN_MS = 3000;
 const rows = byId("rows"), search = byId("search");
@@ -72,7 +72,7 @@ function readSoon() {
 async function more() {
   if (!next || reading) return;
   reading = true;
-  const mine = loads, answer = await part(filter(), next, PART).catch(() => null);
+  const mine = loads, answer = await part(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
   reading = false;
   if (!answer) return;
   // The list was read again meanwhile: what comes next may be something else.

@@ -82,6 +82,7 @@ export class Columns {
     const table = document.querySelector("#jobs table"), hidden = [...byId("own-columns").querySelectorAll("input:not(:checked)")].map((box) => box.value);
     table.dataset.without = hidden.join(" ");
     table.classList.toggle("wide", this.#extra.length > 0);
+    table.style.setProperty("--extra", this.#extra.length);
     const head = table.tHead.rows[0], before = head.querySelector(".c-age");
     for (const th of head.querySelectorAll(".c-extra")) th.remove();
     for (const key of this.#extra) {

@@ -88,6 +88,11 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     // Behind a proxy both: one that passes on what clients send as X-Forwarded-Host must not pass on a page's name as Host.
     let is_ours = |host: &&str| ingress.is_ours(host, peer);
     let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
+    // Of two, a proxy may have looked at the other one (RFC 9112, section 3.2).
+    if headers.get_all(header::HOST).iter().nth(1).is_some() {
+        return Err(Error::BadRequest("the request has more than one Host header".into()));
+    }
+    let passed_on = passed_on && uri.authority().is_none_or(|authority| is_ours(&authority.as_str()));
     let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
         let detail = match public() {
             Some(url) => format!("this server answers only to {url} and on its own machine to 127.0.0.1, [::1] and localhost"),

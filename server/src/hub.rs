@@ -27,11 +27,19 @@ const LIST_BACKLOG: usize = 1024;
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Listed>,
-    /// Jobs whose newest state has not been sent to the list's readers; `None` for a deleted one.
-    unpublished: Mutex<HashMap<JobId, Option<Job>>>,
+    /// What has not been sent to the list's readers yet.
+    unpublished: Mutex<HashMap<JobId, Unpublished>>,
     wake: Notify,
     /// Held from reading a job's labels until they are published, so that the newest come last.
     labelling: tokio::sync::Mutex<()>,
+}
+
+#[derive(Debug)]
+enum Unpublished {
+    /// Its newest state.
+    Changed(Box<Job>),
+    /// With whom it was, and whether it was private.
+    Deleted { owner: Option<String>, private: bool },
 }
 
 #[derive(Debug)]
@@ -99,14 +107,15 @@ impl Hub {
     fn list_job(&self, job: &Job, with_events: bool) {
         let mut unpublished = lock(&self.unpublished);
         let newer = match unpublished.get(&job.id) {
-            Some(Some(before)) if with_events => before.last_seq < job.last_seq,
-            Some(Some(before)) => before.last_seq <= job.last_seq,
-            Some(None) => false,
+            Some(Unpublished::Changed(before)) if with_events => before.last_seq < job.last_seq,
+            Some(Unpublished::Changed(before)) => before.last_seq <= job.last_seq,
+            Some(Unpublished::Deleted { .. }) => false,
             None => true,
         };
         if newer {
             // Notes may be long, and no list shows them.
-            unpublished.insert(job.id.clone(), Some(Job { notes: None, ..job.clone() }));
+            let job = Job { notes: None, ..job.clone() };
+            unpublished.insert(job.id.clone(), Unpublished::Changed(Box::new(job)));
             self.wake.notify_one();
         }
     }
@@ -145,10 +154,11 @@ impl Hub {
         }
     }
 
-    /// Tells the list that a job is no more, and ends the job's streams.
-    pub(crate) fn deleted(&self, id: &JobId) {
-        lock(&self.jobs).remove(id);
-        lock(&self.unpublished).insert(id.clone(), None);
+    /// Tells those readers of the list who saw a job that it is no more, and ends the job's streams.
+    pub(crate) fn deleted(&self, job: Job) {
+        lock(&self.jobs).remove(&job.id);
+        let deleted = Unpublished::Deleted { owner: job.owner, private: job.spec.private };
+        lock(&self.unpublished).insert(job.id, deleted);
         self.wake.notify_one();
     }
 
@@ -180,13 +190,14 @@ impl Hub {
     pub(crate) async fn publish_list(&self) {
         loop {
             self.wake.notified().await;
-            for (id, job) in std::mem::take(&mut *lock(&self.unpublished)) {
-                let owner = job.as_ref().and_then(|job| job.owner.as_deref()).map(Arc::from);
-                let private = job.as_ref().is_some_and(|job| job.spec.private);
-                let frame = match job {
-                    Some(job) => Frame::Job { job: Box::new(job) },
-                    None => Frame::JobDeleted { id: id.to_string() },
+            for (id, what) in std::mem::take(&mut *lock(&self.unpublished)) {
+                let (owner, private, frame) = match what {
+                    Unpublished::Changed(job) => (job.owner.clone(), job.spec.private, Frame::Job { job }),
+                    Unpublished::Deleted { owner, private } => {
+                        (owner, private, Frame::JobDeleted { id: id.to_string() })
+                    }
                 };
+                let owner = owner.map(Arc::from);
                 if let Ok(text) = serde_json::to_string(&frame) {
                     // Nobody listening is no error.
                     let _ = self.list.send(Listed { text: text.into(), owner, private });

@@ -159,9 +159,10 @@ pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
     let id = job_id(&id)?;
     // The files go with the rows (`purge.rs`).
     to_the_end(async move {
+        let job = find(&app, id.as_str()).await?;
         app.store.delete_job(&id).await?;
         app.deleted.notify_one();
-        app.hub.deleted(&id);
+        app.hub.deleted(job);
         Ok(StatusCode::NO_CONTENT)
     })
     .await

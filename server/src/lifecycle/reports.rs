@@ -12,6 +12,8 @@ use lockstep_protocol::{
 };
 use std::collections::BTreeMap;
 
+/// Most steps of a run, above what any specification asks for: 2^53 - 1, what programs that read JSON count exactly.
+const PLANNED_STEPS: u64 = (1 << 53) - 1;
 /// The longest line of a log that is kept, in bytes.
 const LINE_BYTES: usize = 4096;
 
@@ -38,7 +40,9 @@ pub fn report(
     let attempt = row.job.attempt;
     let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
     Ok(match event {
-        AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples } => {
+        AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples }
+            if start_step <= total_steps && total_steps <= PLANNED_STEPS =>
+        {
             let job = &mut row.job;
             (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
             job.epoch = epoch_of(start_step + 1, steps_per_epoch);
@@ -100,9 +104,9 @@ pub fn report(
             row.progress.checkpoint = row.progress.checkpoint.filter(|newest| *newest != step);
             vec![EventBody::CheckpointRemoved { attempt, id: checkpoint_id(row, epoch, step) }]
         }
-        // A network whose numbers are not finite: nothing was measured, and JSON could not hold it.
+        // A network whose numbers are not finite: nothing was measured, and JSON could not hold it. No share is above 1.
         AttemptEvent::Evaluation(evaluation)
-            if !evaluation.loss.is_finite() || !evaluation.accuracy.is_finite() =>
+            if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {
             (row.job.last.val_loss, row.job.last.val_accuracy) = (None, None);
             Vec::new()
@@ -119,7 +123,8 @@ pub fn report(
         }
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
         // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
-        AttemptEvent::PrecisionFallback { .. }
+        AttemptEvent::Running { .. }
+        | AttemptEvent::PrecisionFallback { .. }
         | AttemptEvent::RankFailed { .. }
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }

@@ -4,8 +4,8 @@ use crate::{
     agent::{Agent, hello, losses, running, stranger},
     test_server::TestServer,
 };
-use lockstep_protocol::agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent};
-use serde_json::json;
+use lockstep_protocol::agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent};
+use serde_json::{Value, json};
 
 #[tokio::test]
 async fn overlapping_reports_are_stored_once() {
@@ -120,5 +120,37 @@ async fn a_loss_that_is_not_a_number_is_null() {
     assert_eq!(metrics["series"][0]["mean"], serde_json::json!([1.5, null]));
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     assert_eq!(job["last"]["loss"], serde_json::Value::Null);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn numbers_that_no_rank_has_are_passed_over() {
+    const MOST: u64 = (1 << 53) - 1;
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let before = server.stored(&id).await.len();
+    let odd = [running(10, 11), running(10, u64::MAX), running(MOST + 1, 0), running(u64::MAX, u64::MAX)];
+    agent.report(&attempt, Source::Rank(0), 0, odd.into()).await;
+    assert_eq!(server.stored(&id).await.len(), before, "more steps than there are");
+    let evaluation = |accuracy| {
+        AttemptEvent::Evaluation(Evaluation {
+            epoch: 1,
+            step: 10,
+            samples: 5,
+            accuracy,
+            loss: 0.5,
+            secs: 0.1,
+        })
+    };
+    let shares = [-0.1, 1.000_001, 1e308].map(evaluation);
+    agent.report(&attempt, Source::Rank(0), 4, shares.into()).await;
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    assert_eq!((&job["best"], &job["last"]["val_accuracy"]), (&Value::Null, &Value::Null));
+    // What is at the limits counts.
+    agent.report(&attempt, Source::Rank(0), 7, vec![running(MOST, MOST), evaluation(1.0)]).await;
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    assert_eq!((job["step"].as_u64(), &job["best"]["value"]), (Some(MOST), &json!(1.0)), "{job}");
     server.stop().await;
 }

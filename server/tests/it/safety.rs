@@ -3,6 +3,10 @@
 use crate::{agent::Agent, test_server::TestServer};
 use lockstep_server::openapi;
 use std::collections::BTreeSet;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 use tokio_tungstenite::{connect_async, tungstenite};
 
 #[tokio::test]
@@ -53,6 +57,25 @@ async fn another_name_for_this_machine_is_not_answered() {
     for host in ["localhost", "localhost:1", "[::1]:7070"] {
         let answer = server.http.get(server.url("/healthz")).header("host", host).send().await.unwrap();
         assert_eq!(answer.status().as_u16(), 200, "{host}");
+    }
+    // The host of an absolute address counts, too, and there is one Host.
+    let own = server.url("");
+    let own = own.trim_start_matches("http://");
+    for (target, hosts, status) in [
+        ("/healthz".to_owned(), vec![own], "200"),
+        (format!("http://{own}/healthz"), vec![own], "200"),
+        ("http://evil.example/healthz".to_owned(), vec![own], "421"),
+        (format!("http://{own}/healthz"), vec!["evil.example"], "421"),
+        ("/healthz".to_owned(), vec![own, "evil.example"], "400"),
+        ("/healthz".to_owned(), vec!["evil.example", own], "400"),
+    ] {
+        let lines: String = hosts.iter().map(|host| format!("Host: {host}\r\n")).collect();
+        let mut socket = TcpStream::connect(own).await.unwrap();
+        let request = format!("GET {target} HTTP/1.1\r\n{lines}Connection: close\r\n\r\n");
+        socket.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).await.unwrap();
+        assert_eq!(answer.split(' ').nth(1), Some(status), "{target} {hosts:?}: {answer}");
     }
     server.stop().await;
 }

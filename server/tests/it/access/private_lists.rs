@@ -259,6 +259,14 @@ async fn what_people_change_on_a_job_is_streamed_to_those_who_see_it() {
         assert_eq!(frames.iter().any(|frame| frame["job"]["id"] == secret.as_str()), sees, "{frames:?}");
         assert!(frames.iter().all(|frame| frame["job"].get("notes").is_none()), "{frames:?}");
     }
+
+    // Nor is its end.
+    assert_eq!(server.as_who(&mona, "POST", &format!("/jobs/{secret}/cancel"), None).await.0, 202);
+    assert_eq!(server.as_who(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
+    lists[0].until(|frame| frame["type"] == "job_deleted" && frame["id"] == secret.as_str()).await;
+    change(&otto, &open, "later").await;
+    let frames = lists[1].until(|frame| frame["job"]["project"] == "later").await;
+    assert!(frames.iter().all(|frame| frame["type"] != "job_deleted"), "{frames:?}");
     let (_, list) = server.as_who(&otto, "GET", "/jobs", None).await;
     assert!(list["jobs"][0].get("notes").is_none() && list["jobs"][0]["tags"] == json!(["shown"]), "{list}");
     let (_, list) = server.as_who(&otto, "GET", "/jobs?fields=id,notes", None).await;

@@ -1,6 +1,7 @@
 // The page of the machines, with a real agent that measures this one.
 
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { after, before, describe, test } from "node:test";
@@ -14,6 +15,9 @@ before(async () => {
   job = await server.submit({ name: NAME, train: { steps: 100_000 } });
 });
 after(async () => { await browser?.close(); await server?.close(); });
+
+/** Suspends the job's ranks, or lets them go on: they take both cores, and axe wants some of them, too. */
+const signal = (name) => execFileSync("pkill", [`-${name}`, "-f", `lockstep rank ${server.dir}`]);
 
 /** What stands next to a name: `CPU` → `37 %`. */
 const gauge = (page, name) => page.locator(".gauges > div", { has: page.getByText(name, { exact: true }) }).locator("dd").innerText();
@@ -47,6 +51,7 @@ describe("machines", () => {
   });
 
   test("fit every screen and pass axe in both themes", async () => {
+    signal("STOP");
     for (const colorScheme of ["dark", "light"]) {
       for (const width of [390, 1024, 1440, 1920]) {
         const page = await browser.page(server, "/machines", { colorScheme, viewport: { width, height: 1000 } });
@@ -61,6 +66,7 @@ describe("machines", () => {
         await page.end();
       }
     }
+    signal("CONT");
   });
 
   test("have a group of the job's charts, reported once a machine", async () => {

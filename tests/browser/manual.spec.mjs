@@ -301,6 +301,7 @@ describe("the keyboard", () => {
     await page.keyboard.press("?");
     assert.match(await page.getByRole("dialog").textContent(), /next and previous job/);
     await page.keyboard.press("Escape");
+    await page.getByRole("dialog").waitFor({ state: "hidden" });
     await page.keyboard.press("/");
     assert.equal(await page.evaluate(() => document.activeElement.id), "search");
     await page.keyboard.press("Escape");

@@ -18,6 +18,10 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
     (
+        "lockstep serve ...",
+        "stands for the command of another page and needs a provider of that name; oidc.rs of the server's tests has one",
+    ),
+    (
         "lockstep serve",
         "takes port 7070 and certificates of a real name; tls.rs and each other test start it on a free port",
     ),

@@ -117,6 +117,8 @@ async fn an_e_mail_address_is_a_name_when_it_is_verified() {
     let mail = |verified: Value| {
         provider.change(|b| b.claims = json!({"email": "Ada@Example.org", "email_verified": verified}));
     };
+    // UserInfo says no more than the token does.
+    provider.change(|b| b.user_info = json!({"sub": "sub-1"}));
     for (n, no) in [json!(false), json!(null), json!("false"), json!(1)].into_iter().enumerate() {
         mail(no);
         let page = Browser::from(&server, [127, 0, 10, n as u8]).refused(&provider, 403).await;

@@ -82,7 +82,7 @@ fn on_gpus(size: u32, body: impl Fn(Arc<NcclProcessGroup>) + Sync) {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpu_every_call_gives_what_the_ring_gives() {
+fn gpus_every_call_gives_what_the_ring_gives() {
     on_gpus(2, |group| {
         let rank = group.rank();
         let own = [1.0 + rank as f32, 2.0, 3.0, 4.0 * rank as f32];
@@ -123,7 +123,7 @@ fn gpu_every_call_gives_what_the_ring_gives() {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpu_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_are_told() {
+fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_are_told() {
     on_gpus(2, |group| {
         let part = group.split(Some(0), -(group.rank().cast_signed())).unwrap().unwrap();
         assert_eq!((part.rank(), part.size()), (1 - group.rank(), 2));

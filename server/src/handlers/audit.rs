@@ -36,10 +36,13 @@ pub(crate) struct AuditQuery {
     /// `next_cursor` of the page before.
     cursor: Option<String>,
     /// Only these fields of each entry, with commas between.
+    #[param(min_length = 1)]
     fields: Option<String>,
     /// Only what was done at this time or later (RFC 3339).
+    #[param(format = DateTime)]
     created_after: Option<String>,
     /// Only what was done before this time (RFC 3339).
+    #[param(format = DateTime)]
     created_before: Option<String>,
 }
 

@@ -86,6 +86,7 @@ pub(crate) struct EventsQuery {
     /// `next_cursor` of the page before.
     cursor: Option<String>,
     /// Only these fields of each event, with commas between.
+    #[param(min_length = 1)]
     fields: Option<String>,
 }
 

@@ -35,6 +35,7 @@ const PROGRESS: Duration = Duration::from_secs(2);
 #[into_params(parameter_in = Query)]
 pub(crate) struct WaitFor {
     /// Answer 202 when the inspection has not ended after so many seconds: 0 to 120, 120 when absent.
+    #[param(minimum = 0, maximum = 120)]
     wait_secs: Option<u64>,
 }
 

@@ -28,12 +28,15 @@ pub(crate) struct ListParams {
     /// The field to sort by, with `-` before it for the largest first.
     sort: Option<String>,
     /// Only these fields of each element, with commas between.
+    #[param(min_length = 1)]
     fields: Option<String>,
     /// Also how many elements there are on all pages together, as `total`.
     count: Option<bool>,
     /// Only what was made at this time or later (RFC 3339).
+    #[param(format = DateTime)]
     created_after: Option<String>,
     /// Only what was made before this time (RFC 3339).
+    #[param(format = DateTime)]
     created_before: Option<String>,
 }
 

@@ -20,6 +20,7 @@ const MAX_POINTS: u32 = 2000;
 #[into_params(parameter_in = Query)]
 pub(crate) struct MachineMetricsQuery {
     /// The earliest time, such as `2026-01-02T03:04:05Z`; a day ago when absent, and at the earliest.
+    #[param(format = DateTime)]
     since: Option<String>,
     /// Means of so many stretches of time, equally long: 1 to 2000. When absent: a mean a minute, and of the last ten minutes every sample.
     #[param(minimum = 1, maximum = 2000)]

@@ -115,8 +115,10 @@ pub(crate) struct ListQuery {
     /// With all of these tags, with commas between.
     tag: Option<String>,
     /// Submitted at this time or later (RFC 3339).
+    #[param(format = DateTime)]
     created_after: Option<String>,
     /// Submitted before this time (RFC 3339).
+    #[param(format = DateTime)]
     created_before: Option<String>,
     /// `created`, `started`, `finished`, `name`, `state`, `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per
     /// second), `loss`, `accuracy`, `val_loss`, `val_accuracy` and `lr` (the newest), `best`, or a number, word or text of the specification
@@ -128,6 +130,7 @@ pub(crate) struct ListQuery {
     /// `next_cursor` of the page before, with the same `sort`.
     cursor: Option<String>,
     /// Only these fields of each job, with commas between: `id,name,state`. `notes` are in a list only when they are named here.
+    #[param(min_length = 1)]
     fields: Option<String>,
     /// Also how many jobs match on all pages together, as `total`.
     count: Option<bool>,

@@ -73,7 +73,10 @@ impl LayerHistogram {
     fn check(&self) -> Result<(), String> {
         let Self { name, min, max, counts, .. } = self;
         if name.is_empty() || name.len() > LAYER_NAME_BYTES {
-            return Err(format!("a layer's name has {} bytes; 1 to {LAYER_NAME_BYTES} are allowed", name.len()));
+            return Err(format!(
+                "a layer's name has {} bytes; 1 to {LAYER_NAME_BYTES} are allowed",
+                name.len()
+            ));
         }
         if counts.len() != HISTOGRAM_BINS {
             return Err(format!("the histogram of {name} has {} bins, not {HISTOGRAM_BINS}", counts.len()));

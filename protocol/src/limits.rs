@@ -67,6 +67,8 @@ pub const FINDING_CHARS: usize = 600;
 pub const MEASURED_MACHINES: usize = 256;
 /// Histograms of one step, of weights and gradients together. ResNet-152 has 934 tensors of both.
 pub const HISTOGRAM_LAYERS: usize = 1024;
+/// Steps between two histograms of a layer (`log.histograms`), at least: each is a copy of all weights and gradients.
+pub const HISTOGRAMS_EVERY: u64 = 10;
 /// Bins of a histogram.
 pub const HISTOGRAM_BINS: usize = 64;
 /// Steps of a job whose histograms are kept; of more, they are thinned.

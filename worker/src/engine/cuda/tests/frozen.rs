@@ -74,10 +74,10 @@ fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
-    for (precision, near, gradients) in [(Precision::Fp16, 1e-2, 5e-2), (Precision::Bf16, 3e-2, 0.15)] {
+    for (precision, near, gradients) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
         for network in operations() {
-            // Rounded, two values of a window are often equal, and the pooling chooses another one.
-            let gradients = if network.arch.contains("pooling") { 0.5 } else { gradients };
+            // Rounding turns ReLUs over. Two values of a window are often equal, and the pooling chooses another one.
+            let gradients = if network.arch.contains("pooling") { 0.6 } else { gradients };
             let network = frozen(&network);
             let [loss, gradient] = compare(&network, &[32], precision, 0);
             assert!(loss < near && gradient < gradients, "{} {precision:?}: {loss} {gradient}", network.arch);

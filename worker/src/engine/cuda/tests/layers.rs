@@ -7,7 +7,7 @@ use crate::engine::frozen_norm::{frozen, is_of_norm, trained};
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_gradients_are_the_cpu_engine_s() {
-    for (precision, near) in [(Precision::Fp32, 1e-3), (Precision::Fp16, 3e-2), (Precision::Bf16, 0.1)] {
+    for (precision, near) in [(Precision::Fp32, 1e-2), (Precision::Fp16, 0.15), (Precision::Bf16, 0.4)] {
         for (network, accumulate) in operations()
             .into_iter()
             .filter(|net| net.arch.contains("stem 3x3") && !net.arch.contains("256"))

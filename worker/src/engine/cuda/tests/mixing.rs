@@ -99,10 +99,14 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
     let folder = tempfile::tempdir().unwrap();
     cifar_files(folder.path());
     let colour = Some(folder.path());
-    for (path, side, channels) in [(None, 28, 1), (colour, 32, 3)] {
+    // The last one has a folded input.
+    let (small, folded) = ((Arch::ResNet20, Stem::Cifar), (Arch::ResNet18, Stem::Imagenet));
+    for (path, side, channels, (arch, stem)) in
+        [(None, 28, 1, small), (colour, 32, 3, small), (colour, 32, 3, folded)]
+    {
         for (mixing, accumulate) in [(MIXUP, 1), (CUTMIX, 1), (BOTH, 1), (BOTH, 3)] {
             for precision in [Precision::Fp32, Precision::Fp16] {
-                let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+                let model = ModelSpec { arch, stem, ..ModelSpec::default() };
                 let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
                 let config = EngineConfig { accumulate, ..config(16) };
                 let [resident, sent] = [true, false].map(|resident| {
@@ -119,7 +123,7 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
                         steps.map(|step| engine.train_step(step, 0.02).unwrap().loss).collect();
                     (losses, engine.parameters().unwrap())
                 });
-                assert_eq!(resident.0, sent.0, "{side} px, {mixing:?}, {precision:?}, {accumulate}");
+                assert_eq!(resident.0, sent.0, "{arch:?} {side} px, {mixing:?}, {precision:?}, {accumulate}");
                 assert!(resident.1 == sent.1, "{side} px, {mixing:?}, {precision:?}, {accumulate}");
             }
         }

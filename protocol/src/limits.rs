@@ -65,3 +65,15 @@ pub const FINDINGS: usize = 20;
 pub const FINDING_CHARS: usize = 600;
 /// Machines whose measurements are kept; of more, those that were measured last.
 pub const MEASURED_MACHINES: usize = 256;
+/// Histograms of one step, of weights and gradients together. ResNet-152 has 934 tensors of both.
+pub const HISTOGRAM_LAYERS: usize = 1024;
+/// Steps between two histograms of a layer (`log.histograms`), at least: each is a copy of all weights and gradients.
+pub const HISTOGRAMS_EVERY: u64 = 10;
+/// Bins of a histogram.
+pub const HISTOGRAM_BINS: usize = 64;
+/// Steps of a job whose histograms are kept; of more, they are thinned.
+pub const HISTOGRAM_STEPS: usize = 200;
+/// Layers of a network's description.
+pub const NETWORK_LAYERS: usize = 4096;
+/// A layer's name, in bytes.
+pub const LAYER_NAME_BYTES: usize = 200;

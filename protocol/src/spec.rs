@@ -124,12 +124,15 @@ pub struct EvaluateSpec {
     pub every_epochs: u32,
 }
 
-/// Loss lines in the rank logs; metrics always hold every step.
+/// What ranks say beside metrics, which always hold every step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {
     /// Steps between two loss lines of a rank. 0: at most 10 a second and the last of each epoch; 1: every step.
     pub every_steps: u64,
+    /// Steps between two looks at how the weights and the gradients of each layer are distributed: histograms of 64 bins. At
+    /// least 10; 0: none.
+    pub histograms: u64,
 }
 
 impl Default for JobSpec {

@@ -23,8 +23,9 @@ struct Cut {
     const u8* pixels;
     int top, left; // of the window, from the picture's corner
     bool flip;
-    __device__ __forceinline__ Cut(const Source& s, const Control* control, u32 batch, u32 n) {
-        u32 index = s.mode == 2 ? n : indices(control)[n], draw = s.mode == 0 ? indices(control)[batch + n] : 0;
+    __device__ __forceinline__ Cut(const Source& s, const Control* control, u32 batch, u32 n)
+        : Cut(s, s.mode == 2 ? n : indices(control)[n], s.mode == 0 ? indices(control)[batch + n] : 0) {}
+    __device__ __forceinline__ Cut(const Source& s, u32 index, u32 draw) {
         pixels = s.pictures + (u64)index * s.height * s.width * s.channels;
         top = s.mode == 0 ? (int)(draw & 0x7fff) - (int)s.crop_padding : 0;
         left = s.mode == 0 ? (int)(draw >> 15 & 0x7fff) - (int)s.crop_padding : 0;
@@ -45,12 +46,16 @@ __device__ __forceinline__ u64 place_of(u32 n, u32 y, u32 x, u32 side, u32 folde
     u32 all = side / 2 + 3;
     return (((u64)n * all + y / 2 + 2) * all + x / 2 + 2) * 4 + y % 2 * 2 + x % 2;
 }
-__device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
-    float a = table[bytes & 255], b = 0, c = 0;
-    if (channels == 3) {
-        b = table[256 + (bytes >> 8 & 255)];
-        c = table[512 + (bytes >> 16)];
-    }
+// A pixel's channels, normalised; of one channel the others are 0.
+struct Color {
+    float a, b, c;
+};
+__device__ __forceinline__ Color color_of(u32 bytes, u32 channels, const float* table) {
+    if (channels == 1) return {table[bytes & 255], 0, 0};
+    return {table[bytes & 255], table[256 + (bytes >> 8 & 255)], table[512 + (bytes >> 16)]};
+}
+__device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Color& color) {
+    float a = color.a, b = color.b, c = color.c;
 #if DTYPE == 0
     float4* q = (float4*)to + pixel * (padded / 4);
     q[0] = {a, b, c, 0};
@@ -61,6 +66,9 @@ __device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 chan
     else
         ((uint4*)to)[pixel] = {pair(a, b), pair(c, 0), 0, 0};
 #endif
+}
+__device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
+    put_color(to, pixel, padded, color_of(bytes, channels, table));
 }
 __device__ __forceinline__ void put_nothing(T* to, u64 pixel, u32 padded) {
 #if DTYPE == 0

@@ -8,6 +8,7 @@ mod decoder;
 mod error;
 mod evaluation;
 mod fallback;
+mod layers;
 mod measure;
 mod memory;
 mod pretrained;
@@ -32,6 +33,7 @@ use crate::{
     schedule::Schedule,
 };
 use fallback::CurrentEngine;
+use layers::Layers;
 use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
     spec::{JobSpec, Precision},
@@ -114,13 +116,13 @@ fn train_with<'a>(
     let mut pulse = Pulse::new(*observer, training.rank, training.device.to_string());
     pulse.report("starting");
     let mut data = setup::open_data(training)?;
-    let data_threads =
-        setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
-    let plan = Plan::new(spec, &data.shape, data_threads, group.as_ref())?;
+    let mut plan = Plan::new(spec, &data.shape, group.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = build_engine(training, &data.shape, precision, 0)?;
     let form = engine.take_data(&data)?;
     data.set_form(form);
+    plan.data_threads =
+        setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     decoder::choose_decoder(training, engine.precision(), &mut data)?;
     pulse.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
@@ -141,6 +143,7 @@ fn train_with<'a>(
     }
     let mut run = Run {
         training,
+        layers: Layers::describe(training, &data.shape, beginning.step),
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
         metadata: setup::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
@@ -177,6 +180,7 @@ fn train_with<'a>(
 
 struct Run<'a> {
     training: &'a Training<'a>,
+    layers: Layers,
     plan: Plan,
     data: DataSource,
     engine: CurrentEngine,

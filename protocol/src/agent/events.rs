@@ -1,7 +1,9 @@
 //! What happens in an attempt, as ranks and their agent write it down and the server stores it.
 
 use crate::{
+    histograms::LayerHistograms,
     metric::MetricColumn,
+    network::NetworkDescription,
     reason::{Reason, ReasonCode},
 };
 use serde::{Deserialize, Serialize};
@@ -40,6 +42,10 @@ pub enum AttemptEvent {
         step: u64,
     },
     Evaluation(Evaluation),
+    /// The distribution of weights and gradients, every `log.histograms` steps. From rank 0.
+    Histograms(LayerHistograms),
+    /// The network's layers, once an attempt or again when more is known (their times). From rank 0.
+    Network(NetworkDescription),
     /// float16 could not hold `what`: after `step` training continues in bfloat16. From rank 0.
     PrecisionFallback {
         step: u64,

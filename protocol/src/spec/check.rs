@@ -9,7 +9,7 @@ use super::{
     renamed,
 };
 use crate::{
-    limits::{KEY_BYTES, MISTAKES},
+    limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
     unseen::first_unseen,
 };
 use serde::Deserialize;
@@ -225,6 +225,14 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 .into(),
         );
     }
+    if spec.model.freeze_norm && spec.model.pretrained.is_none() {
+        mistake(
+            "/model/freeze_norm",
+            "keeps batch norm as trained weights have it, and without model.pretrained there are none: give it, or set \
+             freeze_norm = false"
+                .into(),
+        );
+    }
     if spec.train.epochs.is_some() && spec.train.steps.is_some() {
         mistake("/train/steps", "give either epochs or steps, not both".into());
     }
@@ -252,6 +260,16 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     }
     if spec.checkpoint.every_epochs.is_some() && spec.checkpoint.every_steps.is_some() {
         mistake("/checkpoint/every_steps", "give either every_epochs or every_steps, not both".into());
+    }
+    if (1..HISTOGRAMS_EVERY).contains(&spec.log.histograms) {
+        mistake(
+            "/log/histograms",
+            format!(
+                "{} steps are too few: each time all weights and gradients are looked at; give {HISTOGRAMS_EVERY} or more, or \
+                 0 for none",
+                spec.log.histograms
+            ),
+        );
     }
     if spec.train.schedule == super::ScheduleKind::Step && spec.train.milestones.is_empty() {
         mistake(

@@ -108,6 +108,7 @@ pub const KEYS: &[Section] = &[
             ("stem", Kind::Word(&Stem::NAMES)),
             ("zero_init_residual", Kind::Bool),
             ("pretrained", Kind::Text { min: 1, max: 4096 }),
+            ("freeze_norm", Kind::Bool),
         ],
     },
     Section {
@@ -193,7 +194,10 @@ pub const KEYS: &[Section] = &[
         keys: &[("max_restarts", whole(0, 1000)), ("stall_timeout_secs", whole(5, 86_400))],
     },
     Section { name: "evaluate", keys: &[("every_epochs", whole(0, 100_000))] },
-    Section { name: "log", keys: &[("every_steps", whole(0, MAX_STEPS))] },
+    Section {
+        name: "log",
+        keys: &[("every_steps", whole(0, MAX_STEPS)), ("histograms", whole(0, MAX_STEPS))],
+    },
 ];
 
 impl Kind {

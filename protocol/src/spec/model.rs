@@ -20,6 +20,9 @@ pub struct ModelSpec {
     /// another number of classes, its last layer (`fc`) is initialised anew.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
+    /// Batch norms stay as the `pretrained` file has them, as with torchvision's `FrozenBatchNorm2d`: training normalises with their
+    /// running statistics, and neither these nor their weights and biases change. For fine-tuning with small batches.
+    pub freeze_norm: bool,
 }
 
 /// From this image size on, `auto` is the imagenet stem.
@@ -105,6 +108,12 @@ named!(Stem: Auto = "auto", Imagenet = "imagenet", Cifar = "cifar");
 
 impl Default for ModelSpec {
     fn default() -> Self {
-        Self { arch: Arch::ResNet50, stem: Stem::Auto, zero_init_residual: false, pretrained: None }
+        Self {
+            arch: Arch::ResNet50,
+            stem: Stem::Auto,
+            zero_init_residual: false,
+            pretrained: None,
+            freeze_norm: false,
+        }
     }
 }

@@ -347,3 +347,30 @@ fn settings_from_the_command_line_overrule_the_file() {
     assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
     assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("no table")));
 }
+
+#[test]
+fn batch_norms_are_frozen_as_given_weights_have_them() {
+    let frozen = |more: &str| with("model", &format!("freeze_norm = true\n{more}"));
+    one_mistake(&frozen(""), "/model/freeze_norm", &["without model.pretrained", "freeze_norm = false"]);
+    let spec = from_toml(&frozen("pretrained = \"weights.safetensors\"")).expect("a job");
+    assert!(spec.model.freeze_norm);
+    assert!(!JobSpec::default().model.freeze_norm);
+    assert!(from_toml(&with("model", "freeze_norm = false")).is_ok());
+}
+
+#[test]
+fn histograms_are_off_or_at_least_ten_steps_apart() {
+    for steps in [0, 10, 11, 1_000_000_000] {
+        let spec = from_toml(&with("log", &format!("histograms = {steps}"))).expect("a job");
+        assert_eq!(spec.log.histograms, steps);
+    }
+    for steps in [1, 9] {
+        let text = with("log", &format!("histograms = {steps}"));
+        one_mistake(
+            &text,
+            "/log/histograms",
+            &[&format!("{steps} steps are too few"), "give 10 or more, or 0"],
+        );
+    }
+    one_mistake(&with("log", "histograms = 1000000001"), "/log/histograms", &["0 to 1,000,000,000"]);
+}

@@ -129,6 +129,8 @@ pub fn report(
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
         | AttemptEvent::Rank { .. }
+        | AttemptEvent::Histograms(_)
+        | AttemptEvent::Network(_)
         | AttemptEvent::Unknown => Vec::new(),
     })
 }

@@ -79,6 +79,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             more("model.stem", "Stem", Kind::Choice(&["auto", "imagenet", "cifar"]), "auto: by image size"),
             more("model.zero_init_residual", "Residual blocks start as identity", Kind::Switch, ""),
             more("model.pretrained", "Start from", Kind::Text, "safetensors path or checkpoint id"),
+            more("model.freeze_norm", "Batch norms stay as they start", Kind::Switch, ""),
             more(
                 "data.validation",
                 "Validation",
@@ -200,6 +201,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             ),
             more("evaluate.every_epochs", "Validate every", Kind::Integer, "epochs; 0: at the end"),
             more("log.every_steps", "Log the loss every", Kind::Integer, "steps; 0: at most 10 a second"),
+            more("log.histograms", "Histograms every", Kind::Integer, "steps, at least 10; 0: none"),
         ],
     ),
 ];

@@ -8,7 +8,7 @@ use super::{
 use std::sync::{Arc, Mutex};
 
 pub use super::shard::EpochPlan;
-pub use batch::{Batch, Form};
+pub use batch::{Batch, DrawnMix, Form};
 pub use epoch::Batches;
 pub use mixing::{Mix, Mixing};
 pub use shape::Shape;
@@ -137,16 +137,17 @@ impl DataSource {
     }
 
     /// Whether preparing a batch is work for more than one thread: pictures are decoded for each step, mixed, or transformed
-    /// with more than a crop, a flip and scaling.
+    /// with more than a crop, a flip and scaling. Where the engine does all of it ([`Form::Draws`]), nothing is left.
     pub fn is_prepared_each_step(&self) -> bool {
-        self.train.is_decoded_each_step()
-            || self.validation.is_decoded_each_step()
-            || !self.evaluation.is_padded_crop_and_flip()
-            || self.mixing.is_on()
+        self.form != Form::Draws
+            && (self.train.is_decoded_each_step()
+                || self.validation.is_decoded_each_step()
+                || !self.evaluation.is_padded_crop_and_flip()
+                || self.mixing.is_on())
     }
 
-    /// All pictures, when they are in memory and an engine can augment them itself: with a padded crop, a flip and scaling,
-    /// and without mixing.
+    /// All pictures, when they are in memory and an engine can augment them itself: with a padded crop, a flip, scaling and
+    /// mixing.
     pub fn resident(&self) -> Option<Resident> {
         let memory = |part: &Part| match &part.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
@@ -154,7 +155,7 @@ impl DataSource {
         };
         let Crop::Padded(crop_padding) = self.evaluation.crop else { return None };
         let Transform { height, width, .. } = *self.evaluation;
-        if !self.evaluation.is_padded_crop_and_flip() || self.mixing.is_on() {
+        if !self.evaluation.is_padded_crop_and_flip() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);

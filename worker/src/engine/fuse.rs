@@ -13,6 +13,8 @@
 //! | batch norm + ReLU + 1x1 convolution 64 -> 256 + batch norm | `wgmma` | the convolution applies the first and takes the second one's statistics | dgrad, wgrad, the second one's application and the first one's sums in one pass |
 //! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution makes the block's end and takes statistics | as below |
 //! | block's end + 1x1 convolution to 64, 128 or 256 | `wgmma` | separate | batch norm's backward pass computes the dgrad |
+//!
+//! Of a network whose batch norms are frozen, only what needs no statistics is fused ([`Capabilities::for_frozen_norm`]).
 
 mod across_convolutions;
 mod around_norm;
@@ -41,6 +43,13 @@ pub(super) struct Capabilities {
     pub(super) one_sum_buffer: bool,
     /// Kernels that multiply matrices themselves: Hopper's `wgmma`, 16-bit numbers.
     pub(super) wgmma: bool,
+}
+
+impl Capabilities {
+    /// Those that remain where batch norms are frozen: the others' kernels take statistics, or sums in the backward pass.
+    fn for_frozen_norm(self) -> Self {
+        Self { norm_max_pool: false, one_sum_buffer: false, wgmma: false, ..self }
+    }
 }
 
 /// What an engine runs, in forward order; the backward pass runs it in reverse.
@@ -91,7 +100,7 @@ pub(super) struct Conv {
     pub(super) output: TensorId,
     /// False where the input is the pictures.
     pub(super) needs_input_gradient: bool,
-    /// Number of the batch norm that reads the output.
+    /// Number of the batch norm that reads the output and takes its statistics: of none that is frozen.
     pub(super) norm_after: Option<usize>,
     pub(super) forward: ConvForward,
     pub(super) backward: ConvBackward,
@@ -154,6 +163,13 @@ pub(super) struct Norm {
     pub(super) overwrites_input: bool,
 }
 
+impl Norm {
+    /// Whether it normalises with its running statistics in training, too.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.statistics == StatisticsIn::Frozen
+    }
+}
+
 /// What is added to a batch norm's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shortcut {
@@ -185,6 +201,8 @@ pub(super) enum StatisticsIn {
     AfterConv,
     /// In its convolution's kernel.
     Conv,
+    /// Nowhere: the batch norm is frozen. It normalises with the running statistics, and its parameters have no gradients.
+    Frozen,
 }
 
 /// Where a batch norm is applied.
@@ -233,7 +251,11 @@ impl FusedOp {
 
 /// Decides what of `network` is fused, for an engine that has `capabilities`.
 pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedOp> {
-    let mut ops = around_norm::fuse(network, *capabilities);
+    let capabilities = match network.frozen_norm {
+        true => capabilities.for_frozen_norm(),
+        false => *capabilities,
+    };
+    let mut ops = around_norm::fuse(network, capabilities);
     if capabilities.wgmma {
         across_convolutions::fuse(network, &mut ops);
     }

@@ -7,7 +7,10 @@ mod check;
 pub mod cpu;
 pub mod cuda;
 mod finite;
+#[cfg(test)]
+mod frozen_norm;
 mod fuse;
+mod layers;
 mod optimizer;
 mod prologue;
 pub mod registry;
@@ -23,6 +26,7 @@ pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs,
 pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
+pub use layers::LayerTime;
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 pub use state_dict::{Contribution, StateDict};
 
@@ -148,6 +152,22 @@ pub trait Engine: Send {
     /// order. Empty where the engine cannot measure it.
     fn profile_step(&mut self, _batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
         Ok(Vec::new())
+    }
+    /// Collective: has the next step keep its gradients for [`Engine::gradients`].
+    fn keep_gradients(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
+    /// The gradients of the newest step that was to keep them, reduced over all ranks as the update used them: names as in
+    /// [`Engine::parameters`], without those of frozen batch norms. No step may be under way, and none may have been started
+    /// since. Empty where the engine has no room for them.
+    fn gradients(&self) -> Result<NamedTensors, EngineError> {
+        Ok(NamedTensors::new())
+    }
+    /// Has the next step time its layers. It does what every step does, in parts one after another.
+    fn time_layers(&mut self) {}
+    /// What that step has found; empty where the engine cannot measure it.
+    fn layer_times(&mut self) -> Vec<LayerTime> {
+        Vec::new()
     }
     /// Forward with running statistics; no change of state, no communication.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;

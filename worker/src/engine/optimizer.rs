@@ -42,6 +42,13 @@ pub(in crate::engine) struct Treatment {
     pub(in crate::engine) decay: f32,
     /// Whether its learning rate follows from the norms of the parameter.
     pub(in crate::engine) adapted: bool,
+    /// It is never changed, nor is what the optimizer keeps of it.
+    pub(in crate::engine) frozen: bool,
+}
+
+impl Treatment {
+    /// That of a parameter that stays as it is.
+    pub(in crate::engine) const FROZEN: Self = Self { decay: 0.0, adapted: false, frozen: true };
 }
 
 impl Default for Optimizer {
@@ -85,6 +92,7 @@ impl Optimizer {
         Treatment {
             decay: if decayed { self.weight_decay } else { 0.0 },
             adapted: decayed && self.needs_norms(),
+            frozen: false,
         }
     }
 
@@ -130,7 +138,7 @@ mod tests {
         let treat = |kind, decay_norm_and_bias, is_weight| {
             let optimizer =
                 Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
-            let Treatment { decay, adapted } = optimizer.treatment(is_weight);
+            let Treatment { decay, adapted, .. } = optimizer.treatment(is_weight);
             (decay, adapted)
         };
         for (kind, _) in OptimizerKind::ALL {

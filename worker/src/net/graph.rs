@@ -144,6 +144,9 @@ pub struct Network {
     /// Channels of an input picture.
     pub channels: usize,
     pub classes: usize,
+    /// Batch norms normalise with their running statistics in training, too, and nothing of them is trained: torchvision's
+    /// `FrozenBatchNorm2d` in the place of each.
+    pub frozen_norm: bool,
     /// Shape of every activation.
     pub tensors: Vec<TensorShape>,
     pub ops: Vec<Op>,
@@ -153,7 +156,15 @@ impl Network {
     /// A network without operations: tensor 0 is the input.
     pub fn new(arch: &str, image_size: usize, channels: usize, classes: usize) -> Self {
         let input = TensorShape { height: image_size, width: image_size, channels };
-        Self { arch: arch.into(), image_size, channels, classes, tensors: vec![input], ops: Vec::new() }
+        Self {
+            arch: arch.into(),
+            image_size,
+            channels,
+            classes,
+            frozen_norm: false,
+            tensors: vec![input],
+            ops: Vec::new(),
+        }
     }
 
     /// The input pictures.
@@ -209,7 +220,13 @@ impl Network {
         all
     }
 
-    /// Trained values: weights and biases, without running statistics.
+    /// Whether the optimizer changes `parameter`, one of this network.
+    pub fn trains(&self, parameter: &Parameter) -> bool {
+        let of_norm = matches!(parameter.role, Role::Gamma { .. } | Role::Beta);
+        parameter.role.is_trained() && !(self.frozen_norm && of_norm)
+    }
+
+    /// Values of weights and biases, without running statistics: all that an optimizer may change.
     pub fn parameter_count(&self) -> usize {
         self.parameters().iter().filter(|p| p.role.is_trained()).map(Parameter::len).sum()
     }

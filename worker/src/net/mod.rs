@@ -1,5 +1,6 @@
 //! Networks as data: a list of operations with shapes and parameter names that every engine runs.
 
+mod describe;
 mod graph;
 pub mod init;
 mod memory;

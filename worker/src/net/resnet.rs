@@ -72,6 +72,7 @@ pub fn build(
     let (block, blocks) = stages(model.arch);
     let width = if model.arch.is_cifar_family() { 16 } else { 64 };
     let mut net = Network::new(model.arch.name(), image_size, channels, classes);
+    net.frozen_norm = model.freeze_norm;
     let (kernel, stride) = if stem == Stem::Imagenet { (7, 2) } else { (3, 1) };
     let mut x = net.conv("conv1", net.input(), width, kernel, stride);
     x = net.batch_norm("bn1", x);

@@ -25,6 +25,7 @@ pub(super) struct Plan {
     pub(super) global_batch_size: u64,
     pub(super) steps_per_epoch: u64,
     pub(super) total_steps: u64,
+    /// Threads that prepare pictures: known when the engine has said how it wants them.
     pub(super) data_threads: usize,
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
@@ -32,12 +33,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(
-        spec: &JobSpec,
-        shape: &Shape,
-        data_threads: usize,
-        group: &dyn ProcessGroup,
-    ) -> Result<Self, TrainError> {
+    pub(super) fn new(spec: &JobSpec, shape: &Shape, group: &dyn ProcessGroup) -> Result<Self, TrainError> {
         let impossible = |text: String| Err(TrainError::Impossible(text));
         // The specification's batch sizes are of `parallel.ranks` ranks that see different pictures: those of this group.
         if group.size() != spec.parallel.ranks {
@@ -64,7 +60,7 @@ impl Plan {
             global_batch_size,
             steps_per_epoch,
             total_steps: spec.total_steps(shape.train_samples),
-            data_threads,
+            data_threads: 1,
             evaluate_every_epochs: spec.evaluate.every_epochs.into(),
             checkpoint_every_epochs: every_epochs.into(),
             checkpoint_every_steps: every_steps,

@@ -33,6 +33,7 @@ impl Run<'_> {
         let data_secs = began.elapsed().as_secs_f64();
         setup::report_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
+        let asked = self.ask_of_layers()?;
 
         let result = self.engine.start_step(&micro_batches, lr)?;
 
@@ -46,7 +47,12 @@ impl Run<'_> {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
         self.announce_checkpoints();
-        vote
+        self.report_layer_times(asked);
+        let continues = vote?;
+        if continues {
+            self.report_histograms(asked)?;
+        }
+        Ok(continues)
     }
 
     /// Takes the weights into their moving average when that is due. Rank 0 keeps the average; the others get it when it is

@@ -7,10 +7,10 @@ use flate2::{Compression, write::GzEncoder};
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
 use lockstep_worker::data::{
     inspect,
-    loader::{Batch, DataSource, EpochPlan, Form, Mixing},
+    loader::{Batch, DataSource, DrawnMix, EpochPlan, Form, Mixing},
 };
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     io::Write,
     path::{Path, PathBuf},

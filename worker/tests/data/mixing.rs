@@ -84,7 +84,6 @@ fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
     let spec =
         DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
     let mut source = mixed(&spec);
-    assert!(source.resident().is_none(), "an engine does not mix by itself");
     let normalised = batches(&source, plan(0, 1));
     source.set_form(Form::Bytes);
     for (bytes, normalised) in batches(&source, plan(0, 1)).iter().zip(&normalised) {
@@ -103,4 +102,73 @@ fn validation_pictures_are_never_mixed() {
         source.validation(0, 1, 50, 1).map(|b| b.expect("readable")).collect::<Vec<_>>()
     };
     assert!(all(&source) == all(&plain));
+}
+
+/// What an engine that has the pictures is told is enough to mix them: the pictures themselves, which of them with which, and
+/// how, at any number of ranks and micro-batches.
+#[test]
+fn an_engine_that_has_the_pictures_can_mix_them_itself() {
+    let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
+    let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
+    let mut drawn = mixed(&spec);
+    assert!(drawn.resident().is_some());
+    assert!(drawn.is_prepared_each_step(), "cores mix");
+    drawn.set_form(Form::Draws);
+    assert!(!drawn.is_prepared_each_step(), "nothing is left to prepare");
+    let (size, draws, pictures) = (28 * 28, drawn_without_mixing(&spec), augmented(&plain));
+    for (world_size, accumulate) in [(1, 1), (2, 2)] {
+        for rank in 0..world_size {
+            let plan = EpochPlan {
+                batch_size: 64 / world_size as usize / accumulate,
+                accumulate,
+                ..plan(rank, world_size)
+            };
+            let source = mixed(&spec);
+            let wanted = batches(&source, plan);
+            for (number, (ours, wanted)) in batches(&drawn, plan).iter().zip(&wanted).enumerate() {
+                assert!(ours.images.is_empty() && ours.bytes.is_empty());
+                assert_eq!((&ours.labels, &ours.indices), (&wanted.labels, &wanted.indices));
+                assert_eq!((&ours.mixed_labels, ours.lambda), (&wanted.mixed_labels, wanted.lambda));
+                assert_eq!((ours.draws.len(), &wanted.drawn_mix), (ours.labels.len(), &None));
+                let DrawnMix { mix, before_index, before_draw } = ours.drawn_mix.clone().expect("mixed");
+                assert_eq!(mix.lambda, ours.lambda);
+                let given = ours.indices.iter().zip(&ours.draws).chain([(&before_index, &before_draw)]);
+                for (index, draw) in given {
+                    assert_eq!(draws[index], *draw, "picture {index}");
+                }
+                let mut before = before_index;
+                for (index, wanted) in ours.indices.iter().zip(wanted.images.chunks_exact(size)) {
+                    for (place, wanted) in wanted.iter().enumerate() {
+                        let (y, x) = (place / 28, place % 28);
+                        let [own, other] = [index, &before].map(|index| pictures[index][place]);
+                        let value = match &mix.cut {
+                            Some([rows, columns]) if rows.contains(&y) && columns.contains(&x) => other,
+                            Some(_) => own,
+                            None => own * mix.lambda + other * (1.0 - mix.lambda),
+                        };
+                        assert_eq!(value, *wanted, "batch {number}, picture {index}, {y} {x}");
+                    }
+                    before = *index;
+                }
+            }
+        }
+    }
+}
+
+/// Each training picture as it is augmented in the first epoch, by its index.
+fn augmented(plain: &DataSource) -> BTreeMap<u64, Vec<f32>> {
+    let all = batches(plain, plan(0, 1)).into_iter();
+    let pictures = |batch: Batch| {
+        let pictures: Vec<_> = batch.images.chunks_exact(28 * 28).map(<[f32]>::to_vec).collect();
+        batch.indices.into_iter().zip(pictures)
+    };
+    all.flat_map(pictures).collect()
+}
+
+/// The augmentation parameters of each training picture in the first epoch, without mixing.
+fn drawn_without_mixing(spec: &DataSpec) -> BTreeMap<u64, u32> {
+    let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
+    source.set_form(Form::Draws);
+    let all = batches(&source, plan(0, 1)).into_iter();
+    all.flat_map(|batch| batch.indices.into_iter().zip(batch.draws)).collect()
 }

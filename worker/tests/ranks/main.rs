@@ -1,6 +1,8 @@
 //! Ranks that train in lockstep over real rings on loopback: the same result at any number of ranks
 //! and threads, and in every run.
 
+mod frozen;
+mod kept;
 mod optimizers;
 
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};

@@ -2,6 +2,7 @@
 
 use super::{
     demand::Demand,
+    mixing::Mix,
     on_device::{self, Begun},
     part::Part,
     workers::{Scratch, Work, Workers},
@@ -26,6 +27,16 @@ pub enum Form {
     Draws,
 }
 
+/// How an engine mixes the pictures of a batch of [`Form::Draws`]: each with the one before it in the batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DrawnMix {
+    pub mix: Mix,
+    /// The picture that the first one is mixed with: its position in its split, as in [`Batch::indices`].
+    pub before_index: u64,
+    /// Its augmentation parameters, as in [`Batch::draws`].
+    pub before_draw: u32,
+}
+
 /// A batch ready for an engine, in one [`Form`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
@@ -41,6 +52,8 @@ pub struct Batch {
     pub mixed_labels: Vec<u32>,
     /// The weight of an picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
     pub lambda: f32,
+    /// With mixup or cutmix and [`Form::Draws`]: how the engine mixes the pictures. In other forms they are mixed already.
+    pub drawn_mix: Option<DrawnMix>,
     /// Position of each picture in its split, for tests and for error messages.
     pub indices: Vec<u64>,
     /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need

@@ -6,7 +6,7 @@
 //! follow each other there, so it opens one picture more for each micro-batch, the one before its first. How they are mixed
 //! is drawn once for a step, from (seed, epoch, the step's first place in the epoch's order).
 
-use super::Batch;
+use super::{Batch, DrawnMix};
 use crate::data::random::Random;
 use lockstep_protocol::spec::TrainSpec;
 use std::ops::Range;
@@ -72,7 +72,7 @@ impl Mix {
     }
 
     /// Mixes each picture of `batch`, NHWC of `side` pixels, with the one before it, and the first with the last, which is
-    /// taken out of the batch then.
+    /// taken out of the batch then. Pictures that the engine has are left to it.
     pub fn apply(&self, mut batch: Batch, side: usize, channels: usize) -> Batch {
         let (lambda, rest) = (self.lambda, 1.0 - self.lambda);
         self.mix(&mut batch.images, side, channels, |own, other| own * lambda + other * rest);
@@ -80,7 +80,10 @@ impl Mix {
         self.mix(&mut batch.bytes, side, channels, |own, other| {
             ((u32::from(own) * weight + u32::from(other) * (ONE - weight) + ONE / 2) / ONE) as u8
         });
-        batch.indices.pop();
+        let before_index = batch.indices.pop().unwrap_or_default();
+        if let Some(before_draw) = batch.draws.pop() {
+            batch.drawn_mix = Some(DrawnMix { mix: self.clone(), before_index, before_draw });
+        }
         if let Some(before) = batch.labels.pop() {
             let others = std::iter::once(before).chain(batch.labels.iter().copied());
             batch.mixed_labels = others.take(batch.labels.len()).collect();

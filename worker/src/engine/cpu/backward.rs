@@ -12,7 +12,7 @@ use crate::engine::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
 };
-use std::ops::Range;
+use std::{ops::Range, time::Instant};
 
 impl Executor {
     /// Gradients of all parameters from that of the logits. `statistics_of` is as in forward.
@@ -24,7 +24,9 @@ impl Executor {
     ) -> Result<(), EngineError> {
         for index in (0..self.ops.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
+            let began = Instant::now();
             self.op_backward(index, pictures, statistics_of, micro_batch, parts)?;
+            self.count_time(index, began);
         }
         self.send_ready();
         // The first micro-batch may have left gradients for activations that nobody reads.
@@ -68,18 +70,24 @@ impl Executor {
             let [gamma, beta] = slots.map(|s| &self.state.weights[self.layout.slots[s].range.clone()]);
             let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
             let x = &self.activations[*input][..len(*input)];
+            let frozen = self.network.frozen_norm;
             let keep = more.is_some() || shortcut.is_some();
             let mask = match (relu, shortcut) {
                 (false, _) => Mask::None,
                 (true, None) => Mask::Input,
                 (true, Some(_)) => Mask::Output(&self.activations[*output][..len(*output)]),
             };
-            let mut sums = batch_norm::backward_sums(x, affine, &mut dy, more.as_deref(), mask, keep);
+            // Statistics that do not depend on the input leave dx = scale g, which is what sums of zero give.
+            let mut sums = vec![0.0; 2 * gamma.len()];
+            if !frozen || keep {
+                let found = batch_norm::backward_sums(x, affine, &mut dy, more.as_deref(), mask, keep);
+                sums = if frozen { sums } else { found };
+            }
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
-            if self.config.sync_batch_norm {
+            if self.config.sync_batch_norm && !frozen {
                 self.reducer.statistics(&mut sums, &mut || self.state.advance())?;
             }
-            let count = statistics_of * shapes[*input].pixels() as f64;
+            let count = if frozen { 1.0 } else { statistics_of * shapes[*input].pixels() as f64 };
             if let Some(shortcut) = shortcut {
                 let mut dx = self.spare.alloc(len(*input));
                 batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);

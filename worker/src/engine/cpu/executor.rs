@@ -11,7 +11,10 @@ use crate::{
     },
     net::Network,
 };
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Trained values up to which gradients are summed in float64, which is exact: the CIFAR family (ResNet-110 has 1.7
 /// million), whose steps are long against sending twice the bytes.
@@ -83,6 +86,8 @@ pub(super) struct Executor {
     /// For each share of a batch.
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
+    /// By operation, while somebody asks how long they take.
+    pub(super) times: Option<Vec<Duration>>,
 }
 
 impl Executor {
@@ -122,6 +127,7 @@ impl Executor {
             layout,
             norms,
             reducer,
+            times: None,
         };
         executor.reserve(executor.config.batch_size);
         Ok(executor)
@@ -191,6 +197,13 @@ impl Executor {
         let loss = loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, gradient_of);
         self.gradient_parts[tensor].push(gradient);
         loss
+    }
+
+    /// Counts the time since `began` as operation number `index`'s, if somebody asks.
+    pub(super) fn count_time(&mut self, index: usize, began: Instant) {
+        if let Some(time) = self.times.as_mut().and_then(|times| times.get_mut(index)) {
+            *time += began.elapsed();
+        }
     }
 
     /// Waits for what is left of the update, and does its part. Gives the sum of squares of the reduced gradient.

@@ -15,6 +15,7 @@ use crate::{
     },
     net::{Network, TensorId},
 };
+use std::time::Instant;
 
 impl Executor {
     /// Runs the network over `pictures` images (NHWC) and leaves every activation for backward.
@@ -33,7 +34,9 @@ impl Executor {
         for index in 0..self.ops.len() {
             let output = self.ops[index].output();
             let mut y = std::mem::take(&mut self.activations[output]);
+            let began = Instant::now();
             let result = self.op_forward(index, pictures, statistics_of, &mut y);
+            self.count_time(index, began);
             self.activations[output] = y;
             result?;
         }
@@ -96,7 +99,7 @@ impl Executor {
         let shapes = &self.network.tensors;
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let channels = shapes[*input].channels;
-        let statistics = match statistics_of {
+        let statistics = match statistics_of.filter(|_| !self.network.frozen_norm) {
             None => {
                 let norm = &self.norms[*norm];
                 Statistics::from_running(&norm.running_mean, &norm.running_var)

@@ -34,6 +34,8 @@ pub(super) struct Slot {
     pub(super) in_bucket: Range<usize>,
     /// Whether it is the weight of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
+    /// Of a batch norm that is frozen: its gradient is zero.
+    pub(super) is_frozen: bool,
 }
 
 impl Slot {
@@ -88,6 +90,7 @@ impl Layout {
                 | FusedOp::MaxPool { .. }
                 | FusedOp::GlobalAveragePool { .. } => continue,
             };
+            let is_frozen = matches!(op, FusedOp::Norm(norm) if norm.is_frozen());
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let range = bucket.end..bucket.end + p.len();
                 layout.by_name.insert(p.name.clone(), layout.slots.len());
@@ -98,6 +101,7 @@ impl Layout {
                     bucket: layout.buckets.len(),
                     in_bucket: range.start - bucket.start..range.end - bucket.start,
                     is_weight: is_weight(p.role),
+                    is_frozen,
                     range: range.clone(),
                 });
                 bucket.end = range.end;

@@ -15,6 +15,8 @@ mod elementwise;
 mod executor;
 mod forward;
 mod gradient;
+#[cfg(test)]
+mod kept;
 mod layout;
 mod linear;
 mod loss;
@@ -28,15 +30,15 @@ mod simd;
 mod state;
 
 use super::{
-    Engine, EngineConfig, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult,
-    check, finite, fuse::Capabilities, unknown_size,
+    Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors, OptimizerState,
+    StepResult, check, finite, fuse::Capabilities, layers::layer_times, unknown_size,
 };
 use crate::{comm::ProcessGroup, data::loader::Batch, net::Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
 use executor::Executor;
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 /// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
 const CAPABILITIES: Capabilities = Capabilities {
@@ -102,6 +104,30 @@ impl Engine for CpuEngine {
         }
         let executor = &mut self.executor;
         self.threads.install(|| executor.train_step(micro_batches, lr)).map(Some)
+    }
+
+    fn keep_gradients(&mut self) -> Result<(), EngineError> {
+        Ok(self.executor.state.keep_gradients(self.comm.as_ref())?)
+    }
+
+    fn gradients(&self) -> Result<NamedTensors, EngineError> {
+        let Executor { layout, state, .. } = &self.executor;
+        let mut all = NamedTensors::new();
+        if let Some(reduced) = state.reduced_gradients() {
+            layout.export(None, reduced, &mut all);
+        }
+        layout.slots.iter().filter(|slot| slot.is_frozen).for_each(|slot| drop(all.remove(&slot.name)));
+        Ok(all)
+    }
+
+    fn time_layers(&mut self) {
+        self.executor.times = Some(vec![Duration::ZERO; self.executor.ops.len()]);
+    }
+
+    fn layer_times(&mut self) -> Vec<LayerTime> {
+        let times = self.executor.times.take().unwrap_or_default();
+        let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
+        if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) }
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {

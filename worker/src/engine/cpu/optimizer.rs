@@ -93,7 +93,7 @@ impl Update {
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
     /// - lamb: it is `lr |w| / |r|`
     pub(super) fn rates(&self, treatment: Treatment, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
-        let Treatment { decay, adapted } = treatment;
+        let Treatment { decay, adapted, .. } = treatment;
         if !adapted {
             return (self.lr, decay);
         }

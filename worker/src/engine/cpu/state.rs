@@ -16,7 +16,7 @@
 mod bucket_sum;
 
 use super::{
-    layout::Layout,
+    layout::{Layout, Slot},
     optimizer::{Lanes, Slots, Update},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
@@ -71,6 +71,10 @@ pub(super) struct State {
     /// By piece: sum of squares of the gradient and, in two passes, of the weights and of what is prepared.
     squares: [SharedSlice<AtomicU64>; 3],
     memory: Option<SharedMemory>,
+    /// Reduced gradients of a step that was to keep them, in the order of the weights.
+    reduced: Option<SharedSlice<f32>>,
+    /// Whether this step is.
+    keeps_gradients: bool,
     optimizer: Optimizer,
     /// The update of this step.
     update: Update,
@@ -175,7 +179,11 @@ impl State {
         };
         let Kept { weights, optimizer_slots, gradients, counts, squares } = kept;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let treatments = layout.slots.iter().map(|slot| optimizer.treatment(slot.is_weight)).collect();
+        let treatment = |slot: &Slot| match slot.is_frozen {
+            true => Treatment::FROZEN,
+            false => optimizer.treatment(slot.is_weight),
+        };
+        let treatments = layout.slots.iter().map(treatment).collect();
         let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
@@ -186,6 +194,8 @@ impl State {
             counts,
             squares,
             memory,
+            reduced: None,
+            keeps_gradients: false,
             optimizer,
             update: Update::new(&optimizer, 0.0, 1),
             treatments,
@@ -206,6 +216,35 @@ impl State {
     /// This rank's gradients of a bucket.
     pub(super) fn gradient(&mut self, bucket: usize) -> &mut Bucket {
         &mut self.gradients[self.own][bucket]
+    }
+
+    /// Collective: has the next step keep its reduced gradients, if there is memory for them.
+    ///
+    /// # Errors
+    /// Another rank is gone.
+    pub(super) fn keep_gradients(&mut self, comm: &dyn ProcessGroup) -> Result<(), CommError> {
+        let len = self.weights.len();
+        if self.reduced.is_none() {
+            self.reduced = match &self.memory {
+                None => Some(vec![0.0; len].into()),
+                Some(_) => match comm.shared_memory(4 * len)? {
+                    // SAFETY: numbers, of which all bits are valid. Pieces of an update are written by whoever does them, and
+                    // read between two updates.
+                    Ok(memory) => Some(unsafe { memory.view(0, len) }),
+                    Err(why) => {
+                        tracing::warn!("gradients cannot be kept: {why}");
+                        None
+                    }
+                },
+            };
+        }
+        self.keeps_gradients = true;
+        Ok(())
+    }
+
+    /// Those gradients.
+    pub(super) fn reduced_gradients(&self) -> Option<&[f32]> {
+        self.reduced.as_deref()
     }
 
     /// Begins a step.
@@ -252,6 +291,7 @@ impl State {
         };
         self.steps += 1;
         self.updates += 1;
+        self.keeps_gradients = false;
         Ok((self.squares[0].iter().map(number).sum(), waited))
     }
 
@@ -311,6 +351,11 @@ impl State {
             // SAFETY: as above.
             *slot = unsafe { values.part(piece.range.clone()) };
         }
+        let reduced: &mut [f32] = match &self.reduced {
+            // SAFETY: as above.
+            Some(reduced) if self.keeps_gradients => unsafe { reduced.part(piece.range.clone()) },
+            _ => &mut [],
+        };
         let treatment = self.treatments[piece.slot];
         let (rate, decay) = match work {
             Work::Sum => (0.0, treatment.decay),
@@ -330,11 +375,16 @@ impl State {
                     } else {
                         sum(&self.gradients, piece.bucket, place.clone(), gradient);
                         squares.add(gradient);
+                        if let Some(reduced) = reduced.get_mut(from..to) {
+                            reduced.copy_from_slice(gradient);
+                        }
                     }
                     let weights = &mut weights[from..to];
                     // Those that the optimizer does not have are empty.
                     let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
-                    if work == Work::Sum {
+                    if treatment.frozen {
+                        // Its gradient is summed with its bucket's, and is zero.
+                    } else if work == Work::Sum {
                         of_weights.add(weights);
                         self.update.prepare(decay, weights, slots, gradient);
                         of_prepared.add(gradient);

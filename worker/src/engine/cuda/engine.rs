@@ -43,7 +43,8 @@ impl Engine for CudaEngine {
                 mixed: batch.mixed().is_some().into(),
                 lambda: batch.lambda,
                 ..Control::default()
-            };
+            }
+            .with_mix(batch.drawn_mix.as_ref());
             let whole = batch.labels.len() == self.config.batch_size;
             self.run(Phase::Train(MicroBatch { first, last, whole }), control, batch)?;
         }
@@ -69,7 +70,24 @@ impl Engine for CudaEngine {
         self.profiled = Some(Vec::new());
         let done = self.train_step(std::slice::from_ref(batch), 0.0);
         let calls = self.profiled.take().unwrap_or_default();
-        done.map(|_| calls)
+        done.map(|_| calls.into_iter().map(|call| (call.name, call.millis)).collect())
+    }
+
+    fn gradients(&self) -> Result<NamedTensors, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.gradients()
+    }
+
+    fn time_layers(&mut self) {
+        self.profiled = Some(Vec::new());
+    }
+
+    fn layer_times(&mut self) -> Vec<LayerTime> {
+        match self.profiled.take() {
+            Some(calls) if !calls.is_empty() => self.program.layer_times(&calls),
+            _ => Vec::new(),
+        }
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {

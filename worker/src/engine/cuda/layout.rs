@@ -65,6 +65,8 @@ pub(super) struct Layout {
     by_name: BTreeMap<String, usize>,
     /// Values of the matrices; the vectors begin there.
     pub(super) matrices: usize,
+    /// Values that the optimizer changes and that have gradients; the vectors of frozen batch norms follow.
+    pub(super) trained: usize,
     /// Values in all.
     pub(super) len: usize,
     /// Ranges of the matrices that are reduced together, in backward's order.
@@ -83,9 +85,15 @@ impl Layout {
     ) -> Self {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
-        let mut layout =
-            Self { slots: Vec::new(), by_name: BTreeMap::new(), matrices: 0, len: 0, buckets: Vec::new() };
-        let mut vectors = Vec::new();
+        let mut layout = Self {
+            slots: Vec::new(),
+            by_name: BTreeMap::new(),
+            matrices: 0,
+            trained: 0,
+            len: 0,
+            buckets: Vec::new(),
+        };
+        let (mut vectors, mut frozen) = (Vec::new(), Vec::new());
         let mut bucket = 0;
         for op in ops.iter().rev() {
             let (FusedOp::Conv(Conv { name, .. })
@@ -117,7 +125,9 @@ impl Layout {
                     range: 0..len,
                     is_weight: is_weight(p.role),
                 };
-                if slot.order == Order::Vector {
+                if matches!(op, FusedOp::Norm(norm) if norm.is_frozen()) {
+                    frozen.push(slot);
+                } else if slot.order == Order::Vector {
                     vectors.push(slot);
                 } else {
                     layout.push(slot);
@@ -133,6 +143,8 @@ impl Layout {
             layout.buckets.push(bucket..layout.matrices);
         }
         vectors.into_iter().for_each(|slot| layout.push(slot));
+        layout.trained = layout.len;
+        frozen.into_iter().for_each(|slot| layout.push(slot));
         layout
     }
 
@@ -141,6 +153,11 @@ impl Layout {
         self.len = slot.range.end.next_multiple_of(ALIGN);
         self.by_name.insert(slot.name.clone(), self.slots.len());
         self.slots.push(slot);
+    }
+
+    /// The parameters that the optimizer changes: the first ones.
+    pub(super) fn trained_slots(&self) -> &[Slot] {
+        &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
     }
 
     /// The place of a parameter that is known to exist.

@@ -39,8 +39,8 @@ pub use dtype::DType;
 pub use error::CudaError;
 
 use super::{
-    Engine, EngineConfig, EngineError, EvalResult, LossScaling, NamedTensors, OptimizerState, StepResult,
-    check, finite,
+    Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
+    StepResult, check, finite,
     prologue::{Prologue, StepPart},
     unknown_size,
 };
@@ -58,6 +58,7 @@ pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
+use profile::TimedCall;
 use program::{Input, MicroBatch, Phase, Program};
 use reduce::Reducer;
 use rings::{Control, Inputs, Record, Results};
@@ -184,7 +185,7 @@ struct CudaEngine {
     failed: bool,
     watchdog: Option<Arc<Watchdog>>,
     /// While somebody asks where the time goes.
-    profiled: Option<Vec<(String, f64)>>,
+    profiled: Option<Vec<TimedCall>>,
     /// Started and done, for the watchdog.
     steps: (u64, u64),
     config: EngineConfig,

@@ -1,14 +1,30 @@
 //! Where a step's time goes: each call between two events, when somebody asks.
 
 use super::{
+    command::Part,
     device::{Event, Stream},
     error::CudaError,
 };
 use std::sync::{Mutex, PoisonError};
 
-/// Calls that were timed, in order; `None` while nobody asks.
+/// A call that was timed.
+#[derive(Debug, Clone)]
+pub(super) struct TimedCall {
+    /// The part of the step that it belongs to.
+    pub(super) part: Part,
+    pub(super) name: String,
+    pub(super) millis: f64,
+}
+
+/// The calls so far, in order.
+struct Asked {
+    part: Part,
+    calls: Vec<(Part, String, Event, Event)>,
+}
+
+/// Calls that were timed; `None` while nobody asks.
 #[derive(Default)]
-pub(super) struct Profile(Mutex<Option<Vec<(String, Event, Event)>>>);
+pub(super) struct Profile(Mutex<Option<Asked>>);
 
 impl Profile {
     /// Runs `call`, which starts work on `stream`, and times that work if somebody asks.
@@ -19,7 +35,7 @@ impl Profile {
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(calls) = asked.as_mut() else {
+        let Some(Asked { part, calls }) = asked.as_mut() else {
             drop(asked);
             return call();
         };
@@ -27,18 +43,30 @@ impl Profile {
         begin.record(stream)?;
         let result = call()?;
         end.record(stream)?;
-        calls.push((name(), begin, end));
+        calls.push((*part, name(), begin, end));
         Ok(result)
+    }
+
+    /// What is called from here on belongs to `part`.
+    pub(super) fn part(&self, part: Part) {
+        if let Some(asked) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            asked.part = part;
+        }
     }
 
     /// From now on calls are timed.
     pub(super) fn begin(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
+        let asked = Asked { part: Part::Begin, calls: Vec::new() };
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
     }
 
-    /// Milliseconds of each call since [`Profile::begin`].
-    pub(super) fn end(&self) -> Result<Vec<(String, f64)>, CudaError> {
-        let calls = self.0.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default();
-        calls.into_iter().map(|(name, begin, end)| Ok((name, f64::from(begin.millis_to(&end)?)))).collect()
+    /// The calls since [`Profile::begin`].
+    pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
+        let asked = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let calls = asked.map(|asked| asked.calls).unwrap_or_default();
+        let timed = |(part, name, begin, end): (Part, String, Event, Event)| {
+            Ok(TimedCall { part, name, millis: f64::from(begin.millis_to(&end)?) })
+        };
+        calls.into_iter().map(timed).collect()
     }
 }

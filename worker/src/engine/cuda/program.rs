@@ -6,7 +6,7 @@
 
 use super::{
     arena::{Allocation, Arena},
-    command::{Command, Kernel, Operand, Region, verify},
+    command::{Command, Kernel, Operand, Part, Region, verify},
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
@@ -14,6 +14,7 @@ use super::{
     kernels::Kernels,
     layout::Layout,
     ops::{self, NormSite, Ops, ScaleTable},
+    profile::TimedCall,
     reduce::Reducer,
     rings::{self, Inputs, Results},
     running::Running,
@@ -25,8 +26,9 @@ use crate::{
     comm::ProcessGroup,
     data::loader::Form,
     engine::{
-        EngineConfig, EngineError, GpuConfig, NamedTensors,
+        EngineConfig, EngineError, GpuConfig, LayerTime, NamedTensors,
         fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
+        layers::layer_times,
     },
     net::{Network, TensorId},
 };
@@ -72,7 +74,15 @@ impl Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Input {
     /// The whole dataset as bytes, on the GPU.
-    Dataset { pictures: Ptr, height: usize, width: usize, crop_padding: usize, training: bool },
+    Dataset {
+        pictures: Ptr,
+        height: usize,
+        width: usize,
+        crop_padding: usize,
+        training: bool,
+        /// Each picture is mixed with the one before it, as the control block says.
+        mixes: bool,
+    },
     /// The batch, cropped and scaled.
     Staged { at: Ptr, form: Form },
 }
@@ -223,12 +233,43 @@ impl Program {
     }
 
     /// [`Program::run`] with each call timed, one after another.
-    pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<(String, f64)>, EngineError> {
+    pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<TimedCall>, EngineError> {
         let commands = self.commands(phase, input, false)?;
         self.kernels.profile.begin();
         let result = self.start(&commands, input.address());
         let calls = self.kernels.profile.end()?;
         result.map(|()| calls)
+    }
+
+    /// What calls of such steps took, by operation.
+    pub(super) fn layer_times(&self, calls: &[TimedCall]) -> Vec<LayerTime> {
+        let of_op = |call: &TimedCall| match call.part {
+            Part::Forward(op) | Part::Backward(op) => Some((op, call.millis * 1e3)),
+            Part::Begin | Part::Loss | Part::Update => None,
+        };
+        layer_times(&self.plan.ops, calls.iter().filter_map(of_op))
+    }
+
+    /// The gradients of the step that was done last, as the update used them.
+    pub(super) fn gradients(&self) -> Result<NamedTensors, EngineError> {
+        let Layout { matrices, trained, len, .. } = self.state.layout;
+        let mut flat = vec![0f32; len];
+        match &self.accumulated {
+            Some(sums) => sums.read(0, &mut flat[..matrices])?,
+            None => read_as_float(&self.matrix_gradients, self.dtype, &mut flat[..matrices])?,
+        }
+        self.vector_gradients.read(0, &mut flat[matrices..trained])?;
+        // They carry the loss scale.
+        let inverse = self.state.inverse_scale()?;
+        if inverse != 1.0 {
+            flat.iter_mut().for_each(|value| *value *= inverse);
+        }
+        let mut all = NamedTensors::new();
+        self.state.layout.export(None, &flat, &mut all);
+        for frozen in &self.state.layout.slots[self.state.layout.trained_slots().len()..] {
+            all.remove(&frozen.name);
+        }
+        Ok(all)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].
@@ -289,4 +330,17 @@ impl Program {
         self.evaluated_logits.read(0, &mut logits)?;
         Ok(logits)
     }
+}
+
+/// Copies numbers of `dtype` to the host, as float32.
+fn read_as_float(from: &Buffer, dtype: DType, values: &mut [f32]) -> Result<(), CudaError> {
+    let to_float: fn(u16) -> f32 = match dtype {
+        DType::F32 => return from.read(0, values),
+        DType::F16 => |bits| half::f16::from_bits(bits).to_f32(),
+        DType::Bf16 => |bits| half::bf16::from_bits(bits).to_f32(),
+    };
+    let mut halves = vec![0u16; values.len()];
+    from.read(0, &mut halves)?;
+    values.iter_mut().zip(halves).for_each(|(value, bits)| *value = to_float(bits));
+    Ok(())
 }

@@ -9,8 +9,11 @@ use super::{
     error::CudaError,
     ops,
 };
-use crate::data::loader::Batch;
-use std::time::{Duration, Instant};
+use crate::data::loader::{Batch, DrawnMix};
+use std::{
+    ops::Range,
+    time::{Duration, Instant},
+};
 
 /// Micro-batches that may be on their way to the GPU; one more waits for the first to arrive.
 pub(super) const SLOTS: usize = 64;
@@ -35,7 +38,23 @@ pub(super) struct Control {
     pub(super) lr: f32,
     /// How much of a mixed picture is itself.
     pub(super) lambda: f32,
-    pub(super) pads: [u32; 2],
+    /// Place in the dataset and augmentation of the picture that the first one is mixed with, where the GPU mixes them: every
+    /// other is mixed with the one before it.
+    pub(super) before: [u32; 2],
+    /// cutmix: first row and column that is the other picture's, and the first that is not. Zeros for mixup.
+    pub(super) cut_rows: [u32; 2],
+    pub(super) cut_columns: [u32; 2],
+}
+
+impl Control {
+    /// With what the GPU needs to mix pictures of the dataset.
+    pub(super) fn with_mix(self, drawn: Option<&DrawnMix>) -> Self {
+        let Some(DrawnMix { mix, before_index, before_draw }) = drawn else { return self };
+        let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
+        let [cut_rows, cut_columns] =
+            mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
+        Self { before: [*before_index as u32, *before_draw], cut_rows, cut_columns, ..self }
+    }
 }
 
 // SAFETY: numbers without a gap between them.

@@ -224,6 +224,11 @@ impl State {
         self.scaling.write(&[Scaling { scale: to.scale, good_steps: to.growth_tracker, ..now }])
     }
 
+    /// What the gradients of the step that was done last are multiplied by to be those of the loss.
+    pub(super) fn inverse_scale(&self) -> Result<f32, CudaError> {
+        Ok(self.read_scaling()?.inverse)
+    }
+
     fn read_scaling(&self) -> Result<Scaling, CudaError> {
         let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
         self.scaling.read(0, &mut now)?;

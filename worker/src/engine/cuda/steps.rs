@@ -9,7 +9,7 @@ impl CudaEngine {
         let input = self.input(phase, batch)?;
         self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
         if let Some(calls) = &mut self.profiled {
-            *calls = self.program.profile(phase, input)?;
+            calls.extend(self.program.profile(phase, input)?);
             return Ok(());
         }
         let key = GraphKey { image_size: self.network.image_size, phase, input };
@@ -40,7 +40,8 @@ impl CudaEngine {
         if let (Some(data), false) = (&self.on_gpu, batch.draws.len() != batch.labels.len()) {
             let pictures = data.pictures(training);
             let (height, width, crop_padding) = (data.height, data.width, data.crop_padding);
-            return Ok(Input::Dataset { pictures, height, width, crop_padding, training });
+            let mixes = batch.drawn_mix.is_some();
+            return Ok(Input::Dataset { pictures, height, width, crop_padding, training, mixes });
         }
         let form = if batch.bytes.is_empty() { Form::Normalised } else { Form::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.form() != form && !batch.labels.is_empty()) {

@@ -13,6 +13,8 @@ use std::{path::PathBuf, sync::Arc};
 
 mod data;
 mod defaults;
+mod frozen;
+mod layers;
 mod mixing;
 mod networks;
 mod optimizers;

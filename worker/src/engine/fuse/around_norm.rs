@@ -19,8 +19,11 @@ fn readers(network: &Network, tensor: TensorId) -> Vec<&Op> {
     network.ops.iter().filter(|op| op.inputs().contains(&tensor)).collect()
 }
 
-/// The number of the batch norm that reads `tensor`.
+/// The number of the batch norm that takes the statistics of `tensor`.
 fn norm_after(network: &Network, tensor: TensorId) -> Option<usize> {
+    if network.frozen_norm {
+        return None;
+    }
     let mut norms = network.ops.iter().filter(|op| matches!(op, Op::BatchNorm { .. }));
     norms.position(|op| op.inputs() == [tensor])
 }
@@ -104,7 +107,10 @@ impl<'a> Combined<'a> {
             shortcut: None,
             relu: false,
             pooled: false,
-            statistics: StatisticsIn::Norm,
+            statistics: match self.network.frozen_norm {
+                true => StatisticsIn::Frozen,
+                false => StatisticsIn::Norm,
+            },
             forward: NormForward::Here,
             backward_in_conv: false,
             // A ReLU by itself finds in its output what it let through.

@@ -83,6 +83,7 @@ impl Display for Norm {
             StatisticsIn::Norm => {}
             StatisticsIn::AfterConv => write!(f, "; statistics taken after its convolution")?,
             StatisticsIn::Conv => write!(f, "; statistics taken in its convolution")?,
+            StatisticsIn::Frozen => write!(f, "; frozen")?,
         }
         match self.forward {
             NormForward::Here => {}

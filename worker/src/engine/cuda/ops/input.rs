@@ -10,6 +10,8 @@ pub(in crate::engine::cuda) enum Which {
     /// By the control block's index, cropped and flipped by its draw: top of the window in bits 0 to 14, left
     /// in 15 to 29 (both from 0 to 2 x padding), flip in 30.
     Drawn { crop_padding: u32 },
+    /// The same, each then mixed with the one before it, and the first with another one; see `gather_mixed.cu`.
+    Mixed { crop_padding: u32 },
     /// By the control block's index, as they are.
     Indexed,
     /// The first ones, as they are: a batch that the host made.
@@ -89,15 +91,20 @@ const BAND: u32 = 32;
 const SHARED: u32 = 44 << 10;
 
 impl Ops {
-    /// Moves: the pictures' bytes once, the batch once.
+    /// Moves: the pictures' bytes once (twice where they are mixed), the batch once.
     ///
     /// Pictures so wide that one output row's inputs pass 44 KB need more shared memory than a kernel gets
     /// unasked: the launcher has to raise the kernel's limit to `shared_bytes`.
     pub(in crate::engine::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
         let (mode, crop_padding) = match p.which {
-            Which::Drawn { crop_padding } => (0, crop_padding),
+            Which::Drawn { crop_padding } | Which::Mixed { crop_padding } => (0, crop_padding),
             Which::Indexed => (1, 0),
             Which::InOrder => (2, 0),
+        };
+        // A picture that is mixed is made of two.
+        let (names, made_of) = match p.which {
+            Which::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
+            _ => (["gather", "gather_scaled"], 1),
         };
         let mut args = vec![Arg::In(p.source)];
         args.extend([p.height, p.width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
@@ -114,9 +121,9 @@ impl Ops {
         let Some(s) = p.scaling else {
             // The table costs each block 3 KB, so a block makes several pixels a thread where there are enough.
             let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
-            return kernel("gather", plain([x, pictures, 1], [256, 1, 1]), args);
+            return kernel(names[0], plain([x, pictures, 1], [256, 1, 1]), args);
         };
-        let room = |band: u32| (s.rows.span(band) + band) * p.width * 4;
+        let room = |band: u32| (s.rows.span(band) + made_of * band) * p.width * 4;
         let mut band = BAND.min(p.side);
         while band > 1 && room(band) > SHARED {
             band /= 2;
@@ -129,7 +136,7 @@ impl Ops {
         args.extend([Arg::U32(band), Arg::U32(s.rows.span(band))]);
         let geometry =
             Geometry { shared_bytes: room(band), ..plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]) };
-        kernel("gather_scaled", geometry, args)
+        kernel(names[1], geometry, args)
     }
 
     /// For batches that the host made as numbers.

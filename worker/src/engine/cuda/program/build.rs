@@ -26,10 +26,10 @@ impl Program {
         let running = Running::of_all(&network, plan.norms());
         let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
         let state = State::new(device, running, layout.clone(), dtype, first_scale, config.optimizer)?;
-        let vector_gradients = device.zeros(4 * (layout.len - layout.matrices).max(1))?;
+        let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
         let matrix_gradients = device.zeros(dtype.size() * layout.matrices)?;
         let norm_values = device.zeros(norm_bytes.max(4))?;
-        let sync = config.sync_batch_norm && comm.size() > 1;
+        let sync = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
         let reducer = match comm.size() {
             1 => None,
             _ => {
@@ -48,14 +48,14 @@ impl Program {
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let segments: Vec<u64> = layout
-            .slots
+            .trained_slots()
             .iter()
             .flat_map(|s| {
                 let adapted = config.optimizer.treatment(s.is_weight).adapted;
                 [s.range.start as u64, s.range.len() as u64, u64::from(adapted)]
             })
             .collect();
-        let count = layout.slots.len();
+        let count = layout.trained_slots().len();
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
         let (pictures, classes) = (config.batch_size as u32, plan.padded_classes as u32);
         let scratch = device.zeros(ops.scratch_bytes(pictures, classes, count as u32))?;

@@ -15,7 +15,8 @@ impl Program {
     fn start_one(&self, command: &Command, pictures: Ptr) -> Result<(), EngineError> {
         let at = |operand: Operand| self.address(operand, pictures);
         match command {
-            Command::Part(_) | Command::Alloc { .. } | Command::Free { .. } => {}
+            Command::Part(part) => self.kernels.profile.part(*part),
+            Command::Alloc { .. } | Command::Free { .. } => {}
             Command::Kernel { stream, kernel } => self.launch_on(*stream, kernel, pictures)?,
             Command::Convolution { stream, convolution, tensors, workspace } => {
                 let plan = self.tuner.plan(convolution)?;

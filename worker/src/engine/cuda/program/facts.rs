@@ -74,18 +74,18 @@ impl Facts<'_> {
             true => (Region::Accumulated, 4),
             false => (Region::MatrixGradients, self.plan.dtype.size()),
         };
-        let Layout { matrices, len, .. } = *self.layout;
+        let Layout { matrices, trained, .. } = *self.layout;
         ops::Gradients {
             first: Operand::new(region, 0, size * matrices),
-            second: Operand::new(Region::VectorGradients, 0, 4 * (len - matrices)),
+            second: Operand::new(Region::VectorGradients, 0, 4 * (trained - matrices)),
             first_length: matrices as u64,
-            length: len as u64,
+            length: trained as u64,
             in_float32: size == 4,
         }
     }
 
     pub(super) fn optimizer_slot(&self, slot: usize) -> Operand {
-        Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.len)
+        Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.trained)
     }
 
     /// Where a convolution leaves the sums of its output for the batch norm after it.
@@ -107,8 +107,12 @@ fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
     Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
 }
 
+/// None of what is frozen.
 fn vector_gradient(layout: &Layout, name: &str, suffix: &str) -> Operand {
     let range = layout.slot(name, suffix).padded();
+    if range.start >= layout.trained {
+        return Operand::NONE;
+    }
     Operand::new(Region::VectorGradients, 4 * (range.start - layout.matrices), 4 * range.len())
 }
 

@@ -28,7 +28,10 @@ fn names(facts: &Facts<'_>) -> Names {
             names.insert(facts.matrix_gradient(name), &slot.name, "gradient");
         } else {
             names.insert(facts.vector(name, suffix), &slot.name, "");
-            names.insert(facts.vector_gradient(name, suffix), &slot.name, "gradient");
+            let gradient = facts.vector_gradient(name, suffix);
+            if !gradient.is_none() {
+                names.insert(gradient, &slot.name, "gradient");
+            }
         }
     }
     for (number, site) in facts.norms.iter().enumerate() {
@@ -46,7 +49,9 @@ fn names(facts: &Facts<'_>) -> Names {
             (site.slope, "slope"),
             (site.offset, "offset"),
         ] {
-            names.insert(operand, &format!("norm {number}"), part);
+            if !operand.is_none() {
+                names.insert(operand, &format!("norm {number}"), part);
+            }
         }
     }
     names

@@ -33,35 +33,45 @@ pub(in crate::engine::cuda) struct NormBackward {
     pub(in crate::engine::cuda) reduce: Reduce,
 }
 
-/// Kernel names by kind of gradient: (sums, apply, both at once).
+/// Kernel names by kind of gradient: (sums, apply, both at once, all of a frozen one).
 impl Gradient {
-    fn names(self) -> [&'static str; 3] {
+    fn names(self) -> [&'static str; 4] {
         match self {
-            Gradient::All { .. } => {
-                ["norm_backward_sums_all", "norm_backward_apply_all", "norm_backward_small_all"]
-            }
+            Gradient::All { .. } => [
+                "norm_backward_sums_all",
+                "norm_backward_apply_all",
+                "norm_backward_small_all",
+                "norm_backward_frozen_all",
+            ],
             Gradient::Relu { more: Operand::NONE, .. } => [
                 "norm_backward_sums_recompute",
                 "norm_backward_apply_recompute",
                 "norm_backward_small_recompute",
+                "norm_backward_frozen_recompute",
             ],
             Gradient::Relu { .. } => [
                 "norm_backward_sums_recompute_added",
                 "norm_backward_apply_recompute_added",
                 "norm_backward_small_recompute_added",
+                "norm_backward_frozen_recompute_added",
             ],
-            Gradient::Mask { more: Operand::NONE, .. } => {
-                ["norm_backward_sums_bits", "norm_backward_apply_bits", "norm_backward_small_bits"]
-            }
+            Gradient::Mask { more: Operand::NONE, .. } => [
+                "norm_backward_sums_bits",
+                "norm_backward_apply_bits",
+                "norm_backward_small_bits",
+                "norm_backward_frozen_bits",
+            ],
             Gradient::Mask { .. } => [
                 "norm_backward_sums_bits_added",
                 "norm_backward_apply_bits_added",
                 "norm_backward_small_bits_added",
+                "norm_backward_frozen_bits_added",
             ],
             Gradient::MaskPooled { .. } => [
                 "norm_backward_sums_bits_pooled",
                 "norm_backward_apply_bits_pooled",
                 "norm_backward_small_bits_pooled",
+                "norm_backward_frozen_bits_pooled",
             ],
         }
     }
@@ -91,7 +101,7 @@ impl Ops {
             }
             return both;
         };
-        let [_, _, name] = p.gradient.names();
+        let [_, _, name, _] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
         args.extend(p.gradient.args());
         args.extend([Arg::Out(p.dz), Arg::Out(p.dx)]);
@@ -104,7 +114,7 @@ impl Ops {
     /// The first pass alone: the sums, dgamma and dbeta, dz, then what `reduce` says. Moves: x, dy and more
     /// once, dz once if it is wanted.
     pub(in crate::engine::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
-        let [name, _, _] = p.gradient.names();
+        let [name, ..] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
         args.extend(p.gradient.args());
         args.push(Arg::Out(p.dz));
@@ -131,11 +141,24 @@ impl Ops {
     /// The second pass alone. Moves: x and the gradient (dz, if there is one) once, dx once.
     pub(in crate::engine::cuda) fn norm_backward_apply(&self, p: NormBackward) -> Kernel {
         let gradient = if p.dz.is_none() { p.gradient } else { Gradient::All { dy: p.dz } };
-        let [_, name, _] = gradient.names();
+        let [_, name, ..] = gradient.names();
         let mut args = vec![Arg::In(p.x)];
         args.extend(gradient.args());
         args.extend([p.site.scale, p.site.bias, p.site.slope, p.site.offset].map(Arg::In));
         args.push(Arg::Out(p.dx));
+        args.extend(shape_args(p.control, p.shape));
+        kernel(name, self.walk(p.shape.rows(), p.shape.channels, 256, 2), args)
+    }
+
+    /// Backward of a batch norm whose statistics do not depend on its input: dx is scale times the gradient. No parameter has a
+    /// gradient, and ranks have nothing to add up. Moves: dy, more and the mask once (without a mask behind a ReLU x, too), dx
+    /// once, dz once if it is wanted.
+    pub(in crate::engine::cuda) fn norm_backward_frozen(&self, p: NormBackward) -> Kernel {
+        let [_, _, _, name] = p.gradient.names();
+        let mut args = vec![Arg::In(p.x)];
+        args.extend(p.gradient.args());
+        args.extend([p.site.scale, p.site.bias].map(Arg::In));
+        args.extend([Arg::Out(p.dz), Arg::Out(p.dx)]);
         args.extend(shape_args(p.control, p.shape));
         kernel(name, self.walk(p.shape.rows(), p.shape.channels, 256, 2), args)
     }

@@ -165,6 +165,9 @@ impl<'a> GraphEmitter<'a> {
             accumulate: !first,
             reduce: self.facts.reduction(node, true),
         };
+        if node.is_frozen() {
+            return self.main(ops.norm_backward_frozen(backward));
+        }
         let summed = matches!(gradient, Gradient::Summed(_));
         let through = match gradient {
             Gradient::ThroughConv { weights, outputs, .. } => {

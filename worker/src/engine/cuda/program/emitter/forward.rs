@@ -27,9 +27,13 @@ impl<'a> GraphEmitter<'a> {
                 return Ok(());
             }
             Input::Staged { form: Form::Bytes, .. } => (side, side, ops::Which::InOrder, None),
-            Input::Dataset { height, width, crop_padding, training, .. } => {
-                let drawn = ops::Which::Drawn { crop_padding: crop_padding as u32 };
-                let which = if training { drawn } else { ops::Which::Indexed };
+            Input::Dataset { height, width, crop_padding, training, mixes, .. } => {
+                let crop_padding = crop_padding as u32;
+                let which = match (training, mixes) {
+                    (false, _) => ops::Which::Indexed,
+                    (true, false) => ops::Which::Drawn { crop_padding },
+                    (true, true) => ops::Which::Mixed { crop_padding },
+                };
                 (height as u32, width as u32, which, facts.scaling)
             }
         };
@@ -83,6 +87,7 @@ impl<'a> GraphEmitter<'a> {
                     self.bias(name, *output)?;
                 }
             }
+            FusedOp::Norm(norm) if training && norm.is_frozen() => self.norm_frozen(norm)?,
             FusedOp::Norm(norm) if training => self.norm_forward(norm)?,
             FusedOp::Norm(norm) => return self.norm_evaluate(norm),
             FusedOp::GlobalAveragePool { input, output, .. } => {
@@ -221,9 +226,25 @@ impl<'a> GraphEmitter<'a> {
         self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
-    /// Running statistics instead of the batch's.
-    fn norm_evaluate(&mut self, node: &Norm) -> Result<(), EngineError> {
-        let (ops, x) = (self.facts.ops, self.activation(node.input)?);
+    /// In training, running statistics instead of the batch's; the ReLU's mask is for the backward pass.
+    fn norm_frozen(&mut self, node: &Norm) -> Result<(), EngineError> {
+        self.fold(node);
+        if node.forward == NormForward::InShortcut {
+            return Ok(());
+        }
+        let x = self.activation(node.input)?;
+        let y = self.alloc(node.output, Content::Activation);
+        self.activations[node.output] = Some(y);
+        let values = self.plan.batch * self.plan.values(node.output);
+        let mask = node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
+        self.masks[node.norm] = mask;
+        let norm = self.norm(node, x, y.operand(), optional(mask))?;
+        self.main(self.facts.ops.norm_apply(norm.into()));
+        Ok(())
+    }
+
+    /// Scale and bias from the running statistics.
+    fn fold(&mut self, node: &Norm) {
         let site = &self.facts.norms[node.norm];
         let fold = ops::NormFold {
             gamma: site.gamma,
@@ -234,7 +255,13 @@ impl<'a> GraphEmitter<'a> {
             bias: site.bias,
             channels: self.shape(node.input).channels,
         };
-        self.main(ops.norm_fold(fold));
+        self.main(self.facts.ops.norm_fold(fold));
+    }
+
+    /// Running statistics instead of the batch's.
+    fn norm_evaluate(&mut self, node: &Norm) -> Result<(), EngineError> {
+        let (ops, x) = (self.facts.ops, self.activation(node.input)?);
+        self.fold(node);
         if node.forward == NormForward::InShortcut {
             return Ok(());
         }

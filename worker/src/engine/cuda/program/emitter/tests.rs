@@ -4,7 +4,10 @@ use super::*;
 use crate::{
     engine::{
         Optimizer,
-        cuda::{command::verify::meetings, program::text::text},
+        cuda::{
+            command::{Access, verify::meetings},
+            program::text::text,
+        },
     },
     net::resnet,
 };
@@ -166,6 +169,63 @@ fn every_optimizer_s_update_is_sound() {
 
 fn count(commands: &[Command], name: &str) -> usize {
     commands.iter().filter(|c| matches!(c, Command::Kernel { kernel, .. } if kernel.name == name)).count()
+}
+
+/// Frozen batch norms: no rank meets another for them, nothing of them is written, and their parameters have no gradients.
+#[test]
+fn frozen_batch_norms_are_only_applied() {
+    let mut networks = crate::engine::cuda::tests::operations();
+    networks.extend(crate::engine::unfused::networks());
+    networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
+    networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
+    for network in networks {
+        let network = Arc::new(Network { frozen_norm: true, ..Network::clone(&network) });
+        for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 80)] {
+            for ranks in [Ranks::Alone, Ranks::Apart] {
+                for accumulates in [false, true] {
+                    let sums = true;
+                    let setting =
+                        Setting { accumulates, sums, ..Setting::new(&network, 32, dtype, capability, ranks) };
+                    let commands = setting.sound(Phase::Train(ONLY), true).commands;
+                    setting.sound(Phase::Train(ONLY), false);
+                    setting.sound(Phase::Evaluate, true);
+                    if accumulates {
+                        setting.sound(Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }), true);
+                    }
+                    check_frozen(&setting, &commands);
+                }
+            }
+        }
+    }
+}
+
+fn check_frozen(setting: &Setting, commands: &[Command]) {
+    let (name, norms) = (&setting.plan.network.arch, setting.norms.len());
+    assert_eq!(count(commands, "norm_fold"), norms, "{name}");
+    let kernels = |prefix: &str| {
+        let starts =
+            |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name.starts_with(prefix));
+        commands.iter().filter(starts).count()
+    };
+    assert_eq!((kernels("norm_backward"), kernels("norm_backward_frozen")), (norms, norms), "{name}");
+    assert_eq!(kernels("norm_statistics") + kernels("norm_finish"), 0, "{name}");
+    for site in &setting.norms {
+        assert!(site.dgamma.is_none() && site.dbeta.is_none(), "{name}");
+        for operand in [site.gamma, site.beta, site.running_mean, site.running_var] {
+            let written = commands.iter().flat_map(Command::accesses).any(|(other, access)| {
+                access != Access::Read
+                    && other.region == operand.region
+                    && other.offset < operand.offset + operand.bytes
+                    && operand.offset < other.offset + other.bytes
+            });
+            assert!(!written, "{name}: {operand:?}");
+        }
+    }
+    let sent = match setting.statistics {
+        Some(_) => setting.layout.buckets.len() + 1,
+        None => 0,
+    };
+    assert_eq!(meetings(commands).len(), sent, "{name}");
 }
 
 /// A rank whose last batch is not full takes the same collectives and exchanges in the same order as those whose is.

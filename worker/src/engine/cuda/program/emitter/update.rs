@@ -95,7 +95,7 @@ impl GraphEmitter<'_> {
             dtype => Operand::new(Region::LowPrecision, 0, dtype.size() * layout.matrices),
         };
         let flat = ops::Flat {
-            weights: Operand::new(Region::Weights, 0, 4 * layout.len),
+            weights: Operand::new(Region::Weights, 0, 4 * layout.trained),
             low_precision,
             gradients,
             control: CONTROL,
@@ -105,7 +105,7 @@ impl GraphEmitter<'_> {
         };
         let rates = ops::Rates {
             segments: Operand::whole(Region::Segments),
-            count: layout.slots.len() as u32,
+            count: layout.trained_slots().len() as u32,
             rates: Operand::whole(Region::Rates),
         };
         let moments = || ops::Moments {

@@ -106,12 +106,58 @@ fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
     }
 }
 
+fn check(kernel: &Kernel, declared: &BTreeMap<String, Vec<Declared>>) {
+    let wanted = &declared[kernel.name];
+    assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
+    for (number, declared) in wanted.iter().enumerate() {
+        assert!(fits(kernel, number, *declared), "{} {number}: {:?}", kernel.name, kernel.args[number]);
+    }
+}
+
+/// Pictures of a dataset on the GPU, scaled or not, mixed or not.
+#[test]
+fn every_way_to_gather_pictures_is_sound() {
+    let declared = declared();
+    let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
+    let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Alone);
+    let table = ops::ScaleTable::new(32, 224);
+    for (mixes, training, scales, name) in [
+        (false, true, false, "gather"),
+        (true, true, false, "gather_mixed"),
+        (false, true, true, "gather_scaled"),
+        (true, true, true, "gather_scaled_mixed"),
+        (false, false, true, "gather_scaled"),
+    ] {
+        let side = if scales { 32 } else { 224 };
+        let input =
+            Input::Dataset { pictures: 0, height: side, width: side, crop_padding: 4, training, mixes };
+        let phase = if training { Phase::Train(ONLY) } else { Phase::Evaluate };
+        let commands = setting.with_facts(|facts| {
+            let facts = Facts { scaling: scales.then_some([&table, &table]), ..*facts };
+            emit(&facts, phase, input, true).unwrap().commands
+        });
+        assert_eq!(verify::verify(&commands, false), Ok(()), "{name}");
+        let gathers: Vec<&Kernel> = commands
+            .iter()
+            .filter_map(|command| match command {
+                Command::Kernel { kernel, .. } if kernel.name.starts_with("gather") => Some(kernel),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(gathers.iter().map(|kernel| kernel.name).collect::<Vec<_>>(), [name]);
+        check(gathers[0], &declared);
+        assert!(gathers[0].geometry.shared_bytes <= 44 << 10, "{name}");
+    }
+}
+
 #[test]
 fn every_launch_has_the_arguments_that_its_kernel_declares() {
     let declared = declared();
     let mut networks = crate::engine::cuda::tests::operations();
     networks.extend(crate::engine::unfused::networks());
     networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
+    let frozen = networks.iter().map(|net| Network { frozen_norm: true, ..Network::clone(net) });
+    networks.extend(frozen.map(Arc::new).collect::<Vec<_>>());
     let mut launched: BTreeMap<&str, usize> = BTreeMap::new();
     use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
     for network in &networks {
@@ -133,16 +179,7 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
                     for phase in [Phase::Train(ONLY), Phase::Evaluate] {
                         for command in setting.sound(phase, true).commands {
                             let Command::Kernel { kernel, .. } = command else { continue };
-                            let wanted = &declared[kernel.name];
-                            assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
-                            for (number, declared) in wanted.iter().enumerate() {
-                                let arg = kernel.args[number];
-                                assert!(
-                                    fits(&kernel, number, *declared),
-                                    "{} {number}: {arg:?}",
-                                    kernel.name
-                                );
-                            }
+                            check(&kernel, &declared);
                             *launched.entry(kernel.name).or_default() += 1;
                         }
                     }

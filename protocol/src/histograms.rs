@@ -1,0 +1,127 @@
+//! How the weights and the gradients of a network are distributed, layer by layer. Rank 0 says it every `log.histograms` steps.
+
+use crate::limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, LAYER_NAME_BYTES};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use utoipa::ToSchema;
+
+/// The histograms of one step: at most [`HISTOGRAM_LAYERS`] of them, weights and gradients together.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LayerHistograms {
+    /// The optimizer step after which the weights were looked at, from 1. The gradients are those of this step.
+    pub step: u64,
+    pub layers: Vec<LayerHistogram>,
+}
+
+/// The values of one layer at one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LayerHistogram {
+    /// As the state dict has it: `layer1.0.conv1.weight`. At most [`LAYER_NAME_BYTES`].
+    pub name: String,
+    pub kind: HistogramKind,
+    /// The smallest finite value; 0 where there is none.
+    pub min: f32,
+    /// The largest finite value.
+    pub max: f32,
+    /// How many finite values lie in each of [`HISTOGRAM_BINS`] bins, equal in width from `min` to `max`. `max` itself is in the
+    /// last one. Where `min` is `max`, all are in the first.
+    pub counts: Vec<u32>,
+}
+
+/// What the values are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HistogramKind {
+    Weight,
+    Gradient,
+}
+
+impl HistogramKind {
+    /// As it is written in addresses and in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            HistogramKind::Weight => "weight",
+            HistogramKind::Gradient => "gradient",
+        }
+    }
+}
+
+impl fmt::Display for HistogramKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl LayerHistograms {
+    /// Whether it keeps its limits, as a server asks before it stores one.
+    ///
+    /// # Errors
+    /// A sentence that says what is too long, too many or no number.
+    pub fn check(&self) -> Result<(), String> {
+        if self.step == 0 || i64::try_from(self.step).is_err() {
+            return Err(format!("histograms of step {}: steps count from 1", self.step));
+        }
+        if self.layers.len() > HISTOGRAM_LAYERS {
+            let count = self.layers.len();
+            return Err(format!("{count} histograms of one step; {HISTOGRAM_LAYERS} are allowed"));
+        }
+        self.layers.iter().try_for_each(LayerHistogram::check)
+    }
+}
+
+impl LayerHistogram {
+    fn check(&self) -> Result<(), String> {
+        let Self { name, min, max, counts, .. } = self;
+        if name.is_empty() || name.len() > LAYER_NAME_BYTES {
+            return Err(format!(
+                "a layer's name has {} bytes; 1 to {LAYER_NAME_BYTES} are allowed",
+                name.len()
+            ));
+        }
+        if counts.len() != HISTOGRAM_BINS {
+            return Err(format!("the histogram of {name} has {} bins, not {HISTOGRAM_BINS}", counts.len()));
+        }
+        if !min.is_finite() || !max.is_finite() || min > max {
+            return Err(format!("the histogram of {name} goes from {min} to {max}"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(name: &str) -> LayerHistogram {
+        let counts = vec![1; HISTOGRAM_BINS];
+        LayerHistogram { name: name.into(), kind: HistogramKind::Weight, min: -1.0, max: 1.0, counts }
+    }
+
+    fn of(layers: Vec<LayerHistogram>) -> LayerHistograms {
+        LayerHistograms { step: 1, layers }
+    }
+
+    #[test]
+    fn as_many_layers_and_bins_as_allowed_and_one_more() {
+        assert_eq!(of(vec![layer("a"); HISTOGRAM_LAYERS]).check(), Ok(()));
+        assert!(of(vec![layer("a"); HISTOGRAM_LAYERS + 1]).check().is_err());
+        for bins in [0, HISTOGRAM_BINS - 1, HISTOGRAM_BINS + 1] {
+            let wrong = LayerHistogram { counts: vec![1; bins], ..layer("a") };
+            assert!(of(vec![wrong]).check().is_err(), "{bins}");
+        }
+        assert_eq!(of(vec![layer(&"n".repeat(LAYER_NAME_BYTES))]).check(), Ok(()));
+        assert!(of(vec![layer(&"n".repeat(LAYER_NAME_BYTES + 1))]).check().is_err());
+        assert!(of(vec![layer("")]).check().is_err());
+    }
+
+    #[test]
+    fn bounds_are_numbers_in_order_and_steps_count_from_one() {
+        for (min, max) in [(f32::NAN, 1.0), (0.0, f32::INFINITY), (1.0, 0.0)] {
+            assert!(of(vec![LayerHistogram { min, max, ..layer("a") }]).check().is_err(), "{min} {max}");
+        }
+        assert_eq!(of(vec![LayerHistogram { min: 2.0, max: 2.0, ..layer("a") }]).check(), Ok(()));
+        for (step, good) in [(0, false), (1, true), (i64::MAX as u64, true), (1 << 63, false)] {
+            assert_eq!(LayerHistograms { step, layers: Vec::new() }.check().is_ok(), good, "{step}");
+        }
+    }
+}

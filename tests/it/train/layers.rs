@@ -1,0 +1,143 @@
+//! What a run says of its layers: their description, and histograms of weights and gradients. And frozen batch norms.
+
+use super::{Bench, succeeded};
+use crate::server::turn;
+use lockstep_protocol::{
+    agent::AttemptEvent,
+    histograms::{HistogramKind, LayerHistogram, LayerHistograms},
+    network::NetworkDescription,
+};
+use lockstep_worker::report::Tail;
+use safetensors::SafeTensors;
+use std::collections::BTreeMap;
+
+/// The values of each tensor of a checkpoint's model but the counts of batches.
+fn tensors(bench: &Bench, out: &str, checkpoint: &str) -> BTreeMap<String, Vec<f32>> {
+    let bytes = bench.model(out, checkpoint);
+    let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+    let floats = file.names().into_iter().filter(|name| !name.ends_with("num_batches_tracked"));
+    let values = |name: &str| {
+        let data = file.tensor(name).expect("it is there").data();
+        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("4 bytes"))).collect()
+    };
+    floats.map(|name| (name.to_owned(), values(name))).collect()
+}
+
+/// What a rank has said.
+fn said(bench: &Bench, out: &str, rank: u32) -> (Vec<LayerHistograms>, Vec<NetworkDescription>) {
+    let path = bench.out(out).join(format!("attempts/1/rank.{rank}.events"));
+    let mut tail = Tail::open(&path, 0);
+    let (mut histograms, mut networks) = (Vec::new(), Vec::new());
+    loop {
+        let events = tail.poll().expect("whole records");
+        if events.is_empty() {
+            return (histograms, networks);
+        }
+        for event in events {
+            match event {
+                AttemptEvent::Histograms(of_step) => histograms.push(of_step),
+                AttemptEvent::Network(network) => networks.push(network),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// How many values lie in each bin, from the numbers themselves.
+fn counted(LayerHistogram { min, max, .. }: &LayerHistogram, values: &[f32]) -> Vec<u32> {
+    let (min, max) = (f64::from(*min), f64::from(*max));
+    let mut counts = vec![0; 64];
+    for value in values {
+        let bin = ((f64::from(*value) - min) / (max - min) * 64.0) as usize;
+        counts[bin.min(63)] += 1;
+    }
+    counts
+}
+
+#[tokio::test]
+async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let sets = |more: &[&'static str]| -> Vec<&'static str> {
+        let all = [&["checkpoint.every_steps=10"], more].concat();
+        all.into_iter().flat_map(|set| ["--set", set]).collect()
+    };
+    succeeded(&bench.train("plain", &sets(&[])).output().expect("it runs"));
+    succeeded(&bench.train("one", &sets(&["log.histograms=10"])).output().expect("it runs"));
+    assert!(tensors(&bench, "one", "2-24") == tensors(&bench, "plain", "2-24"));
+    assert!(said(&bench, "plain", 0).0.is_empty());
+    assert_eq!(said(&bench, "one", 1), (Vec::new(), Vec::new()), "rank 0 speaks for all");
+
+    let (histograms, networks) = said(&bench, "one", 0);
+    assert_eq!(histograms.iter().map(|h| h.step).collect::<Vec<_>>(), [10, 20]);
+    for (of_step, checkpoint) in histograms.iter().zip(["1-10", "2-20"]) {
+        assert_eq!(of_step.check(), Ok(()));
+        let weights = tensors(&bench, "one", checkpoint);
+        let trained = weights.iter().filter(|(name, _)| !name.contains("running_"));
+        assert_eq!(of_step.layers.len(), 2 * trained.clone().count());
+        for (name, values) in trained {
+            let of = |kind| {
+                let mut layers = of_step.layers.iter();
+                layers.find(|l| l.name == *name && l.kind == kind).expect("a histogram")
+            };
+            let weight = of(HistogramKind::Weight);
+            let (min, max) = values.iter().fold((f32::MAX, f32::MIN), |(a, b), v| (a.min(*v), b.max(*v)));
+            assert_eq!((weight.min, weight.max), (min, max), "{name}");
+            if min < max {
+                let apart =
+                    weight.counts.iter().zip(counted(weight, values)).filter(|(a, b)| *a != b).count();
+                // A value on the border of two bins.
+                assert!(apart <= 2, "{name}: {apart} bins");
+            }
+            for layer in [weight, of(HistogramKind::Gradient)] {
+                let count: u64 = layer.counts.iter().map(|count| u64::from(*count)).sum();
+                assert_eq!(count, values.len() as u64, "{name} {}", layer.kind);
+            }
+            let gradient = of(HistogramKind::Gradient);
+            assert!(gradient.min < gradient.max, "{name} has a gradient");
+        }
+    }
+    // Of all ranks' gradients, whichever way these went, and of the same numbers on one rank.
+    for (out, ranks, shared) in [("apart", "parallel.ranks=2", "0"), ("alone", "parallel.ranks=1", "1")] {
+        let mut run = bench.train(out, &sets(&["log.histograms=10", ranks]));
+        succeeded(&run.env("LOCKSTEP_SHARED_MEMORY", shared).output().expect("it runs"));
+        assert!(said(&bench, out, 0).0 == histograms, "{out}");
+    }
+
+    // Without times first, then with those of a step.
+    assert_eq!(networks.len(), 2);
+    let [told, timed] = [&networks[0], &networks[1]].map(|n| (n.check(), n.layers.len(), n));
+    assert!(told.0 == Ok(()) && timed.0 == Ok(()) && told.1 == timed.1, "{networks:?}");
+    assert!(told.2.layers.iter().all(|layer| layer.time_us.is_none()));
+    let conv1 = &timed.2.layers[0];
+    assert_eq!((conv1.name.as_str(), conv1.kind.as_str(), conv1.parameters), ("conv1", "conv 3x3", 16 * 9));
+    assert_eq!(conv1.output_shape, [16, 16, 16]);
+    let with_weights = timed.2.layers.iter().filter(|layer| layer.parameters > 0);
+    assert!(with_weights.clone().count() > 40 && with_weights.clone().all(|layer| layer.time_us > Some(0.0)));
+}
+
+#[tokio::test]
+async fn frozen_batch_norms_stay_as_the_given_weights_have_them() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("before", &[]).output().expect("it runs"));
+    let checkpoint = bench.out("before/checkpoints/1-7");
+    let pretrained = format!("model.pretrained={}", checkpoint.join("model.safetensors").display());
+    let frozen = ["--set", &pretrained, "--set", "model.freeze_norm=true"];
+    for (out, ranks) in [("two", "parallel.ranks=2"), ("one", "parallel.ranks=1")] {
+        let more = [&frozen[..], &["--set", ranks]].concat();
+        succeeded(&bench.train(out, &more).output().expect("it runs"));
+    }
+    let (given, found) = (tensors(&bench, "before", "1-7"), tensors(&bench, "two", "2-24"));
+    assert!(given.keys().eq(found.keys()));
+    for (name, values) in &found {
+        let of_norm = name.contains("bn") || name.contains("downsample.1") || name.contains("running_");
+        assert_eq!(*values == given[name], of_norm, "{name}");
+    }
+    assert!(found == tensors(&bench, "one", "2-24"), "the same on one rank");
+    // It continues as it began.
+    let from = bench.out("two/checkpoints/1-7");
+    let more = [&frozen[..], &["--resume", from.to_str().expect("a path")]].concat();
+    succeeded(&bench.train("again", &more).output().expect("it runs"));
+    assert!(found == tensors(&bench, "again", "2-24"));
+}

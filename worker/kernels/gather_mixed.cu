@@ -1,0 +1,100 @@
+// mixup and cutmix of pictures of the dataset: each picture of a batch with the one before it, and the first with the one
+// that the control block names. Both are cropped, flipped, scaled and normalised by themselves, as in gather.cu; then they are
+// mixed in the arithmetic of the host (data/loader/mixing.rs), so the input is the same.
+
+// The share that a picture has of pixel (y, x): with cutmix nothing or all, with mixup lambda everywhere.
+__device__ __forceinline__ float share_of(const Control* control, u32 y, u32 x) {
+    const u32 *rows = control->cut_rows, *columns = control->cut_columns;
+    if (rows[0] == rows[1]) return control->lambda; // a cut of no pixels leaves a lambda of 1
+    return y >= rows[0] && y < rows[1] && x >= columns[0] && x < columns[1] ? 0.0f : 1.0f;
+}
+
+// Rounded after each operation: not fused, which the host does not do either.
+__device__ __forceinline__ float mix(float own, float other, float share) {
+    return __fadd_rn(__fmul_rn(own, share), __fmul_rn(other, 1.0f - share));
+}
+__device__ __forceinline__ Color mix(const Color& own, const Color& other, float share) {
+    return {mix(own.a, other.a, share), mix(own.b, other.b, share), mix(own.c, other.c, share)};
+}
+
+// The picture that picture `n` of the batch is mixed with.
+__device__ __forceinline__ Cut other_of(const Source& s, const Control* control, u32 batch, u32 n) {
+    if (n == 0) return Cut(s, control->before_index, control->before_draw);
+    return Cut(s, control, batch, n - 1);
+}
+
+// gather() of mixed pictures.
+extern "C" __global__ void __launch_bounds__(256)
+    gather_mixed(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
+                 u32 folded) {
+    enter();
+    SHARED(float, kept, 768);
+    Source s = SOURCE_;
+    u32 n = blockIdx.y, pixels = side * side;
+    keep_table(table, channels, kept);
+    __syncthreads();
+    bool real = n < control->valid;
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
+        u32 y = i / side, x = i % side;
+        u64 at = place_of(n, y, x, side, folded);
+        if (!real) {
+            put_nothing(to, at, padded);
+            continue;
+        }
+        Color own = color_of(Cut(s, control, batch, n).pixel(s, y, x), channels, kept);
+        Color other = color_of(other_of(s, control, batch, n).pixel(s, y, x), channels, kept);
+        put_color(to, at, padded, mix(own, other, share_of(control, y, x)));
+    }
+}
+
+// One pixel of a row that is scaled vertically.
+__device__ __forceinline__ u32 scaled_pixel(const u32* row, const int* weights, u32 shift) {
+    int half = 1 << (shift - 1), sum[3] = {half, half, half};
+    for (int k = 0; k < weights[1]; k++) add_weighted(row[weights[0] + k], weights[2 + k], sum);
+    return to_bytes(sum, shift);
+}
+
+// gather_scaled() of mixed pictures. Shared memory: the source rows of one picture, then the bands of both.
+extern "C" __global__ void __launch_bounds__(256)
+    gather_scaled_mixed(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
+                        u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table,
+                        u32 column_taps, u32 column_shift, u32 band, u32 source_rows) {
+    enter();
+    SHARED(float, kept, 768);
+    DYNAMIC_SHARED(room);
+    u32* source = (u32*)room;
+    u32* bands = source + source_rows * width;
+    Source s = SOURCE_;
+    Taps rows = {row_table, row_taps, row_shift}, columns = {column_table, column_taps, column_shift};
+    u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
+    if (n >= control->valid) {
+        for (u32 i = first * side + t; i < end * side; i += threads)
+            put_nothing(to, place_of(n, i / side, i % side, side, folded), padded);
+        return;
+    }
+    keep_table(table, channels, kept);
+    u32 from = rows.at(first)[0], until = rows.at(end - 1)[0] + rows.at(end - 1)[1];
+    for (u32 which = 0; which < 2; which++) {
+        Cut cut = which ? other_of(s, control, batch, n) : Cut(s, control, batch, n);
+        for (u32 i = t; i < (until - from) * width; i += threads) source[i] = cut.pixel(s, from + i / width, i % width);
+        __syncthreads();
+        for (u32 i = t; i < (end - first) * width; i += threads) {
+            u32 y = i / width, x = i - y * width;
+            const int* w = rows.at(first + y);
+            const u32* column = source + (w[0] - from) * width + x;
+            int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
+            for (int k = 0; k < w[1]; k++) add_weighted(column[k * width], w[2 + k], sum);
+            bands[which * band * width + i] = to_bytes(sum, rows.shift);
+        }
+        __syncthreads();
+    }
+    for (u32 i = t; i < (end - first) * side; i += threads) {
+        u32 y = i / side, x = i % side;
+        const u32 *own = bands + y * width, *other = own + band * width;
+        const int* w = columns.at(x);
+        put_color(to, place_of(n, first + y, x, side, folded), padded,
+                  mix(color_of(scaled_pixel(own, w, columns.shift), channels, kept),
+                      color_of(scaled_pixel(other, w, columns.shift), channels, kept),
+                      share_of(control, first + y, x)));
+    }
+}

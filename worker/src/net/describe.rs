@@ -1,0 +1,145 @@
+//! A network as people read it: its layers with their kinds, shapes and sizes.
+
+use super::{Network, Op, TensorId};
+use lockstep_protocol::network::{LayerDescription, NetworkDescription};
+use std::collections::HashMap;
+
+impl Network {
+    /// Its layers in the order in which a picture passes them, and what each of them makes. What has no parameters is named
+    /// after the block that it is in: `layer1.0.relu`, and a second one `layer1.0.relu2`.
+    pub fn describe(&self) -> (NetworkDescription, Vec<TensorId>) {
+        let mut trained: HashMap<String, u64> = HashMap::new();
+        for parameter in self.parameters().iter().filter(|p| self.trains(p)) {
+            let layer = parameter.name.rsplit_once('.').map_or("", |(layer, _)| layer);
+            *trained.entry(layer.to_owned()).or_default() += parameter.len() as u64;
+        }
+        let mut names = Names::default();
+        let layers = self.ops.iter().map(|op| {
+            let (name, kind) = (names.of(op), self.kind(op));
+            let shape = self.tensors[op.output()];
+            let output_shape = match op {
+                Op::Linear { .. } => vec![shape.channels as u32],
+                _ => [shape.channels, shape.height, shape.width].map(|side| side as u32).to_vec(),
+            };
+            let parameters = trained.get(&name).copied().unwrap_or(0);
+            LayerDescription { name, kind, output_shape, parameters, time_us: None }
+        });
+        (NetworkDescription { layers: layers.collect() }, self.ops.iter().map(Op::output).collect())
+    }
+
+    fn kind(&self, op: &Op) -> String {
+        match *op {
+            Op::Conv { kernel, stride, groups, .. } => {
+                let mut kind = format!("conv {kernel}x{kernel}");
+                if stride > 1 {
+                    kind += &format!(" stride {stride}");
+                }
+                if groups > 1 {
+                    kind += &format!(" groups {groups}");
+                }
+                kind
+            }
+            Op::BatchNorm { .. } if self.frozen_norm => "frozen batch_norm".into(),
+            Op::BatchNorm { .. } => "batch_norm".into(),
+            Op::Relu { .. } => "relu".into(),
+            Op::Add { .. } => "add".into(),
+            Op::MaxPool { kernel, stride, .. } => format!("max_pool {kernel}x{kernel} stride {stride}"),
+            Op::GlobalAveragePool { .. } => "global_average_pool".into(),
+            Op::Linear { .. } => "linear".into(),
+        }
+    }
+}
+
+/// The names so far.
+#[derive(Default)]
+struct Names {
+    /// Of the newest layer with parameters, up to its last dot, and without `downsample`.
+    block: String,
+    used: HashMap<String, u32>,
+}
+
+impl Names {
+    fn of(&mut self, op: &Op) -> String {
+        let kind = match op {
+            Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => {
+                let block = name.rsplit_once('.').map_or("", |(block, _)| block);
+                self.block = block.trim_end_matches("downsample").trim_end_matches('.').into();
+                return name.clone();
+            }
+            // As torchvision calls them.
+            Op::Relu { .. } => "relu",
+            Op::Add { .. } => "add",
+            Op::MaxPool { .. } => "maxpool",
+            Op::GlobalAveragePool { .. } => {
+                self.block.clear();
+                "avgpool"
+            }
+        };
+        let name = if self.block.is_empty() { kind.to_owned() } else { format!("{}.{kind}", self.block) };
+        let count = self.used.entry(name.clone()).or_default();
+        *count += 1;
+        if *count > 1 { format!("{name}{count}") } else { name }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::resnet;
+    use lockstep_protocol::spec::{Arch, ModelSpec};
+    use std::collections::BTreeSet;
+
+    fn network(model: ModelSpec, side: usize) -> Network {
+        resnet::build(&model, side, 3, 10).unwrap()
+    }
+
+    #[test]
+    fn resnet18_is_described_layer_by_layer() {
+        let (found, outputs) =
+            network(ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() }, 224).describe();
+        let text = |layer: &LayerDescription| {
+            let shape: Vec<_> = layer.output_shape.iter().map(u32::to_string).collect();
+            format!("{} {} [{}] {}", layer.name, layer.kind, shape.join(" "), layer.parameters)
+        };
+        let lines: Vec<_> = found.layers.iter().map(text).collect();
+        assert_eq!(
+            lines[..8],
+            [
+                "conv1 conv 7x7 stride 2 [64 112 112] 9408",
+                "bn1 batch_norm [64 112 112] 128",
+                "relu relu [64 112 112] 0",
+                "maxpool max_pool 3x3 stride 2 [64 56 56] 0",
+                "layer1.0.conv1 conv 3x3 [64 56 56] 36864",
+                "layer1.0.bn1 batch_norm [64 56 56] 128",
+                "layer1.0.relu relu [64 56 56] 0",
+                "layer1.0.conv2 conv 3x3 [64 56 56] 36864",
+            ]
+        );
+        assert!(lines.contains(&"layer2.0.add add [128 28 28] 0".to_owned()), "{lines:#?}");
+        assert!(lines.contains(&"layer2.0.relu2 relu [128 28 28] 0".to_owned()), "{lines:#?}");
+        assert_eq!(
+            lines[lines.len() - 2..],
+            ["avgpool global_average_pool [512 1 1] 0", "fc linear [10] 5130"]
+        );
+        assert_eq!(outputs.len(), lines.len());
+    }
+
+    #[test]
+    fn every_network_s_description_keeps_the_limits_and_counts_every_parameter() {
+        for (arch, name) in Arch::ALL {
+            for freeze_norm in [false, true] {
+                let network = network(ModelSpec { arch, freeze_norm, ..ModelSpec::default() }, 64);
+                let (found, _) = network.describe();
+                assert_eq!(found.check(), Ok(()), "{name}");
+                let names: BTreeSet<_> = found.layers.iter().map(|layer| &layer.name).collect();
+                assert_eq!(names.len(), found.layers.len(), "{name}: a name each");
+                let counted: u64 = found.layers.iter().map(|layer| layer.parameters).sum();
+                let frozen =
+                    network.parameters().into_iter().filter(|p| p.role.is_trained() && !network.trains(p));
+                let frozen: u64 = frozen.map(|p| p.len() as u64).sum();
+                assert_eq!(counted + frozen, network.parameter_count() as u64, "{name}");
+                assert_eq!(frozen > 0, freeze_norm, "{name}");
+            }
+        }
+    }
+}

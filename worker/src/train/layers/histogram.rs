@@ -1,0 +1,144 @@
+//! Histograms of tensors.
+
+use crate::engine::NamedTensors;
+use lockstep_protocol::{
+    histograms::{HistogramKind, LayerHistogram, LayerHistograms},
+    limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS},
+};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Most threads that look at tensors: they are bound by memory.
+const MOST_THREADS: usize = 8;
+
+/// The histograms of `step`: of each trained tensor of `weights`, and of its gradient where there is one. The result does not
+/// depend on `threads`.
+pub(super) fn histograms(
+    step: u64,
+    weights: &NamedTensors,
+    gradients: &NamedTensors,
+    threads: usize,
+) -> LayerHistograms {
+    let is_trained = |name: &str| !name.ends_with(".running_mean") && !name.ends_with(".running_var");
+    let tensors: Vec<(&String, HistogramKind, &[f32])> = weights
+        .iter()
+        .filter(|(name, _)| is_trained(name))
+        .flat_map(|(name, weight)| {
+            let gradient = gradients.get(name).map(|g| (name, HistogramKind::Gradient, &g.values[..]));
+            std::iter::once((name, HistogramKind::Weight, &weight.values[..])).chain(gradient)
+        })
+        .take(HISTOGRAM_LAYERS)
+        .collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        while let Some((name, kind, values)) = tensors.get(next.fetch_add(1, Ordering::Relaxed)) {
+            done.push(histogram((*name).clone(), *kind, values));
+        }
+        done
+    };
+    let mut layers: Vec<LayerHistogram> = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.clamp(1, MOST_THREADS)).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        own.into_iter().chain(others.into_iter().filter_map(|thread| thread.join().ok()).flatten()).collect()
+    });
+    layers.sort_by(|a, b| (&a.name, a.kind).cmp(&(&b.name, b.kind)));
+    LayerHistograms { step, layers }
+}
+
+/// Of the finite values of a tensor.
+fn histogram(name: String, kind: HistogramKind, values: &[f32]) -> LayerHistogram {
+    let finite = || values.iter().copied().filter(|v| v.is_finite());
+    let (min, max) =
+        finite().fold((f32::INFINITY, f32::NEG_INFINITY), |(min, max), v| (min.min(v), max.max(v)));
+    let mut counts = vec![0u32; HISTOGRAM_BINS];
+    if min > max {
+        return LayerHistogram { name, kind, min: 0.0, max: 0.0, counts };
+    }
+    // In float64: the width of float32's whole range is none of its numbers.
+    let (from, width) = (f64::from(min), f64::from(max) - f64::from(min));
+    let per_value = if width > 0.0 { HISTOGRAM_BINS as f64 / width } else { 0.0 };
+    for value in finite() {
+        let bin = ((f64::from(value) - from) * per_value) as usize;
+        counts[bin.min(HISTOGRAM_BINS - 1)] += 1;
+    }
+    LayerHistogram { name, kind, min, max, counts }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{engine::HostTensor, made_up::values};
+
+    fn of(values: &[f32]) -> LayerHistogram {
+        let found = histogram("a".into(), HistogramKind::Weight, values);
+        let finite = values.iter().filter(|v| v.is_finite()).count();
+        assert_eq!(found.counts.iter().sum::<u32>() as usize, finite);
+        assert_eq!(LayerHistograms { step: 1, layers: vec![found.clone()] }.check(), Ok(()));
+        found
+    }
+
+    #[test]
+    fn bins_are_equal_and_the_largest_value_is_in_the_last() {
+        let all: Vec<f32> = (0..=64).map(|i| i as f32).collect();
+        let found = of(&all);
+        assert_eq!((found.min, found.max), (0.0, 64.0));
+        assert_eq!(found.counts[..63], [1; 63]);
+        assert_eq!(found.counts[63], 2, "63 and 64");
+        let found = of(&[-1.0, 0.0, 0.0, 1.0]);
+        assert_eq!((found.counts[0], found.counts[32], found.counts[63]), (1, 2, 1));
+    }
+
+    #[test]
+    fn what_has_no_width_or_is_not_finite_has_a_histogram_too() {
+        let found = of(&[2.5; 7]);
+        assert_eq!((found.min, found.max, found.counts[0]), (2.5, 2.5, 7));
+        let found = of(&[f32::NAN, f32::INFINITY, 1.0, f32::NEG_INFINITY, 3.0]);
+        assert_eq!((found.min, found.max, found.counts[0], found.counts[63]), (1.0, 3.0, 1, 1));
+        let found = of(&[f32::NAN]);
+        assert_eq!((found.min, found.max, found.counts.iter().sum::<u32>()), (0.0, 0.0, 0));
+        assert_eq!(of(&[]).max, 0.0);
+        let found = of(&[f32::MIN, 0.0, f32::MAX]);
+        assert_eq!((found.counts[0], found.counts[32], found.counts[63]), (1, 1, 1));
+    }
+
+    fn tensors(count: usize, suffix: &str) -> NamedTensors {
+        let tensor = |i: usize| {
+            let name = format!("layer{i:04}.{suffix}");
+            let values = values(&name, 50 + i);
+            (name, HostTensor { shape: vec![values.len()], values })
+        };
+        (0..count).map(tensor).collect()
+    }
+
+    #[test]
+    fn weights_and_gradients_come_in_pairs_on_any_number_of_threads() {
+        let (mut weights, mut gradients) = (tensors(30, "weight"), tensors(30, "weight"));
+        weights.extend(tensors(3, "running_mean"));
+        weights.extend(tensors(3, "running_var"));
+        // Of a frozen batch norm.
+        gradients.remove("layer0007.weight");
+        let one = histograms(20, &weights, &gradients, 1);
+        assert_eq!((one.step, one.layers.len(), one.check()), (20, 59, Ok(())));
+        let kinds: Vec<_> = one.layers[..3].iter().map(|l| (l.name.as_str(), l.kind)).collect();
+        let (weight, gradient) = (HistogramKind::Weight, HistogramKind::Gradient);
+        assert_eq!(
+            kinds,
+            [("layer0000.weight", weight), ("layer0000.weight", gradient), ("layer0001.weight", weight)]
+        );
+        assert!(!one.layers.iter().any(
+            |l| l.name.contains("running") || (l.kind, l.name.as_str()) == (gradient, "layer0007.weight")
+        ));
+        for threads in [0, 3, 100] {
+            assert_eq!(histograms(20, &weights, &gradients, threads), one, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn as_many_as_a_server_takes() {
+        for (count, said) in [(512, 1024), (513, 1024)] {
+            let all = tensors(count, "weight");
+            let found = histograms(10, &all, &all, 2);
+            assert_eq!((found.layers.len(), found.check()), (said, Ok(())));
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Frozen batch norms: ranks need not add up statistics, and the result is the same at any number of them all the same.
+
+use super::*;
+
+#[test]
+fn frozen_batch_norms_do_the_same_on_1_2_and_4_ranks_bit_for_bit() {
+    let model = ModelSpec { arch: Arch::ResNet20, freeze_norm: true, ..ModelSpec::default() };
+    let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
+    let mut initial = init::initial_parameters(&network, false, 1);
+    for (name, tensor) in &mut initial {
+        let size = tensor.values.len();
+        if name.ends_with("running_mean") {
+            tensor.values = values(name, size).iter().map(|v| v / 4.0).collect();
+        } else if name.ends_with("running_var") {
+            tensor.values = values(name, size).iter().map(|v| 1.5 + v / 2.0).collect();
+        }
+    }
+    let run = |ranks: u32, shared: bool, sync_batch_norm: bool| {
+        meet(ranks, shared, |comm| {
+            let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
+            let config = EngineConfig { sync_batch_norm, ..config(own) };
+            let mut engine = build_cpu(network.clone(), &initial, config, comm).unwrap();
+            for step in 0..6 {
+                let batch = part_of(32, pictures(step, rank * own, (rank + 1) * own));
+                engine.train_step(&[batch], 0.01).unwrap();
+            }
+            (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
+        })
+    };
+    let alone = &run(1, true, true)[0];
+    for (name, tensor) in &alone.0 {
+        let of_norm = name.contains("bn") || name.contains("running") || name.contains("downsample.1");
+        assert_eq!(*tensor == initial[name], of_norm, "{name}");
+    }
+    for (ranks, shared, sync) in [(2, true, true), (2, false, true), (4, true, false), (4, false, false)] {
+        for (rank, of) in run(ranks, shared, sync).iter().enumerate() {
+            assert!(of == alone, "rank {rank} of {ranks}, shared memory: {shared}, synchronised: {sync}");
+        }
+    }
+}

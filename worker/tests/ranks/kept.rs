@@ -1,0 +1,34 @@
+//! The gradients that a step keeps are those of all ranks, wherever they are added up.
+
+use super::*;
+
+#[test]
+fn kept_gradients_are_the_sum_over_ranks_bit_for_bit() {
+    for kind in [OptimizerKind::Momentum, OptimizerKind::Lamb] {
+        let optimizer = Optimizer { kind, ..config(1).optimizer };
+        let run = |ranks: u32, shared: bool| {
+            meet(ranks, shared, |comm| {
+                let (rank, own) = (comm.rank() as usize, 32 / ranks as usize);
+                let mut engine = engine(EngineConfig { optimizer, ..config(own) }, comm);
+                let mut kept = Vec::new();
+                for step in 0..6 {
+                    if step % 2 == 1 {
+                        engine.keep_gradients().unwrap();
+                    }
+                    let batch = part_of(32, pictures(step, rank * own, (rank + 1) * own));
+                    engine.train_step(&[batch], 0.01).unwrap();
+                    if step % 2 == 1 && rank == 0 {
+                        kept.push((engine.gradients().unwrap(), engine.parameters().unwrap()));
+                    }
+                }
+                kept
+            })
+            .swap_remove(0)
+        };
+        let alone = run(1, true);
+        assert!(alone.len() == 3 && alone[0].0 != alone[1].0);
+        for (ranks, shared) in [(2, true), (2, false), (4, true)] {
+            assert!(run(ranks, shared) == alone, "{kind:?}, {ranks} ranks, shared memory: {shared}");
+        }
+    }
+}

@@ -29,6 +29,15 @@ export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colo
   }
 }
 
+/** The labels of the axis at the right; the grid is the left one's. */
+export function drawRight(ctx, plot, { y, ticks, label, colours }) {
+  ctx.font = colours.font;
+  ctx.fillStyle = colours.muted;
+  ctx.textBaseline = "middle";
+  ctx.textAlign = "left";
+  for (const t of ticks) ctx.fillText(label(t), plot.right + 8, y.to(t));
+}
+
 /** A thin mark with its number, and why, at the first step of every attempt but the first. */
 export function drawAttempts(ctx, plot, x, starts, colours) {
   ctx.font = colours.font;

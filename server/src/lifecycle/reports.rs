@@ -117,6 +117,11 @@ pub fn report(
             }
             vec![EventBody::Evaluation { attempt, evaluation }]
         }
+        // The store keeps what they contain; see store/sql/layers.rs.
+        AttemptEvent::Histograms(histograms) if histograms.check().is_ok() => {
+            vec![EventBody::Histograms { attempt, step: histograms.step }]
+        }
+        AttemptEvent::Network(network) if network.check().is_ok() => vec![EventBody::Network { attempt }],
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
         // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::PrecisionFallback { .. }
@@ -124,6 +129,8 @@ pub fn report(
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
         | AttemptEvent::Rank { .. }
+        | AttemptEvent::Histograms(_)
+        | AttemptEvent::Network(_)
         | AttemptEvent::Unknown => Vec::new(),
     })
 }

@@ -62,12 +62,12 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** As much of `label: why` as `room` pixels hold; at least the label's number. */
+/** As much of `label (after why)` as `room` pixels hold; at least the label's number. */
 function fitting(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
-  let cut = why ? `${label}: ${why}` : label;
+  let cut = why ? `${label} (after ${why})` : label;
   if (fits(cut)) return cut;
-  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(cut = `${label}: ${why.slice(0, keep).trimEnd()}…`)) return cut;
+  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(cut = `${label} (after ${why.slice(0, keep).trimEnd()}…)`)) return cut;
   if (fits(label)) return label;
   const number = label.match(/\d+$/)?.[0] ?? "";
   return fits(number) ? number : "";

@@ -21,7 +21,7 @@ export class Charts {
 
   /** `job()`: the job as it now is. */
   constructor(job, metrics, ranks) {
-    Object.assign(this, { job, metrics, ranks, released: false, panelled: () => [] });
+    Object.assign(this, { job, metrics, ranks, released: false, panelled: () => [], panelPixels: () => 0 });
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
@@ -85,7 +85,7 @@ export class Charts {
   }
 
   /** Buckets to ask for, of a metric. */
-  points(name) { return (this.all[name] ?? this.all.lr).pixels; }
+  points(name) { return Math.max((this.all[name] ?? this.all.lr).pixels, this.panelPixels(name)); }
 
   /** Metrics that are shown, the first one first. */
   get shown() { return [...new Set(["loss", "accuracy", "step_ms", ...this.wanted])]; }

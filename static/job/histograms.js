@@ -30,6 +30,8 @@ export class Histograms {
   #timer = 0;
   #asked = 0;
   #step = null;
+  /** The newest step is what the reader looks at. */
+  follows = true;
   kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
   layer = read("layer");
 

@@ -9,6 +9,9 @@ import { ALL, axisOf, quantity } from "./names.js";
 /** As in protocol/src/limits.rs. */
 const MOST = 24;
 
+/** The metric that a line is made of: speeds are made of step times. */
+const source = (name) => (name === "images_per_second" ? "step_ms" : name);
+
 export class Panels {
   /** What is on the page: `{ panel, card, chart, key }`, in order. */
   #shown = [];
@@ -19,7 +22,8 @@ export class Panels {
   /** `start`: `{ from, panels }` as the server has them. `mayChange`: whether the reader may. */
   constructor(job, charts, metrics, start, mayChange) {
     Object.assign(this, { job, charts, metrics, from: start.from, mayChange });
-    charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics))];
+    charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics.map(source)))];
+    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
     this.#show(start.panels);
@@ -115,7 +119,7 @@ export class Panels {
       else if (panel) list.splice(list.indexOf(entry.panel), 1, panel);
       else list.splice(list.indexOf(entry.panel), 1);
       await this.#save(list);
-      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(name === "images_per_second" ? "step_ms" : name))).catch(() => {});
+      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(source(name)))).catch(() => {});
       this.charts.detail();
       this.charts.redraw(true);
     };

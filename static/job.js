@@ -11,6 +11,9 @@ import { Facts, isFinal } from "./job/facts.js";
 import { History } from "./job/history.js";
 import { Log } from "./job/log.js";
 import { Metrics } from "./job/metrics.js";
+import { Histograms } from "./job/histograms.js";
+import { Network } from "./job/network.js";
+import { Panels } from "./job/panels.js";
 import { Ranks } from "./job/ranks.js";
 import { Tabs } from "./job/tabs.js";
 
@@ -26,6 +29,7 @@ let job = data.job;
 const metrics = new Metrics(job.id, job.ranks, (name) => charts.points(name));
 const ranks = new Ranks(metrics, () => charts.redraw(true));
 const charts = new Charts(() => job, metrics, ranks);
+const panels = new Panels(() => job, charts, metrics, data.panels, data.may_change);
 const facts = new Facts(job, metrics, ranks);
 const log = new Log(job.id);
 const past = new History(job.id, () => { charts.marks(past.reasons); facts.queue = past.queue; factsSoon(); });
@@ -41,12 +45,13 @@ const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); },
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
-const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations() });
+const histograms = new Histograms(job.id), network = new Network(job.id);
+const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
 log.ranks(job.ranks, job.attempt);
 /** For tests and consoles: `lockstep.charts.loss.snapshot()`, `lockstep.seq`. */
-window.lockstep = { charts: charts.all, view: charts.view, metrics, get seq() { return stream?.seq ?? 0; }, get job() { return job; } };
+window.lockstep = { charts: charts.all, panels, view: charts.view, metrics, get seq() { return stream?.seq ?? 0; }, get job() { return job; } };
 
 // --- the stream ------------------------------------------------------------------------------------
 
@@ -86,6 +91,14 @@ function apply(event) {
       charts.redraw();
       break;
     case "log": log.apply(event); break;
+    case "histograms":
+      tabs.reveal("histograms");
+      histograms.more();
+      break;
+    case "network":
+      tabs.reveal("network");
+      if (tabs.isOpened("network")) network.load();
+      break;
     case "rank": ranks.report(event); break;
     case "evaluation":
       metrics.evaluated(event);

@@ -53,7 +53,7 @@ function typed(field) {
 }
 
 /** What a field holds that nobody has touched. */
-const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? field.dataset.default;
+const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
 
 function specification({ defaults }) {
   const spec = {};
@@ -146,13 +146,19 @@ byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
-/** Shows each mistake next to its field; those of no field above all. */
+/** Shows each mistake next to its field, and all of them above, with the names of their fields. */
 function showMistakes(errors) {
-  const of = new Map(fields.map((f) => [f, []])), general = [];
+  const of = new Map(fields.map((f) => [f, []])), listed = [];
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
     const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
-    if (field) of.get(field).push(error.detail); else general.push(error.detail);
+    const line = document.createElement("li");
+    if (field) {
+      of.get(field).push(error.detail);
+      line.append(Object.assign(document.createElement("a"), { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() }), ": ");
+    }
+    line.append(error.detail);
+    listed.push(line);
   }
   for (const [field, details] of of) {
     const shown = sent || touched.has(field) ? details : [];
@@ -166,7 +172,7 @@ function showMistakes(errors) {
   box.hidden = !any;
   if (any) {
     text(box.querySelector("b"), errors.length === 1 ? "One thing to change" : `${errors.length} things to change`);
-    box.querySelector("ul").replaceChildren(...general.map((d) => Object.assign(document.createElement("li"), { textContent: d })));
+    box.querySelector("ul").replaceChildren(...listed);
   }
 }
 

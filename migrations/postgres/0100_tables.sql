@@ -145,6 +145,36 @@ CREATE TABLE annotations (
     tags TEXT COLLATE "C" NOT NULL
 );
 
+CREATE TABLE job_panels (
+    job_id TEXT COLLATE "C" PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    panels TEXT NOT NULL
+);
+
+CREATE TABLE project_panels (
+    project TEXT COLLATE "C" PRIMARY KEY,
+    panels TEXT NOT NULL
+);
+
+CREATE TABLE histograms (
+    job_id TEXT COLLATE "C" NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    layer TEXT COLLATE "C" NOT NULL,
+    kind TEXT NOT NULL,
+    step BIGINT NOT NULL,
+    attempt BIGINT NOT NULL,
+    place BIGINT NOT NULL,
+    min DOUBLE PRECISION NOT NULL,
+    max DOUBLE PRECISION NOT NULL,
+    counts BYTEA NOT NULL,
+    PRIMARY KEY (job_id, layer, kind, step)
+);
+CREATE INDEX histograms_by_step ON histograms (job_id, step);
+
+CREATE TABLE networks (
+    job_id TEXT COLLATE "C" PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    attempt BIGINT NOT NULL,
+    description TEXT NOT NULL
+);
+
 CREATE TABLE draining (
     agent_id TEXT COLLATE "C" PRIMARY KEY
 );

@@ -179,6 +179,43 @@ CREATE TABLE annotations (
     tags TEXT NOT NULL
 ) STRICT;
 
+-- Charts that somebody put together: of a job, and of a project for those of its jobs that have none of their own. Lists of panels
+-- as protocol/src/panels.rs has them.
+CREATE TABLE job_panels (
+    job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    panels TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE project_panels (
+    project TEXT PRIMARY KEY,
+    panels TEXT NOT NULL
+) STRICT;
+
+-- Histograms of weights and gradients, of at most 200 steps of a job.
+CREATE TABLE histograms (
+    job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    layer TEXT NOT NULL,
+    -- `weight` or `gradient`.
+    kind TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    -- Where it stands among the histograms of its step: in the network's order.
+    place INTEGER NOT NULL,
+    min REAL NOT NULL,
+    max REAL NOT NULL,
+    -- 64 numbers of 32 bits, little-endian.
+    counts BLOB NOT NULL,
+    PRIMARY KEY (job_id, layer, kind, step)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX histograms_by_step ON histograms (job_id, step);
+
+-- The layers of a job's network, as its newest attempt described them (protocol/src/network.rs).
+CREATE TABLE networks (
+    job_id TEXT PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    attempt INTEGER NOT NULL,
+    description TEXT NOT NULL
+) STRICT;
+
 CREATE TABLE draining (
     agent_id TEXT PRIMARY KEY
 ) STRICT;

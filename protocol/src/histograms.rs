@@ -2,7 +2,7 @@
 
 use crate::limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, LAYER_NAME_BYTES};
 use serde::{Deserialize, Serialize};
-use std::fmt;
+use std::{collections::HashSet, fmt};
 use utoipa::ToSchema;
 
 /// The histograms of one step: at most [`HISTOGRAM_LAYERS`] of them, weights and gradients together.
@@ -65,17 +65,22 @@ impl LayerHistograms {
             let count = self.layers.len();
             return Err(format!("{count} histograms of one step; {HISTOGRAM_LAYERS} are allowed"));
         }
-        self.layers.iter().try_for_each(LayerHistogram::check)
+        self.layers.iter().try_for_each(LayerHistogram::check)?;
+        let mut known = HashSet::new();
+        match self.layers.iter().find(|layer| !known.insert((&layer.name, layer.kind))) {
+            Some(twice) => Err(format!("two histograms of the {} of {}", twice.kind, twice.name)),
+            None => Ok(()),
+        }
     }
 }
 
 impl LayerHistogram {
     fn check(&self) -> Result<(), String> {
         let Self { name, min, max, counts, .. } = self;
-        if name.is_empty() || name.len() > LAYER_NAME_BYTES {
+        if name.is_empty() || name.len() > LAYER_NAME_BYTES || name.chars().any(char::is_control) {
+            let bytes = name.len();
             return Err(format!(
-                "a layer's name has {} bytes; 1 to {LAYER_NAME_BYTES} are allowed",
-                name.len()
+                "a layer's name has {bytes} bytes; 1 to {LAYER_NAME_BYTES} are allowed, and none that cannot be shown"
             ));
         }
         if counts.len() != HISTOGRAM_BINS {
@@ -103,15 +108,23 @@ mod tests {
 
     #[test]
     fn as_many_layers_and_bins_as_allowed_and_one_more() {
-        assert_eq!(of(vec![layer("a"); HISTOGRAM_LAYERS]).check(), Ok(()));
-        assert!(of(vec![layer("a"); HISTOGRAM_LAYERS + 1]).check().is_err());
+        let many = |count: usize| of((0..count).map(|n| layer(&format!("layer{n}"))).collect());
+        assert_eq!(many(HISTOGRAM_LAYERS).check(), Ok(()));
+        assert!(many(HISTOGRAM_LAYERS + 1).check().is_err());
         for bins in [0, HISTOGRAM_BINS - 1, HISTOGRAM_BINS + 1] {
             let wrong = LayerHistogram { counts: vec![1; bins], ..layer("a") };
             assert!(of(vec![wrong]).check().is_err(), "{bins}");
         }
         assert_eq!(of(vec![layer(&"n".repeat(LAYER_NAME_BYTES))]).check(), Ok(()));
         assert!(of(vec![layer(&"n".repeat(LAYER_NAME_BYTES + 1))]).check().is_err());
-        assert!(of(vec![layer("")]).check().is_err());
+        assert!(of(vec![layer("")]).check().is_err() && of(vec![layer("a\0")]).check().is_err());
+    }
+
+    #[test]
+    fn a_layer_has_one_histogram_of_each_kind() {
+        let gradient = LayerHistogram { kind: HistogramKind::Gradient, ..layer("a") };
+        assert_eq!(of(vec![layer("a"), gradient, layer("b")]).check(), Ok(()));
+        assert!(of(vec![layer("a"), layer("b"), layer("a")]).check().is_err());
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub mod limits;
 pub mod metric;
 pub mod network;
 pub mod numbers;
+pub mod panels;
 pub mod people;
 pub mod pickle;
 pub mod reason;

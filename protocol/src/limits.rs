@@ -77,3 +77,9 @@ pub const HISTOGRAM_STEPS: usize = 200;
 pub const NETWORK_LAYERS: usize = 4096;
 /// A layer's name, in bytes.
 pub const LAYER_NAME_BYTES: usize = 200;
+/// Panels of a job or of a project.
+pub const PANELS: usize = 24;
+/// Metrics of a panel.
+pub const PANEL_METRICS: usize = 6;
+/// A panel's title, in characters.
+pub const PANEL_TITLE_CHARS: usize = 80;

@@ -32,6 +32,25 @@ pub const NAMES: [&str; 25] = [
     "network_sent_bytes_per_second",
 ];
 
+/// What a metric of [`NAMES`] measures. Metrics of the same quantity can share an axis.
+pub fn quantity(name: &str) -> &'static str {
+    match name {
+        "loss" | "val_loss" | "val_ema_loss" => "loss",
+        "accuracy" | "val_accuracy" | "val_ema_accuracy" => "accuracy",
+        "lr" => "learning rate",
+        "grad_norm" => "gradient norm",
+        "loss_scale" => "loss scale",
+        "skipped_steps" => "steps",
+        "images_per_second" => "images/s",
+        "step_ms" | "data_ms" | "all_reduce_ms" => "time",
+        "gpu_utilization" | "cpu_utilization" => "utilisation",
+        "gpu_power_watts" => "power",
+        "gpu_temperature_celsius" => "temperature",
+        _ if name.ends_with("_bytes_per_second") => "bytes/s",
+        _ => "bytes",
+    }
+}
+
 /// A run of points of one metric of one rank, steps ascending.
 ///
 /// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;

@@ -121,6 +121,15 @@ pub enum EventBody {
         #[serde(flatten)]
         report: RankReport,
     },
+    /// Histograms of a step are stored: `GET /jobs/{id}/histograms` has them.
+    Histograms {
+        attempt: u32,
+        step: u64,
+    },
+    /// The network's description is stored: `GET /jobs/{id}/network` has it.
+    Network {
+        attempt: u32,
+    },
 }
 
 /// Close code of a reader that fell behind; the close reason holds the last sequence number it was sent.

@@ -8,8 +8,9 @@ use crate::{
     gate, guard,
     handlers::{
         agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, events, fork, health, history, jobs, login, logs, machine_metrics, metrics,
-        metrics_query, oidc, pages, people, people_pages, pictures, predict, projects, stream, tokens,
+        evaluation, events, fork, health, history, jobs, layers, login, logs, machine_metrics, metrics,
+        metrics_query, oidc, pages, panels, people, people_pages, pictures, predict, projects, stream,
+        tokens,
     },
     request_id, slow_body,
 };
@@ -64,6 +65,10 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(metrics::find))
         .routes(routes!(metrics::csv))
         .routes(routes!(metrics_query::find))
+        .routes(routes!(panels::show, panels::put, panels::delete))
+        .routes(routes!(panels::show_project, panels::put_project))
+        .routes(routes!(layers::histograms))
+        .routes(routes!(layers::network))
         .routes(routes!(logs::query))
         .routes(routes!(events::list))
         .routes(routes!(checkpoints::list))

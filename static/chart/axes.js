@@ -29,6 +29,15 @@ export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colo
   }
 }
 
+/** The labels of the axis at the right; the grid is the left one's. */
+export function drawRight(ctx, plot, { y, ticks, label, colours }) {
+  ctx.font = colours.font;
+  ctx.fillStyle = colours.muted;
+  ctx.textBaseline = "middle";
+  ctx.textAlign = "left";
+  for (const t of ticks) ctx.fillText(label(t), plot.right + 8, y.to(t));
+}
+
 /** A thin mark with its number, and why, at the first step of every attempt but the first. */
 export function drawAttempts(ctx, plot, x, starts, colours) {
   ctx.font = colours.font;
@@ -53,12 +62,12 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** As much of `label: why` as `room` pixels hold; at least the label's number. */
+/** As much of `label (after why)` as `room` pixels hold; at least the label's number. */
 function fitting(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
-  let cut = why ? `${label}: ${why}` : label;
+  let cut = why ? `${label} (after ${why})` : label;
   if (fits(cut)) return cut;
-  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(cut = `${label}: ${why.slice(0, keep).trimEnd()}…`)) return cut;
+  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(cut = `${label} (after ${why.slice(0, keep).trimEnd()}…)`)) return cut;
   if (fits(label)) return label;
   const number = label.match(/\d+$/)?.[0] ?? "";
   return fits(number) ? number : "";

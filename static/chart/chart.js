@@ -2,16 +2,17 @@
 //
 // A layer is `{ label, colour, series, band, rings, smoothing, alpha }`: every attempt of one series as a
 // line. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
-// ring at every value, for what is measured now and then. `smoothing` overrides the chart's.
+// ring at every value, for what is measured now and then. `smoothing` overrides the chart's. `side`: 1 for the axis at
+// the right.
 //
 // What the reader does is drawn at once. New data is drawn ten times a second at most, and one chart a frame, the
 // one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
 
-import { attemptStarts, drawAttempts, drawAxes, labelWidth, within, xAxis } from "./axes.js";
+import { attemptStarts, drawAttempts, drawAxes, drawRight, labelWidth, within, xAxis } from "./axes.js";
 import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
-import { withoutOutliers } from "./range.js";
 import { onThemeChange, palette } from "./palette.js";
-import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
+import { linear } from "./scale.js";
+import { amount, vertical } from "./vertical.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -45,14 +46,16 @@ export class Chart {
   detail = null;
   #drag = null;
   #over = false;
+  #gone = new AbortController();
 
   /**
    * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
    * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: called with what is shown.
-   * `empty()`: what is said instead of a drawing while there is no point. `xName()`, `yName()`: of the axes, with units, for saved pictures. `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `held`: nothing is drawn until `release()`.
+   * `empty()`: what is said instead of a drawing while there is no point. `xName()`, `yName()`: of the axes, with units, for saved pictures. `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `second`: the axis at the right, as `{ format, tick, zero, limits }`. `held`: nothing is drawn until `release()`.
    */
-  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, zero = false, limits, held = false }) {
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, zero = false, limits, second = null, held = false }) {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, zero, limits, held });
+    this.second = second && { ends: [null, null], robust: false, ...second };
     this.canvas = root.appendChild(document.createElement("canvas"));
     this.over = root.appendChild(document.createElement("canvas"));
     this.tip = root.appendChild(document.createElement("div"));
@@ -68,9 +71,11 @@ export class Chart {
     this.status.className = "sr";
     this.status.setAttribute("role", "status");
     charts.add(this);
-    new ResizeObserver(() => this.invalidate(true)).observe(root);
-    view.addEventListener("zoom", () => this.invalidate(true));
-    view.addEventListener("cursor", () => this.#drawOver());
+    const { signal } = this.#gone, size = new ResizeObserver(() => this.invalidate(true));
+    size.observe(root);
+    signal.addEventListener("abort", () => { size.disconnect(); charts.delete(this); });
+    view.addEventListener("zoom", () => this.invalidate(true), { signal });
+    view.addEventListener("cursor", () => this.#drawOver(), { signal });
     this.#listen();
     schedule();
   }
@@ -80,6 +85,9 @@ export class Chart {
     this.held = false;
     this.invalidate(true);
   }
+
+  /** It is not drawn any more: its place on the page goes away. */
+  remove() { this.#gone.abort(); }
 
   invalidate(urgent = false) {
     this.dirty = true;
@@ -148,45 +156,24 @@ export class Chart {
     if (!(high > -Infinity)) { low = 0; high = 1; }
     [low, high] = view.zoom ?? [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high > low ? high : low + 1];
 
-    let bottom = Infinity, top = -Infinity, shown = 0, buckets = 0, exact = true;
-    for (const { parts } of gathered) {
-      let points = 0, held = 0;
-      for (const { segment, xs } of parts) {
-        const [from, to] = visible(segment, xs, low, high);
-        held += to - from;
-        for (let i = from; i < to; i++) {
-          points += segment.counts[i];
-          const a = segment.min[i], b = segment.max[i];
-          if (Number.isFinite(b) && b > top) top = b;
-          if (Number.isFinite(a) && a < bottom && (this.scale === "linear" || a > 0)) bottom = a;
-        }
-        exact &&= segment.exact;
-      }
-      shown = Math.max(shown, points);
-      buckets = Math.max(buckets, held);
-    }
-    if (this.zero && this.scale === "linear" && bottom > 0) bottom = 0;
-    if (this.robust) [bottom, top] = this.#usual(gathered, low, high) ?? [bottom, top];
-    let [y0, y1] = niceDomain(bottom, top, this.scale);
-    [y0, y1] = [this.#end(0) ?? y0, this.#end(1) ?? y1];
-    if (y1 <= y0) y1 = y0 + (Math.abs(y0) || 1);
-    if (this.limits && this.ends.every((v) => v === null)) [y0, y1] = [Math.max(y0, this.limits[0]), Math.min(y1, this.limits[1])];
-
-    const rows = Math.max(2, Math.floor(height / 52));
-    const yTicks = this.scale === "log" ? logTicks(y0, y1, rows) : linearTicks(y0, y1, rows);
-    const yLabels = yTicks.map(this.tick);
-    const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, yLabels, colours, 24) + 10, right: width - 10, margin: 10 };
+    const { shown, buckets, exact } = amount(gathered, low, high);
+    const rows = Math.max(2, Math.floor(height / 52)), sides = this.second ? [this, this.second] : [this];
+    const [left, right] = sides.map((side, n) => vertical(side, this.scale, gathered.filter(({ layer }) => (layer.side ?? 0) === n), low, high, rows));
+    const beside = right ? labelWidth(ctx, right.labels, colours, 24) + 8 : 0;
+    const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, left.labels, colours, 24) + 10, right: width - 10 - beside, margin: 10 };
     if (plot.right - plot.left < 20) return;
     const x = linear([low, high], [plot.left, plot.right]);
-    const y = (this.scale === "log" ? log : linear)([y0, y1], [plot.bottom, plot.top]);
+    const y = left.scale(plot);
     this.plot = plot;
     this.x = x;
     this.y = y;
+    this.y2 = right?.scale(plot) ?? null;
     this.gathered = gathered;
     this.lines = gathered.filter((g) => g.parts.length).map(({ layer }) => ({ label: layer.label, colour: colours[layer.colour] ?? layer.colour }));
 
     const axis = xAxis(view, low, high, Math.max(2, Math.floor((plot.right - plot.left) / 90)));
-    drawAxes(ctx, plot, { x, y, yTicks, yLabel: this.tick, colours, ...axis });
+    drawAxes(ctx, plot, { x, y, yTicks: left.ticks, yLabel: this.tick, colours, ...axis });
+    if (right) drawRight(ctx, plot, { y: this.y2, ticks: right.ticks, label: right.label, colours });
     ctx.save();
     ctx.beginPath();
     ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
@@ -228,21 +215,11 @@ export class Chart {
     return gathered.flatMap(({ layer, parts }) => attemptStarts(parts).map(({ attempt, at }) => ({ attempt, at, label: `${layer.marks}: attempt ${attempt}`, colour: colours[layer.colour] ?? layer.colour })));
   }
 
-  /** A fixed end, where it fits the scale. */
-  #end(which) { const v = this.ends[which]; return v === null || (this.scale === "log" && v <= 0) ? null : v; }
-
-  /** Where nearly all that is shown lies; null for too few to say. */
-  #usual(gathered, low, high) {
-    const values = [];
-    for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
-      const [from, to] = visible(segment, xs, low, high), stride = Math.max(1, Math.ceil((to - from) / 2000));
-      for (let i = from; i < to; i += stride) { const v = segment.mean[i]; if (Number.isFinite(v) && (this.scale === "linear" || v > 0)) values.push(v); }
-    }
-    return values.length < 20 ? null : withoutOutliers(Float64Array.from(values));
-  }
+  /** The vertical axis of a layer. */
+  #axis(layer) { return layer.side && this.y2 ? this.y2 : this.y; }
 
   #drawLayer(ctx, layer, parts, colours) {
-    const { plot, x, y } = this;
+    const { plot, x } = this, y = this.#axis(layer);
     const colour = colours[layer.colour] ?? layer.colour;
     for (const { segment, xs } of parts) {
       const smoothing = layer.smoothing ?? this.smoothing;
@@ -270,7 +247,7 @@ export class Chart {
 
   #drawOver() {
     if (!this.plot) { this.tip.hidden = true; return; }
-    const ratio = devicePixelRatio || 1, ctx = this.over.getContext("2d"), { plot, x, y, view } = this;
+    const ratio = devicePixelRatio || 1, ctx = this.over.getContext("2d"), { plot, x, view } = this;
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, this.over.width, this.over.height);
     const colours = palette();
@@ -292,7 +269,7 @@ export class Chart {
     ctx.stroke();
     ctx.globalAlpha = 1;
     for (const row of rows) {
-      const py = y.to(row.value);
+      const py = row.y.to(row.value);
       if (!Number.isFinite(py)) continue;
       ctx.fillStyle = colours[row.colour] ?? row.colour;
       dot(ctx, x.to(row.x), py, 3.5);
@@ -317,7 +294,8 @@ export class Chart {
       if (!near.length) continue;
       const newest = near.reduce((a, b) => (b.segment.attempt > a.segment.attempt ? b : a));
       const { segment, k } = newest;
-      rows.push({ label: layer.label, colour: layer.colour, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]] });
+      const format = layer.side && this.second ? this.second.format : this.format;
+      rows.push({ label: layer.label, colour: layer.colour, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]], y: this.#axis(layer), format });
     }
     return rows;
   }
@@ -330,12 +308,12 @@ export class Chart {
       const swatch = document.createElement("i"), label = document.createElement("span"), value = document.createElement("b");
       swatch.style.background = colours[row.colour] ?? row.colour;
       label.textContent = row.label;
-      value.textContent = Number.isFinite(row.value) ? this.format(row.value) : "not finite";
+      value.textContent = Number.isFinite(row.value) ? row.format(row.value) : "not finite";
       value.title = String(row.value);
       line.append(swatch, label, value);
       if (row.range[0] < row.range[1]) {
         const range = document.createElement("small");
-        range.textContent = `${this.format(row.range[0])} to ${this.format(row.range[1])}`;
+        range.textContent = `${row.format(row.range[0])} to ${row.format(row.range[1])}`;
         line.append(range);
       }
       return line;
@@ -406,7 +384,7 @@ export class Chart {
     keys[event.key]();
     if (view.cursor !== null) {
       const rows = this.#values(view.cursor);
-      this.status.textContent = [this.describe(view.cursor), ...rows.map((r) => `${r.label} ${this.format(r.value)}`)].join(", ");
+      this.status.textContent = [this.describe(view.cursor), ...rows.map((r) => `${r.label} ${r.format(r.value)}`)].join(", ");
     }
   }
 

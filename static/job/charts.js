@@ -1,7 +1,7 @@
 // The charts of a job: what they draw, how finely, and the controls whose choices stand in the address.
 
 import { byId, press, text } from "../page.js";
-import { bytes, clock, count, millis, percent, plural, rate, value } from "../numbers.js";
+import { clock, count, percent, plural, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
@@ -10,54 +10,30 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { View } from "../chart/view.js";
 import { pictures } from "./facts.js";
+import { ALL, GROUPS, MACHINE, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
-const perSecond = (v) => `${bytes(v)}/s`;
-/** Of the machine; one rank of each reports them. */
-const MACHINE = {
-  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true], memory_used_bytes: ["Memory in use", bytes, true],
-  disk_used_bytes: ["Disk in use", bytes, true],
-  disk_read_bytes_per_second: ["Read from disk", perSecond, true], disk_written_bytes_per_second: ["Written to disk", perSecond, true],
-  network_received_bytes_per_second: ["Network received", perSecond, true], network_sent_bytes_per_second: ["Network sent", perSecond, true],
-};
-/** What the last chart can show: label, how a value is written, and whether every rank has its own. */
-const OTHERS = {
-  lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
-  val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false], val_ema_loss: ["Validation loss of averaged weights", value, false],
-  step_ms: ["Step time", millis, true], data_ms: ["Data wait", millis, true], all_reduce_ms: ["All-reduce wait", millis, true],
-  loss_scale: ["Loss scale (float16)", value, false], skipped_steps: ["Skipped steps (float16)", value, false],
-  gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
-  gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
-  ...MACHINE,
-};
-/** Where the metrics of the list begin that are of devices. */
-const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
 /** Between two questions while the reader turns a wheel; the first is asked at once. */
 const SETTLE_MS = 80;
-
-const short = (v) => {
-  const size = Math.abs(v);
-  if (size >= 1e6 || (size > 0 && size < 1e-3)) return v.toExponential(0).replace("e+", "e");
-  return String(Number(v.toPrecision(6))).replace(/\B(?=(\d{3})+$)/g, size >= 1000 ? "," : "");
-};
 
 export class Charts {
   other = OTHERS[read("metric")] ? read("metric") : "lr";
 
   /** `job()`: the job as it now is. */
   constructor(job, metrics, ranks) {
-    Object.assign(this, { job, metrics, ranks });
+    Object.assign(this, { job, metrics, ranks, released: false, panelled: () => [], panelPixels: () => 0 });
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
     // Nothing is drawn twice: drawing waits until their history is here.
     const xName = () => ({ epoch: "epoch", time: "training time" }[view.axis] ?? "optimizer step"), empty = () => this.#empty();
-    const make = (id, options) => new Chart(byId(`${id}-chart`), view, { tick: short, describe, xName, empty, held: true, ...options });
+    this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
+    const make = (id, options) => this.draw(byId(`${id}-chart`), options);
     const of = (note) => note && `${note} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
       loss: make("loss", { label: "Loss of each rank", yName: () => "loss (cross-entropy)", format: value, layers: () => this.#perRank("loss"), onNote: (note) => text(byId("loss-note"), of(note)) }),
       accuracy: make("accuracy", {
-        label: "Accuracy in training and validation", yName: () => "accuracy (%)", format: percent, limits: [0, 1], tick: (v) => `${short(Number((v * 100).toFixed(3)))} %`,
+        label: "Accuracy in training and validation", yName: () => "accuracy (%)", format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
@@ -88,7 +64,10 @@ export class Charts {
   }
 
   /** History is here: draws all. */
-  release() { for (const chart of Object.values(this.all)) chart.release(); }
+  release() {
+    this.released = true;
+    for (const chart of Object.values(this.all)) chart.release();
+  }
 
   /** Charts of what few jobs have; their cards are there once there is a point. */
   get extra() {
@@ -97,18 +76,35 @@ export class Charts {
   }
 
   /** Metrics to read at the start, besides those of every page. */
-  get wanted() { return [this.other, ...this.extra]; }
+  get wanted() { return [this.other, ...this.extra, ...this.panelled()]; }
 
   redraw(urgent = false) {
     for (const name of this.extra) byId(`${name}-card`).hidden = !this.metrics.of(name).segments.length;
+    this.#offer();
     for (const chart of Object.values(this.all)) chart.invalidate(urgent);
   }
 
   /** Buckets to ask for, of a metric. */
-  points(name) { return (this.all[name] ?? this.all.lr).pixels; }
+  points(name) { return Math.max((this.all[name] ?? this.all.lr).pixels, this.panelPixels(name)); }
 
   /** Metrics that are shown, the first one first. */
-  get shown() { return ["loss", "accuracy", "step_ms", ...this.wanted]; }
+  get shown() { return [...new Set(["loss", "accuracy", "step_ms", ...this.wanted])]; }
+
+  /** Whether a metric is one that this job can have: float16's and a GPU's are not every job's. */
+  offers(name) {
+    if (["loss_scale", "skipped_steps"].includes(name)) return this.extra.includes(name) || name === this.other;
+    if (!name.startsWith("gpu_") || name === this.other) return true;
+    const { device } = this.job().spec.parallel;
+    return device === "cuda" || (device !== "cpu" && this.metrics.of("gpu_utilization").segments.length > 0);
+  }
+
+  /** Takes groups of the list out that have nothing of this job. */
+  #offer() {
+    for (const group of byId("other-metric").querySelectorAll("optgroup")) {
+      const hidden = ![...group.children].some((option) => this.offers(option.value));
+      if (group.hidden !== hidden) group.hidden = group.disabled = hidden;
+    }
+  }
 
   /** What stands in a chart without a point. */
   #empty() {
@@ -141,6 +137,21 @@ export class Charts {
     const { metrics } = this;
     const reporting = metrics.ranksOf(name);
     return reporting.map((rank) => ({ label: reporting.length > 1 ? `machine of rank ${rank}` : "machine", colour: colourOf(rank), series: metrics.of(name, rank) }));
+  }
+
+  /** What a panel draws. `lines`: `mean` or `ranks`. */
+  panelLayers({ metrics: names, lines }) {
+    const { metrics } = this, many = names.length > 1, sides = [...new Set(names.map(quantity))];
+    return names.flatMap((name, i) => {
+      const side = sides.indexOf(quantity(name)), label = ALL[name][0].toLowerCase(), colour = many ? `rank-${i}` : "accent";
+      let layers;
+      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.of("step_ms"), pictures(this.job())) }];
+      else if (name in MACHINE) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
+      else if (!ALL[name][2]) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
+      else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: many ? label : "mean of ranks", series: metrics.mean(name), band: true }];
+      else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) }));
+      return layers.map((layer) => ({ ...layer, side, colour: many ? colour : layer.colour ?? colour }));
+    });
   }
 
   #otherLayers() {

@@ -49,7 +49,7 @@ export class History {
     if (mine !== this.#asked) return;
     this.#seen = true;
     this.queue = history.queue;
-    this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, e.reason?.words ?? e.state]));
+    this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, e.state === "paused" ? "a pause on request" : e.reason?.words ?? e.state]));
     byId("history-rows").replaceChildren(...history.entries.map(row));
     this.#relatives(history);
     this.changed();

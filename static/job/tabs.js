@@ -15,14 +15,20 @@ export class Tabs {
       tab.addEventListener("keydown", (event) => {
         const hop = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
         if (!hop) return;
-        const next = this.tabs.at((this.tabs.indexOf(tab) + hop) % this.tabs.length);
+        const there = this.tabs.filter((t) => !t.hidden), next = there.at((there.indexOf(tab) + hop) % there.length);
         this.show(next.dataset.tab);
         next.focus();
       });
     }
     const wanted = read("tab", "log");
-    this.show(this.tabs.some((t) => t.dataset.tab === wanted) ? wanted : "log");
+    this.show(this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden) ? wanted : "log");
   }
+
+  /** A panel that not every job has is there from now on. */
+  reveal(name) { for (const tab of this.tabs) if (tab.dataset.tab === name) tab.hidden = false; }
+
+  /** Whether a panel has been opened. */
+  isOpened(name) { return this.#opened.has(name); }
 
   show(name) {
     for (const tab of this.tabs) {

@@ -153,6 +153,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         now,
         may_change: true,
         viewer: VIEWER,
+        panels: job::Panels { from: "none", panels: vec![] },
+        has_histograms: false,
+        has_network: false,
     };
     write("job.html", page.render()?)?;
     write(

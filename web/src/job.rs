@@ -10,6 +10,7 @@ use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
     job::{Job, JobState},
+    panels::Panel,
 };
 use serde::Serialize;
 
@@ -36,6 +37,15 @@ pub struct RankSeat {
     pub report: Option<RankReport>,
 }
 
+/// The panels that a job's page shows.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Panels {
+    /// Whose they are: `job`, `project` or `none`.
+    pub from: &'static str,
+    /// As they follow each other.
+    pub panels: Vec<Panel>,
+}
+
 /// `GET /jobs/{id}`.
 #[derive(Debug, Clone)]
 pub struct JobPage {
@@ -57,6 +67,12 @@ pub struct JobPage {
     pub viewer: Viewer,
     /// Whether who looks may change it.
     pub may_change: bool,
+    /// Charts that people put together.
+    pub panels: Panels,
+    /// Whether there are histograms of its layers.
+    pub has_histograms: bool,
+    /// Whether its network is described.
+    pub has_network: bool,
 }
 
 impl JobPage {
@@ -70,12 +86,16 @@ impl JobPage {
             job: &'a Job,
             ranks: &'a [RankSeat],
             checkpoints: &'a [Checkpoint],
+            panels: &'a Panels,
+            may_change: bool,
             now: Timestamp,
         }
         let data = data_block(&Data {
             job: &self.job,
             ranks: &self.ranks,
             checkpoints: &self.checkpoints,
+            panels: &self.panels,
+            may_change: self.may_change,
             now: self.now,
         })?;
         JobTemplate { facts: Facts::new(&self.job), page: self, job: &self.job, data }.render()

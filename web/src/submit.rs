@@ -158,9 +158,12 @@ impl SubmitTemplate<'_> {
         Nav::Jobs.seen_by(self.page.viewer)
     }
 
-    /// Mistakes that belong to no field, such as a combination that cannot work.
-    fn general(&self) -> Vec<&SpecError> {
-        self.page.mistakes.iter().filter(|m| !fields().any(|f| belongs(m, f))).collect()
+    /// Every mistake, with the id and the label of its field where it belongs to one.
+    fn listed(&self) -> Vec<(Option<(&str, &str)>, &str)> {
+        let views = || self.groups.iter().chain(&self.more).flat_map(|(_, views)| views);
+        let of = |m: &SpecError| views().find(|view| belongs(m, view.field));
+        let listed = |m| (of(m).map(|view| (view.id.as_str(), view.field.label)), m.detail.as_str());
+        self.page.mistakes.iter().map(listed).collect()
     }
 
     fn more_has_mistakes(&self) -> bool {

@@ -22,8 +22,18 @@ const ROWS: u32 = 250;
 const EXAMINED: usize = 20_000;
 
 /// What events there are.
-const TYPES: &[&str] =
-    &["state", "plan", "metrics", "log", "checkpoint", "checkpoint_removed", "evaluation", "rank"];
+const TYPES: &[&str] = &[
+    "state",
+    "plan",
+    "metrics",
+    "log",
+    "checkpoint",
+    "checkpoint_removed",
+    "evaluation",
+    "rank",
+    "histograms",
+    "network",
+];
 
 /// What every event has; what else it has depends on its type.
 const FIELDS: &[&str] = &[
@@ -193,6 +203,8 @@ mod tests {
             EventBody::CheckpointRemoved { attempt: 1, id: "c".into() },
             EventBody::Evaluation { attempt: 1, evaluation },
             EventBody::Rank { attempt: 1, rank: 0, report },
+            EventBody::Histograms { attempt: 1, step: 1 },
+            EventBody::Network { attempt: 1 },
         ];
         assert_eq!(bodies.len(), TYPES.len(), "one of each");
         for body in bodies {

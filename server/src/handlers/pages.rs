@@ -6,7 +6,7 @@ use super::{
     extract::{PageQuery, Path, job_id},
     inspections::LONGEST_WAIT,
     jobs::{self, ListQuery},
-    join,
+    join, panels,
     server_url::ServerUrl,
 };
 use crate::{
@@ -205,6 +205,9 @@ pub(crate) async fn job(
     let may_change = !app.access.has_people()
         || caller.sees_all()
         || (caller.may(Scope::Submit) && caller.owns(job.owner.as_deref()));
+    let panels = panels::of_job(&app, &id, &job.project).await?;
+    let has_histograms = !app.store.histogram_index(&id).await?.steps.is_empty();
+    let has_network = app.store.network(&id).await?.is_some();
     let folder = app.job_dir(&id);
     let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
     html(
@@ -218,6 +221,9 @@ pub(crate) async fn job(
             now: crate::now(),
             viewer: viewer(&caller),
             may_change,
+            panels: panels.into(),
+            has_histograms,
+            has_network,
         }
         .render(),
     )

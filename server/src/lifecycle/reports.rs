@@ -121,6 +121,11 @@ pub fn report(
             }
             vec![EventBody::Evaluation { attempt, evaluation }]
         }
+        // The store keeps what they contain; see store/sql/layers.rs.
+        AttemptEvent::Histograms(histograms) if histograms.check().is_ok() => {
+            vec![EventBody::Histograms { attempt, step: histograms.step }]
+        }
+        AttemptEvent::Network(network) if network.check().is_ok() => vec![EventBody::Network { attempt }],
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
         // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::Running { .. }

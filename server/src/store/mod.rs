@@ -24,9 +24,10 @@ pub use location::Location;
 pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
-    Condition, Counts, Created, Cursor, EventRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter,
-    LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PersonRow, Place,
-    ProjectRow, Report, SessionRow, SettingValue, SortBy, SortValue, Stored, TokenRow,
+    Condition, Counts, Created, Cursor, EventRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
+    Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow,
+    NewJob, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, Report, SessionRow, SettingValue, SortBy,
+    SortValue, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -39,6 +40,8 @@ use lockstep_protocol::{
     attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
+    network::NetworkDescription,
+    panels::Panel,
     people::Identity,
     stream::EventBody,
 };
@@ -175,6 +178,16 @@ pub trait Store: Send + Sync + 'static {
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
     /// Every project, with how many of its jobs are in each state; by name.
     async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
+    /// Panels, where there are any.
+    async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>>;
+    /// Stores panels in place of those that are there; with `None` there are none of its own any more.
+    async fn put_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()>;
+    /// Of which layers and steps of a job there are histograms.
+    async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex>;
+    /// Histograms of a job by step, then in the network's order.
+    async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>>;
+    /// The layers of a job's network, where a rank has told them.
+    async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
     /// Ids of drained agents: they take no new work.
     async fn draining(&self) -> Result<Vec<String>>;
     /// Drains an agent, or takes that back.

@@ -6,6 +6,7 @@ mod events;
 mod history;
 mod job_list;
 mod jobs;
+mod layers;
 mod machines;
 mod metrics;
 mod people;
@@ -19,6 +20,7 @@ pub use job_list::{
     Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, SettingValue, SortBy, SortValue,
 };
 pub use jobs::{Changed, Created, NewJob};
+pub use layers::{HistogramFilter, HistogramIndex, HistogramRow, PanelsOf};
 pub use machines::MinuteRow;
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub(crate) use people::principal;

@@ -4,6 +4,7 @@ mod agents;
 mod audit;
 mod guessing;
 mod owners;
+mod panels;
 mod people;
 mod private_lists;
 mod roles;

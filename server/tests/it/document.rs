@@ -237,6 +237,9 @@ async fn what_is_answered_is_documented() {
         "/jobs/{id}/checkpoints",
         "/jobs/{id}/attempts",
         "/jobs/{id}/history",
+        "/jobs/{id}/panels",
+        "/jobs/{id}/histograms",
+        "/jobs/{id}/network",
         "/jobs/{id}/evaluation",
         "/datasets",
         "/datasets/{name}",
@@ -293,6 +296,16 @@ async fn what_is_answered_is_documented() {
     }
     let logs = format!("/api/v1/jobs/{job}/logs");
     held.ask("get", "/api/v1/jobs/{id}/logs", &logs, |r| r.header("accept", "text/plain")).await;
+    let panels = json!({"panels": [{"title": "t", "metrics": ["loss"]}]});
+    for (template, place) in [
+        ("/api/v1/jobs/{id}/panels", format!("/api/v1/jobs/{job}/panels")),
+        ("/api/v1/projects/{name}/panels", "/api/v1/projects/default/panels".into()),
+    ] {
+        assert_eq!(held.ask("put", template, &place, |r| r.json(&panels)).await.0, 200);
+        assert_eq!(held.ask("get", template, &place, |r| r).await.0, 200);
+    }
+    let place = format!("/api/v1/jobs/{job}/panels");
+    assert_eq!(held.ask("delete", "/api/v1/jobs/{id}/panels", &place, |r| r).await.0, 204);
     let predict = format!("/api/v1/checkpoints/{checkpoint}/predict");
     let picture = |r: RequestBuilder| r.header("content-type", "image/png").body("x");
     assert_eq!(held.ask("post", "/api/v1/checkpoints/{id}/predict", &predict, picture).await.0, 200);

@@ -17,6 +17,7 @@ mod document;
 mod fits;
 mod history;
 mod ingest;
+mod layers;
 mod life;
 mod limits;
 mod listening;

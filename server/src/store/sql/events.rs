@@ -63,6 +63,8 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
             EventBody::CheckpointRemoved { .. } => ("checkpoint_removed", None),
             EventBody::Evaluation { .. } => ("evaluation", None),
             EventBody::Rank { rank, .. } => ("rank", Some(rank)),
+            EventBody::Histograms { .. } => ("histograms", None),
+            EventBody::Network { .. } => ("network", None),
         };
         if let Some(before) = points.take() {
             let (kind, attempt, rank, events, stored) = stored(before);

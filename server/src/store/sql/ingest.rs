@@ -1,6 +1,6 @@
 //! Reports into events: every check against what is stored happens in the transaction that stores.
 
-use super::{Connection, SqlStore, events, jobs};
+use super::{Connection, SqlStore, events, jobs, layers};
 use crate::{
     lifecycle,
     store::{
@@ -212,6 +212,9 @@ async fn store_report(
     for event in lifecycle::merge_points(&events[known_already..]) {
         if row.fencing_token.is_none() {
             break; // The attempt has ended; nothing comes after that.
+        }
+        if source == Source::Rank(0) {
+            layers::keep(db, &attempt.job, attempt.attempt, &event).await?;
         }
         // Only these move a job, and only a move can be refused half way.
         let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });

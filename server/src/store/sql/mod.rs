@@ -18,7 +18,9 @@ mod history;
 mod ingest;
 mod job_list;
 mod jobs;
+mod layers;
 mod machines;
+mod panels;
 mod people;
 mod purge;
 mod reads;
@@ -28,9 +30,9 @@ use super::dialect::{
 };
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
-    Created, EventRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PersonRow, ProjectRow, Report, Result,
-    SessionRow, Store, TokenRow,
+    Created, EventRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter,
+    JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page,
+    PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -39,6 +41,8 @@ use lockstep_protocol::{
     attempt::Attempt,
     dataset::Dataset,
     job::{Job, JobId},
+    network::NetworkDescription,
+    panels::Panel,
     people::Identity,
 };
 use sqlx::{Pool, Transaction};
@@ -209,6 +213,21 @@ impl Store for SqlStore {
     }
     async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
         self.list_projects(seen_by).await
+    }
+    async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
+        self.read_panels(of).await
+    }
+    async fn put_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()> {
+        self.write_panels(of, panels).await
+    }
+    async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
+        self.read_histogram_index(job).await
+    }
+    async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>> {
+        self.read_histograms(job, filter).await
+    }
+    async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
+        self.read_network(job).await
     }
     async fn draining(&self) -> Result<Vec<String>> {
         self.read_draining().await

@@ -86,12 +86,22 @@ impl SqlStore {
                 return Ok(());
             }
         }
+        // All layers of a step.
+        let histograms = "DELETE FROM histograms WHERE job_id = $1 \
+            AND step = (SELECT min(step) FROM histograms WHERE job_id = $1)";
+        if sqlx::query(histograms).bind(id).execute(&mut *db).await?.rows_affected() > 0 {
+            return Ok(db.commit().await?);
+        }
         // A row a source of an attempt.
         let sources = "DELETE FROM acknowledged WHERE job_id = $1 \
             AND attempt = (SELECT min(attempt) FROM acknowledged WHERE job_id = $1)";
         let done = sqlx::query(sources).bind(id).execute(&mut *db).await?;
         if done.rows_affected() == 0 {
             sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
+            // A project exists while a job has its name.
+            let projects = "DELETE FROM project_panels WHERE NOT EXISTS \
+                (SELECT 1 FROM jobs WHERE jobs.project = project_panels.project)";
+            sqlx::query(projects).execute(&mut *db).await?;
         }
         db.commit().await?;
         Ok(())

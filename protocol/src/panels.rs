@@ -1,0 +1,210 @@
+//! Panels: charts of a job's page that people put together themselves.
+
+use crate::{
+    limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS},
+    metric,
+    spec::{SpecError, nearest, shortened},
+};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The largest factor of smoothing.
+const MOST_SMOOTHING: f32 = 0.99;
+/// Columns of the page, and the largest height of a panel.
+const MOST_CELLS: u8 = 3;
+/// Axes of a panel: one at each side.
+const AXES: usize = 2;
+
+/// A chart of some metrics of a job together.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Panel {
+    /// 1 to 80 characters.
+    pub title: String,
+    /// 1 to 6 names of metrics, none twice, of at most two quantities: those of the first have the axis at the left, the others
+    /// one at the right.
+    pub metrics: Vec<String>,
+    /// What is drawn of a metric that every rank has.
+    #[serde(default)]
+    pub lines: PanelLines,
+    /// How many of the page's three columns it takes: 1 to 3.
+    #[serde(default = "one")]
+    #[schema(minimum = 1, maximum = 3)]
+    pub columns: u8,
+    /// Its height: 1 to 3.
+    #[serde(default = "one")]
+    #[schema(minimum = 1, maximum = 3)]
+    pub rows: u8,
+    /// 0 (none) to 0.99.
+    #[serde(default)]
+    #[schema(minimum = 0.0, maximum = 0.99)]
+    pub smoothing: f32,
+    /// Whether the axes are logarithmic.
+    #[serde(default)]
+    pub log: bool,
+    /// Where the axis at the left starts; absent: where the points do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub y_min: Option<f64>,
+    /// Where it ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub y_max: Option<f64>,
+}
+
+/// What is drawn of a metric that every rank has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PanelLines {
+    /// Its mean over the ranks, between the lowest and the highest.
+    #[default]
+    Mean,
+    /// A line a rank. Of more than 8 ranks, the mean.
+    Ranks,
+}
+
+fn one() -> u8 {
+    1
+}
+
+/// What is wrong with panels: every mistake with a pointer to it; empty when nothing is.
+pub fn mistakes(panels: &[Panel]) -> Vec<SpecError> {
+    let mut all = Vec::new();
+    if panels.len() > PANELS {
+        let detail = format!("has {} panels; at most {PANELS} are kept", panels.len());
+        all.push(SpecError { pointer: "/panels".into(), detail });
+        return all;
+    }
+    for (place, panel) in panels.iter().enumerate() {
+        for (key, detail) in panel.mistakes() {
+            all.push(SpecError { pointer: format!("/panels/{place}/{key}"), detail });
+        }
+    }
+    all
+}
+
+impl Panel {
+    fn mistakes(&self) -> Vec<(&'static str, String)> {
+        let mut all = Vec::new();
+        let chars = self.title.chars().count();
+        if self.title.trim().is_empty() || chars > PANEL_TITLE_CHARS {
+            all.push((
+                "title",
+                format!("has {chars} characters; 1 to {PANEL_TITLE_CHARS} that can be seen are allowed"),
+            ));
+        } else if self.title.chars().any(char::is_control) {
+            all.push(("title", "has characters that cannot be shown, such as a line's end".into()));
+        }
+        all.extend(self.metrics_mistake().map(|detail| ("metrics", detail)));
+        for (key, cells) in [("columns", self.columns), ("rows", self.rows)] {
+            if !(1..=MOST_CELLS).contains(&cells) {
+                all.push((key, format!("must be 1 to {MOST_CELLS}, is {cells}")));
+            }
+        }
+        if !(0.0..=MOST_SMOOTHING).contains(&self.smoothing) {
+            all.push(("smoothing", format!("must be 0 to {MOST_SMOOTHING}, is {}", self.smoothing)));
+        }
+        if let (Some(low), Some(high)) = (self.y_min, self.y_max)
+            && low >= high
+        {
+            all.push(("y_max", format!("must be above y_min, which is {low}")));
+        }
+        for (key, end) in [("y_min", self.y_min), ("y_max", self.y_max)] {
+            if self.log && end.is_some_and(|end| end <= 0.0) {
+                all.push((key, "must be above 0 on a logarithmic axis".into()));
+            }
+        }
+        all
+    }
+
+    fn metrics_mistake(&self) -> Option<String> {
+        let count = self.metrics.len();
+        if count == 0 || count > PANEL_METRICS {
+            return Some(format!("has {count} metrics; 1 to {PANEL_METRICS} are allowed"));
+        }
+        let mut quantities: Vec<&str> = Vec::new();
+        for (place, name) in self.metrics.iter().enumerate() {
+            if !metric::NAMES.contains(&name.as_str()) {
+                let near = nearest(name, metric::NAMES.into_iter());
+                let near = near.map_or_else(String::new, |near| format!("; did you mean {near:?}?"));
+                return Some(format!("no metric is called {:?}{near}", shortened(name)));
+            }
+            if self.metrics[..place].contains(name) {
+                return Some(format!("has {name} twice"));
+            }
+            let quantity = metric::quantity(name);
+            if !quantities.contains(&quantity) {
+                quantities.push(quantity);
+            }
+        }
+        (quantities.len() > AXES).then(|| {
+            format!(
+                "have {} quantities ({}), and a panel has two axes: put some of them on another panel",
+                quantities.len(),
+                quantities.join(", ")
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn panel() -> Panel {
+        serde_json::from_str(r#"{"title": "t", "metrics": ["loss"]}"#).unwrap()
+    }
+
+    /// Keys of what is wrong with it.
+    fn wrong(panel: Panel) -> Vec<String> {
+        mistakes(&[panel]).into_iter().map(|mistake| mistake.pointer.replace("/panels/0/", "")).collect()
+    }
+
+    #[test]
+    fn as_many_panels_metrics_and_characters_as_allowed_and_one_more() {
+        assert_eq!(mistakes(&vec![panel(); PANELS]), []);
+        assert_eq!(mistakes(&vec![panel(); PANELS + 1])[0].pointer, "/panels");
+        let of = |quantities: [&str; 2]| {
+            let names = metric::NAMES.into_iter().filter(|name| quantities.contains(&metric::quantity(name)));
+            Panel { metrics: names.map(str::to_owned).collect(), ..panel() }
+        };
+        let (most, more) = (of(["time", "bytes"]), of(["time", "bytes/s"]));
+        assert_eq!((most.metrics.len(), more.metrics.len()), (PANEL_METRICS, PANEL_METRICS + 1));
+        assert!(wrong(most).is_empty());
+        assert_eq!(more.metrics_mistake().unwrap(), "has 7 metrics; 1 to 6 are allowed");
+        let with = |count: usize| Panel { metrics: vec!["loss".into(); count], ..panel() };
+        assert_eq!(wrong(with(0)), ["metrics"]);
+        for (chars, good) in
+            [(0, false), (1, true), (PANEL_TITLE_CHARS, true), (PANEL_TITLE_CHARS + 1, false)]
+        {
+            assert_eq!(wrong(Panel { title: "ä".repeat(chars), ..panel() }).is_empty(), good, "{chars}");
+        }
+    }
+
+    #[test]
+    fn a_panel_has_two_quantities_at_most_and_no_metric_twice() {
+        let with =
+            |names: &[&str]| Panel { metrics: names.iter().map(|n| (*n).to_owned()).collect(), ..panel() };
+        assert!(wrong(with(&["loss", "val_loss", "lr"])).is_empty());
+        let three = with(&["loss", "lr", "step_ms"]).metrics_mistake().unwrap();
+        assert!(three.contains("3 quantities (loss, learning rate, time)"), "{three}");
+        assert_eq!(with(&["loss", "loss"]).metrics_mistake().unwrap(), "has loss twice");
+        let unknown = with(&["los"]).metrics_mistake().unwrap();
+        assert!(unknown.contains("did you mean \"loss\"?"), "{unknown}");
+    }
+
+    #[test]
+    fn numbers_have_ends() {
+        for (columns, good) in [(0, false), (1, true), (3, true), (4, false)] {
+            assert_eq!(wrong(Panel { columns, ..panel() }).is_empty(), good, "{columns}");
+            assert_eq!(wrong(Panel { rows: columns, ..panel() }).is_empty(), good, "{columns}");
+        }
+        for (smoothing, good) in [(-0.1, false), (0.0, true), (0.99, true), (0.995, false), (f32::NAN, false)]
+        {
+            assert_eq!(wrong(Panel { smoothing, ..panel() }).is_empty(), good, "{smoothing}");
+        }
+        let ends = |low, high, log| Panel { y_min: Some(low), y_max: Some(high), log, ..panel() };
+        assert!(wrong(ends(-1.0, 1.0, false)).is_empty());
+        assert_eq!(wrong(ends(1.0, 1.0, false)), ["y_max"]);
+        assert_eq!(wrong(ends(0.0, 1.0, true)), ["y_min"]);
+        assert_eq!(wrong(Panel { title: "a\nb".into(), ..panel() }), ["title"]);
+    }
+}

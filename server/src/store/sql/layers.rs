@@ -1,0 +1,225 @@
+//! What ranks say of the layers of their network: histograms of weights and gradients, and the description of the network.
+
+use super::{Connection, Db, DbRow, SqlStore};
+use crate::store::{
+    HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
+    values::{from_json, int, json, plain, small, uint},
+};
+use lockstep_protocol::{
+    agent::AttemptEvent,
+    histograms::{HistogramKind, LayerHistogram, LayerHistograms},
+    job::JobId,
+    limits::HISTOGRAM_STEPS,
+    network::NetworkDescription,
+};
+use sqlx::{AssertSqlSafe, QueryBuilder, Row};
+
+/// Rows of one statement, largest first: of each number there is one statement, which the driver keeps.
+const TOGETHER: [usize; 3] = [64, 8, 1];
+const COLUMNS: usize = 9;
+
+/// Keeps what an event says of layers. What does not keep its limits is no correct rank's, and is left out.
+pub(super) async fn keep(db: &mut Connection, job: &JobId, attempt: u32, event: &AttemptEvent) -> Result<()> {
+    let flaw = match event {
+        AttemptEvent::Histograms(histograms) => match histograms.check() {
+            Ok(()) => return keep_histograms(db, job, attempt, histograms).await,
+            Err(flaw) => flaw,
+        },
+        AttemptEvent::Network(network) => match network.check() {
+            Ok(()) => return keep_network(db, job, attempt, network).await,
+            Err(flaw) => flaw,
+        },
+        _ => return Ok(()),
+    };
+    tracing::warn!(%job, attempt, flaw, "what a rank says of its layers is not kept");
+    Ok(())
+}
+
+async fn keep_histograms(
+    db: &mut Connection,
+    job: &JobId,
+    attempt: u32,
+    histograms: &LayerHistograms,
+) -> Result<()> {
+    // What an earlier attempt did after this step is no part of the run any more, and a step has one histogram of a layer.
+    sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND (step = $2 OR (step > $2 AND attempt < $3))")
+        .bind(job.as_str())
+        .bind(int(histograms.step))
+        .bind(i64::from(attempt))
+        .execute(&mut *db)
+        .await?;
+    let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
+    let mut rest = &layers[..];
+    for size in TOGETHER {
+        while let Some((now, later)) = rest.split_at_checked(size) {
+            rest = later;
+            let row = |n| {
+                let places: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
+                format!("({})", places.join(", "))
+            };
+            let text = format!(
+                "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}",
+                (0..size).map(row).collect::<Vec<_>>().join(", ")
+            );
+            let mut query = sqlx::query(AssertSqlSafe(text));
+            for (place, layer) in now {
+                query = query
+                    .bind(job.as_str())
+                    .bind(&layer.name)
+                    .bind(layer.kind.name())
+                    .bind(int(histograms.step))
+                    .bind(i64::from(attempt))
+                    .bind(int(*place as u64))
+                    .bind(f64::from(layer.min))
+                    .bind(f64::from(layer.max))
+                    .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>());
+            }
+            query.execute(&mut *db).await?;
+        }
+    }
+    let mut steps = steps(db, job).await?;
+    while let Some(place) = superfluous(&steps) {
+        sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND step = $2")
+            .bind(job.as_str())
+            .bind(int(steps.remove(place)))
+            .execute(&mut *db)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Which of too many steps goes: the one whose neighbours are closest to each other, the oldest of several. So the steps that
+/// stay are about equally far apart. The first and the newest always stay.
+fn superfluous(steps: &[u64]) -> Option<usize> {
+    if steps.len() <= HISTOGRAM_STEPS {
+        return None;
+    }
+    let gaps = steps.windows(3).map(|of| of[2] - of[0]).enumerate();
+    gaps.min_by_key(|(_, gap)| *gap).map(|(place, _)| place + 1)
+}
+
+async fn steps(db: &mut Connection, job: &JobId) -> Result<Vec<u64>> {
+    let steps: Vec<i64> =
+        sqlx::query_scalar("SELECT DISTINCT step FROM histograms WHERE job_id = $1 ORDER BY step")
+            .bind(job.as_str())
+            .fetch_all(db)
+            .await?;
+    Ok(steps.into_iter().map(uint).collect())
+}
+
+async fn keep_network(
+    db: &mut Connection,
+    job: &JobId,
+    attempt: u32,
+    network: &NetworkDescription,
+) -> Result<()> {
+    sqlx::query(
+        "INSERT INTO networks (job_id, attempt, description) VALUES ($1, $2, $3) \
+         ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, description = excluded.description",
+    )
+    .bind(job.as_str())
+    .bind(i64::from(attempt))
+    .bind(json(network)?)
+    .execute(db)
+    .await?;
+    Ok(())
+}
+
+fn kind(text: &str) -> Result<HistogramKind> {
+    match text {
+        "weight" => Ok(HistogramKind::Weight),
+        "gradient" => Ok(HistogramKind::Gradient),
+        other => Err(StoreError::Corrupt(format!("a histogram of {other:?}"))),
+    }
+}
+
+fn row(row: &DbRow) -> Result<HistogramRow> {
+    let counts: Vec<u8> = row.try_get("counts")?;
+    let (counts, _) = counts.as_chunks::<4>();
+    Ok(HistogramRow {
+        step: uint(row.try_get("step")?),
+        attempt: small(row.try_get("attempt")?),
+        layer: row.try_get("layer")?,
+        kind: kind(row.try_get("kind")?)?,
+        min: row.try_get::<f64, _>("min")? as f32,
+        max: row.try_get::<f64, _>("max")? as f32,
+        counts: counts.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect(),
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn read_histogram_index(&self, job: &JobId) -> Result<HistogramIndex> {
+        let mut db = self.reader.acquire().await?;
+        let steps = steps(&mut db, job).await?;
+        let Some(newest) = steps.last() else { return Ok(HistogramIndex::default()) };
+        let layers: Vec<(String, String)> = sqlx::query_as(
+            "SELECT layer, kind FROM histograms WHERE job_id = $1 AND step = $2 ORDER BY place",
+        )
+        .bind(job.as_str())
+        .bind(int(*newest))
+        .fetch_all(&mut *db)
+        .await?;
+        let layers = layers.into_iter().map(|(layer, of)| Ok((layer, kind(&of)?))).collect::<Result<_>>()?;
+        Ok(HistogramIndex { layers, steps })
+    }
+
+    pub(super) async fn read_histograms(
+        &self,
+        job: &JobId,
+        filter: &HistogramFilter,
+    ) -> Result<Vec<HistogramRow>> {
+        let mut query = QueryBuilder::<Db>::new(
+            "SELECT layer, kind, step, attempt, min, max, counts FROM histograms WHERE job_id = ",
+        );
+        query.push_bind(job.as_str());
+        if let Some(layer) = &filter.layer {
+            query.push(" AND layer = ").push_bind(plain(layer));
+        }
+        if let Some(kind) = filter.kind {
+            query.push(" AND kind = ").push_bind(kind.name());
+        }
+        if let Some(step) = filter.step {
+            query.push(" AND step = ").push_bind(int(step));
+        }
+        query.push(" ORDER BY step, place");
+        let rows = query.build().fetch_all(&self.reader).await?;
+        rows.iter().map(row).collect()
+    }
+
+    pub(super) async fn read_network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
+        let found: Option<String> = sqlx::query_scalar("SELECT description FROM networks WHERE job_id = $1")
+            .bind(job.as_str())
+            .fetch_optional(&self.reader)
+            .await?;
+        found.map(|text| from_json(&text)).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_steps_as_allowed_stay_and_one_more_does_not() {
+        let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64).collect();
+        assert_eq!(superfluous(&steps), None);
+        let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64 + 1).collect();
+        assert_eq!(superfluous(&steps), Some(1), "the oldest but the first");
+    }
+
+    #[test]
+    fn what_stays_of_a_long_run_is_evenly_spread_with_both_ends() {
+        let mut steps = Vec::new();
+        for step in 1..=10_000 {
+            steps.push(step);
+            while let Some(place) = superfluous(&steps) {
+                steps.remove(place);
+            }
+        }
+        assert_eq!((steps.len(), steps[0], steps[HISTOGRAM_STEPS - 1]), (HISTOGRAM_STEPS, 1, 10_000));
+        let gaps: Vec<u64> = steps.windows(2).map(|of| of[1] - of[0]).collect();
+        // 50 on average; the newest gap is still growing.
+        let (least, most) = (gaps[..gaps.len() - 1].iter().min().unwrap(), gaps.iter().max().unwrap());
+        assert!(*most <= 4 * least, "{least} to {most}");
+    }
+}

@@ -1,0 +1,42 @@
+//! Panels of jobs, and of projects for jobs that have none of their own.
+
+use super::SqlStore;
+use crate::store::{
+    PanelsOf, Result,
+    values::{from_json, json, plain},
+};
+use lockstep_protocol::panels::Panel;
+use sqlx::AssertSqlSafe;
+
+/// The table, the column that names whose they are, and the name.
+fn place(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
+    match of {
+        PanelsOf::Job(job) => ("job_panels", "job_id", job.to_string()),
+        PanelsOf::Project(project) => ("project_panels", "project", plain(project).into_owned()),
+    }
+}
+
+impl SqlStore {
+    pub(super) async fn read_panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>> {
+        let (table, key, name) = place(of);
+        let query = format!("SELECT panels FROM {table} WHERE {key} = $1");
+        let found: Option<String> =
+            sqlx::query_scalar(AssertSqlSafe(query)).bind(name).fetch_optional(&self.reader).await?;
+        found.map(|text| from_json(&text)).transpose()
+    }
+
+    pub(super) async fn write_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()> {
+        let (table, key, name) = place(of);
+        let Some(panels) = panels else {
+            let query = format!("DELETE FROM {table} WHERE {key} = $1");
+            sqlx::query(AssertSqlSafe(query)).bind(name).execute(&self.writer).await?;
+            return Ok(());
+        };
+        let query = format!(
+            "INSERT INTO {table} ({key}, panels) VALUES ($1, $2) \
+             ON CONFLICT ({key}) DO UPDATE SET panels = excluded.panels"
+        );
+        sqlx::query(AssertSqlSafe(query)).bind(name).bind(json(&panels)?).execute(&self.writer).await?;
+        Ok(())
+    }
+}

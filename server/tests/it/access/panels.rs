@@ -1,0 +1,180 @@
+//! Panels: of a job, of a project, who sees and who changes them, and how many there may be.
+
+use crate::{
+    agent::Agent,
+    test_server::{DEADLINE, TestServer, spec},
+};
+use lockstep_protocol::limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+fn panel(title: &str, metrics: &[&str]) -> Value {
+    json!({"title": title, "metrics": metrics})
+}
+
+fn panels(titles: &[&str]) -> Value {
+    json!({"panels": titles.iter().map(|title| panel(title, &["loss"])).collect::<Vec<_>>()})
+}
+
+/// Where they come from, and their titles.
+async fn shown(server: &TestServer, id: &str) -> (String, Vec<String>) {
+    let (status, body) = server.get(&format!("/jobs/{id}/panels")).await;
+    assert_eq!(status, 200, "{body}");
+    let titles = body["panels"].as_array().unwrap().iter().map(|p| p["title"].as_str().unwrap().to_owned());
+    (body["from"].as_str().unwrap().to_owned(), titles.collect())
+}
+
+fn says(from: &str, titles: &[&str]) -> (String, Vec<String>) {
+    (from.into(), titles.iter().map(|title| (*title).to_owned()).collect())
+}
+
+impl TestServer {
+    async fn put(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.put(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+}
+
+#[tokio::test]
+async fn a_job_has_its_own_panels_or_its_projects() {
+    let server = TestServer::new().await;
+    let agent = Agent::with_pictures(&server, 0).await;
+    let one = server.submit(|_| {}).await.id.to_string();
+    let two = server.submit(|_| {}).await.id.to_string();
+    assert_eq!(shown(&server, &one).await, says("none", &[]));
+
+    // What is left out has its default, and comes back complete.
+    let whole = json!({"title": "both", "metrics": ["loss", "lr"], "lines": "ranks", "columns": 2, "rows": 3, "smoothing": 0.5,
+        "log": true, "y_min": 0.001, "y_max": 10.0});
+    let (status, stored) = server
+        .put(&format!("/jobs/{one}/panels"), &json!({"panels": [whole, panel("b", &["accuracy"])]}))
+        .await;
+    assert_eq!(status, 200, "{stored}");
+    let (_, again) = server.get(&format!("/jobs/{one}/panels")).await;
+    assert_eq!(again, stored);
+    assert_eq!(again["panels"][0], whole);
+    let expected = json!({"title": "b", "metrics": ["accuracy"], "lines": "mean", "columns": 1, "rows": 1, "smoothing": 0.0, "log": false});
+    assert_eq!(again["panels"][1], expected);
+    assert_eq!(shown(&server, &two).await, says("none", &[]));
+
+    assert_eq!(server.put("/projects/default/panels", &panels(&["p", "q"])).await.0, 200);
+    assert_eq!(shown(&server, &two).await, says("project", &["p", "q"]));
+    assert_eq!(shown(&server, &one).await, says("job", &["both", "b"]), "its own stay");
+    let page = server.text(&format!("/jobs/{two}")).await.1;
+    assert!(page.contains(r#""panels":{"from":"project","panels":[{"title":"p""#), "{page}");
+    // None of its own is another thing than own ones, none.
+    assert_eq!(server.put(&format!("/jobs/{two}/panels"), &panels(&[])).await.0, 200);
+    assert_eq!(shown(&server, &two).await, says("job", &[]));
+    assert_eq!(server.delete(&format!("/jobs/{two}/panels")).await.0, 204);
+    assert_eq!(shown(&server, &two).await, says("project", &["p", "q"]));
+    // A job that goes to another project has that one's.
+    let moved =
+        server.http.patch(server.url(&format!("/api/v1/jobs/{two}"))).json(&json!({"project": "other"}));
+    assert_eq!(server.send(moved).await.0, 200);
+    assert_eq!(shown(&server, &two).await, says("none", &[]));
+    assert_eq!(server.put("/projects/other/panels", &panels(&["o"])).await.0, 200);
+    assert_eq!(shown(&server, &two).await, says("project", &["o"]));
+    // The last who writes wins, and none are none.
+    assert_eq!(server.put("/projects/default/panels", &panels(&[])).await.0, 200);
+    assert_eq!(server.get("/projects/default/panels").await.1, json!({"panels": []}));
+
+    // They go with the job, and with the project's last job.
+    for id in [&one, &two] {
+        assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
+        assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    }
+    let rows = "SELECT (SELECT count(*) FROM job_panels) + (SELECT count(*) FROM project_panels)";
+    let since = Instant::now();
+    while server.number(rows).await > 0 {
+        assert!(since.elapsed() < DEADLINE, "they stay");
+    }
+    agent.vanish();
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn as_many_panels_as_allowed_and_one_more() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 0).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let path = format!("/jobs/{id}/panels");
+    let title = "ä".repeat(PANEL_TITLE_CHARS);
+    let time_and_bytes =
+        ["step_ms", "data_ms", "all_reduce_ms", "gpu_memory_bytes", "memory_used_bytes", "disk_used_bytes"];
+    assert_eq!(time_and_bytes.len(), PANEL_METRICS);
+    let most = vec![panel(&title, &time_and_bytes); PANELS];
+    for place in [path.as_str(), "/projects/default/panels"] {
+        assert_eq!(server.put(place, &json!({"panels": most})).await.0, 200, "{place}");
+        let mut more = most.clone();
+        more.push(panel("one more", &["loss"]));
+        let (status, problem) = server.put(place, &json!({"panels": more})).await;
+        assert!(status == 422 && problem["errors"][0]["pointer"] == "/panels", "{problem}");
+    }
+    let mut seven = time_and_bytes.to_vec();
+    seven.push("disk_read_bytes_per_second");
+    for (wrong, pointer, words) in [
+        (panel(&format!("{title}ä"), &["loss"]), "/panels/0/title", "has 81 characters"),
+        (panel("t", &seven), "/panels/0/metrics", "has 7 metrics"),
+        (panel("t", &["loss", "lr", "accuracy"]), "/panels/0/metrics", "a panel has two axes"),
+        (panel("t", &["los"]), "/panels/0/metrics", "did you mean \"loss\"?"),
+    ] {
+        let (status, problem) = server.put(&path, &json!({"panels": [wrong]})).await;
+        let error = &problem["errors"][0];
+        assert!(
+            status == 422 && error["pointer"] == pointer && error["detail"].as_str().unwrap().contains(words),
+            "{problem}"
+        );
+    }
+    for unreadable in [json!({}), json!({"panels": [{"title": "t"}]}), json!({"panels": [], "more": 1})] {
+        assert_eq!(server.put(&path, &unreadable).await.0, 400, "{unreadable}");
+    }
+    assert_eq!(shown(&server, &id).await.1.len(), PANELS, "what was refused has changed nothing");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn who_may_change_a_job_changes_its_panels_and_members_a_projects() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 0).await;
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
+        server.add_person(name, role).await;
+    }
+    let (mona, _) = server.client_of("mona", "submit").await;
+    let (otto, _) = server.client_of("otto", "submit").await;
+    let (vera, _) = server.client_of("vera", "read").await;
+    let mut hers = spec();
+    hers["project"] = "hers".into();
+    let (_, job) = server.as_who(&mona, "POST", "/jobs", Some(hers.clone())).await;
+    let own = format!("/jobs/{}/panels", job["id"].as_str().unwrap());
+    let put = Some(panels(&["a"]));
+    for (who, method, expected) in [
+        (&vera, "PUT", 403),
+        (&otto, "PUT", 403),
+        (&otto, "DELETE", 403),
+        (&otto, "GET", 200),
+        (&vera, "GET", 200),
+        (&mona, "PUT", 200),
+        (&mona, "DELETE", 204),
+    ] {
+        let body = (method == "PUT").then(|| put.clone()).flatten();
+        assert_eq!(server.as_who(who, method, &own, body).await.0, expected, "{method}");
+    }
+    let project = "/projects/hers/panels";
+    assert_eq!(server.as_who(&vera, "PUT", project, put.clone()).await.0, 403);
+    assert_eq!(server.as_who(&otto, "PUT", project, put.clone()).await.0, 200, "a member");
+    assert_eq!(server.as_who(&vera, "GET", project, None).await.0, 200);
+
+    // A project of private jobs is one that others do not know of.
+    hers["project"] = "secret".into();
+    hers["private"] = true.into();
+    let (status, made) = server.as_who(&mona, "POST", "/jobs", Some(hers)).await;
+    assert_eq!(status, 201, "{made}");
+    let secret = "/projects/secret/panels";
+    assert_eq!(server.as_who(&mona, "PUT", secret, put.clone()).await.0, 200);
+    for (method, body) in [("PUT", put), ("GET", None)] {
+        let (status, problem) = server.as_who(&otto, method, secret, body.clone()).await;
+        let (_, nothing) = server.as_who(&otto, method, "/projects/nothing/panels", body).await;
+        assert_eq!((status, &problem["detail"]), (404, &nothing["detail"]));
+    }
+    assert_eq!(server.get("/projects/no%20name/panels").await.0, 404);
+    server.stop().await;
+}

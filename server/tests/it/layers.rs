@@ -1,0 +1,161 @@
+//! Histograms of layers and descriptions of networks, from a rank's report to the answers about them.
+
+use crate::{
+    agent::{Agent, losses, running},
+    postgres,
+    test_server::{DEADLINE, TestServer},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, AttemptRef, Ending, Source},
+    histograms::{HistogramKind, LayerHistogram, LayerHistograms},
+    limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, HISTOGRAM_STEPS},
+    network::{LayerDescription, NetworkDescription},
+};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+fn layer(name: &str, kind: HistogramKind, max: f32) -> LayerHistogram {
+    let counts = (0..HISTOGRAM_BINS as u32).map(|n| n * 1000).collect();
+    LayerHistogram { name: name.into(), kind, min: -0.5, max, counts }
+}
+
+fn histograms(step: u64, max: f32) -> AttemptEvent {
+    let layers = vec![
+        layer("conv1.weight", HistogramKind::Weight, max),
+        layer("conv1.weight", HistogramKind::Gradient, max / 10.0),
+        layer("a.b.weight", HistogramKind::Weight, max),
+    ];
+    AttemptEvent::Histograms(LayerHistograms { step, layers })
+}
+
+fn network(parameters: u64) -> AttemptEvent {
+    let layer = |name: &str, time_us| LayerDescription {
+        name: name.into(),
+        kind: "conv 3x3".into(),
+        output_shape: vec![16, 32, 32],
+        parameters,
+        time_us,
+    };
+    AttemptEvent::Network(NetworkDescription { layers: vec![layer("conv1", Some(12.5)), layer("fc", None)] })
+}
+
+async fn ask(server: &TestServer, id: &str, query: &str) -> Value {
+    let (status, body) = server.get(&format!("/jobs/{id}/histograms{query}")).await;
+    assert_eq!(status, 200, "{body}");
+    body
+}
+
+/// Steps and attempts of the histograms of a layer.
+async fn of_layer(server: &TestServer, id: &str) -> Vec<(u64, u64)> {
+    let body = ask(server, id, "?layer=a.b.weight&kind=weight").await;
+    let pair = |h: &Value| (h["step"].as_u64().unwrap(), h["attempt"].as_u64().unwrap());
+    body["histograms"].as_array().unwrap().iter().map(pair).collect()
+}
+
+async fn report(agent: &mut Agent, attempt: &AttemptRef, first: u64, events: Vec<AttemptEvent>) {
+    let end = first + events.len() as u64;
+    assert_eq!(agent.report(attempt, Source::Rank(0), first, events).await, end);
+}
+
+async fn scenario(server: TestServer) {
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let first = agent.started().await.attempt;
+    assert_eq!(ask(&server, &id, "").await, json!({"steps": [], "layers": [], "histograms": []}));
+    assert_eq!(server.get(&format!("/jobs/{id}/network")).await, (200, json!({"layers": []})));
+    let page = server.text(&format!("/jobs/{id}")).await.1;
+    assert!(page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
+
+    let events =
+        vec![running(1000, 0), network(1), histograms(10, 0.5), losses(0, 1..=3), histograms(20, 0.25)];
+    report(&mut agent, &first, 0, events).await;
+    // Told twice, as after a lost acknowledgement: each is there once.
+    report(&mut agent, &first, 4, vec![histograms(20, 0.25)]).await;
+    let index = ask(&server, &id, "").await;
+    assert_eq!(index["steps"], json!([10, 20]));
+    let names: Vec<_> =
+        index["layers"].as_array().unwrap().iter().map(|l| (&l["name"], &l["kind"])).collect();
+    let expected = [("conv1.weight", "weight"), ("conv1.weight", "gradient"), ("a.b.weight", "weight")];
+    let expected: Vec<_> = expected.iter().map(|(name, kind)| (json!(name), json!(kind))).collect();
+    assert_eq!(
+        names,
+        expected.iter().map(|(name, kind)| (name, kind)).collect::<Vec<_>>(),
+        "the network's order"
+    );
+    assert_eq!(index["histograms"], json!([]), "all of them would be many");
+    let of_step = ask(&server, &id, "?step=20&kind=gradient").await;
+    assert_eq!(of_step["layers"], json!([{"name": "conv1.weight", "kind": "gradient"}]));
+    let counts: Vec<u32> = (0..HISTOGRAM_BINS as u32).map(|n| n * 1000).collect();
+    let expected = json!([{"step": 20, "attempt": 1, "layer": "conv1.weight", "kind": "gradient", "min": -0.5, "max": 0.025_f32,
+        "counts": counts}]);
+    assert_eq!(of_step["histograms"], expected);
+    assert_eq!(ask(&server, &id, "?step=20").await["histograms"].as_array().unwrap().len(), 3);
+    assert_eq!(ask(&server, &id, "?layer=none").await["histograms"], json!([]));
+    assert_eq!(ask(&server, &id, "?step=18446744073709551615&layer=a%00b").await["histograms"], json!([]));
+    assert_eq!(server.get(&format!("/jobs/{id}/histograms?kind=bias")).await.0, 400);
+    let (_, known) = server.get(&format!("/jobs/{id}/network")).await;
+    assert_eq!(known["layers"][0]["time_us"], 12.5);
+    assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
+    let page = server.text(&format!("/jobs/{id}")).await.1;
+    assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
+    // Readers of the stream hear of it.
+    let events = server.stored(&id).await;
+    let told: Vec<_> =
+        events.iter().filter(|e| e["type"] == "histograms").map(|e| e["step"].clone()).collect();
+    assert_eq!(told, [10, 20]);
+    assert_eq!(events.iter().filter(|e| e["type"] == "network").count(), 1);
+
+    // Another attempt begins again after step 10: what the first did after that is no part of the run any more.
+    agent.end(&first, Ending::Failed { reason: "killed".into(), retriable: true }).await;
+    let second = agent.started().await.attempt;
+    report(&mut agent, &second, 0, vec![running(1000, 10), network(2), histograms(15, 0.5)]).await;
+    assert_eq!(of_layer(&server, &id).await, [(10, 1), (15, 2)]);
+    assert_eq!(server.get(&format!("/jobs/{id}/network")).await.1["layers"][1]["parameters"], 2);
+
+    // What is too much, and what another rank says, is not kept, and does not hold up what comes after it.
+    let many = |count: usize| {
+        let layers = (0..count).map(|n| layer(&format!("l{n}"), HistogramKind::Weight, 0.5)).collect();
+        AttemptEvent::Histograms(LayerHistograms { step: 30, layers })
+    };
+    let wrong = vec![
+        many(HISTOGRAM_LAYERS + 1),
+        AttemptEvent::Histograms(LayerHistograms { step: 0, layers: Vec::new() }),
+        losses(0, 11..=12),
+    ];
+    report(&mut agent, &second, 3, wrong).await;
+    assert_eq!(agent.report(&second, Source::Rank(1), 0, vec![histograms(40, 1.0)]).await, 1);
+    assert_eq!(ask(&server, &id, "").await["steps"], json!([10, 15]));
+    assert_eq!(server.job(&id).await.step, 12);
+    report(&mut agent, &second, 6, vec![many(HISTOGRAM_LAYERS)]).await;
+    assert_eq!(ask(&server, &id, "?step=30").await["histograms"].as_array().unwrap().len(), HISTOGRAM_LAYERS);
+
+    // More steps than are kept: both ends stay, and the rest is thinned.
+    let last = 31 + HISTOGRAM_STEPS as u64;
+    report(&mut agent, &second, 7, (31..=last).map(|step| histograms(step, 0.5)).collect()).await;
+    let steps = ask(&server, &id, "").await["steps"].as_array().unwrap().clone();
+    assert_eq!(
+        (steps.len(), &steps[0], &steps[HISTOGRAM_STEPS - 1]),
+        (HISTOGRAM_STEPS, &json!(10), &json!(last))
+    );
+
+    agent.end(&second, Ending::Succeeded { step: 1000 }).await;
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(server.get(&format!("/jobs/{id}/histograms")).await.0, 404);
+    assert_eq!(server.get(&format!("/jobs/{id}/network")).await.0, 404);
+    let rows = "SELECT (SELECT count(*) FROM histograms) + (SELECT count(*) FROM networks)";
+    let since = Instant::now();
+    while server.number(rows).await > 0 {
+        assert!(since.elapsed() < DEADLINE, "they stay");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_rank_says_of_its_layers_is_kept() {
+    scenario(TestServer::new().await).await;
+}
+
+#[tokio::test]
+async fn what_a_rank_says_of_its_layers_is_kept_in_postgres() {
+    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
+}

@@ -1,0 +1,113 @@
+// A picture of histograms over steps: a column a step, as dark as values are many.
+
+import { labelWidth } from "./axes.js";
+import { onThemeChange, palette } from "./palette.js";
+import { linear, linearTicks, niceDomain } from "./scale.js";
+
+const grouped = (v) => String(v).replace(/\B(?=(\d{3})+$)/g, ",");
+
+export class Heat {
+  #all = [];
+  #at = null;
+  #name = "";
+
+  /** `at(histogram)`: the reader has come to one; null: to none. `format(v)`: a value in words. */
+  constructor(root, at, format) {
+    Object.assign(this, { root, at, format });
+    this.canvas = root.appendChild(document.createElement("canvas"));
+    this.canvas.setAttribute("role", "img");
+    new ResizeObserver(() => this.draw()).observe(root);
+    onThemeChange(() => this.draw());
+    root.addEventListener("pointermove", (event) => this.#move(event.clientX - root.getBoundingClientRect().left));
+    root.addEventListener("pointerdown", (event) => this.#move(event.clientX - root.getBoundingClientRect().left));
+    root.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  get newest() { return this.#all.at(-1); }
+
+  /** Shows histograms of one layer, by step. */
+  show(name, histograms) {
+    const step = this.#all[this.#at]?.step, same = name === this.#name;
+    this.#name = name;
+    this.#all = histograms;
+    this.#at = same && step !== undefined ? histograms.findIndex((h) => h.step === step) : null;
+    if (this.#at === -1) this.#at = null;
+    const last = this.newest, words = last ? `${name} over ${histograms.length} steps; at the newest, ${last.step}, from ${this.format(last.min)} to ${this.format(last.max)}` : `${name}: none yet`;
+    this.root.setAttribute("aria-label", `${name}. Arrow keys move from step to step.`);
+    this.canvas.setAttribute("aria-label", words);
+    this.root.dataset.steps = String(histograms.length);
+    if (this.#at === null) this.at(null);
+    this.draw();
+  }
+
+  draw() {
+    const { width, height } = this.root.getBoundingClientRect(), ratio = devicePixelRatio || 1, colours = palette();
+    if (!width || !height) return;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(height * ratio);
+    const ctx = this.canvas.getContext("2d"), all = this.#all;
+    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+    ctx.clearRect(0, 0, width, height);
+    this.edges = null;
+    if (!all.length) return;
+    const [y0, y1] = niceDomain(Math.min(...all.map((h) => h.min)), Math.max(...all.map((h) => h.max)), "linear"), ticks = linearTicks(y0, y1, Math.max(2, Math.floor(height / 52)));
+    const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, ticks.map(this.format), colours, 24) + 10, right: width - 10 };
+    const y = linear([y0, y1], [plot.bottom, plot.top]), first = all[0].step, last = all.at(-1).step, x = linear([first, last > first ? last : first + 1], [plot.left, plot.right]);
+    // A column reaches half way to its neighbours.
+    const middle = (i) => (i < 0 ? plot.left : i >= all.length - 1 ? plot.right : (x.to(all[i].step) + x.to(all[i + 1].step)) / 2);
+    this.edges = all.map((_, i) => [middle(i - 1), middle(i)]);
+    ctx.fillStyle = colours.accent;
+    all.forEach(({ min, max, counts }, i) => {
+      const [from, to] = this.edges[i], wide = Math.max(1, to - from), most = Math.max(1, ...counts), bin = (max - min) / counts.length;
+      counts.forEach((n, k) => {
+        if (!n) return;
+        const low = y.to(min + k * bin), high = y.to(min + (k + 1) * bin);
+        ctx.globalAlpha = 0.08 + 0.92 * Math.sqrt(n / most);
+        ctx.fillRect(from, high - (low - high < 1 ? 1 : 0), wide + 0.3, Math.max(1, low - high + 0.3));
+      });
+    });
+    ctx.globalAlpha = 1;
+    ctx.font = colours.font;
+    ctx.fillStyle = colours.muted;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "right";
+    for (const t of ticks) ctx.fillText(this.format(t), plot.left - 8, y.to(t));
+    ctx.textBaseline = "top";
+    ctx.textAlign = "center";
+    let taken = -Infinity;
+    for (const t of last > first ? linearTicks(first, last, Math.max(2, Math.floor((plot.right - plot.left) / 90))).filter(Number.isInteger) : [first]) {
+      const words = grouped(t), half = ctx.measureText(words).width / 2, p = Math.min(Math.max(x.to(t), plot.left + half), plot.right - half);
+      if (p - half < taken + 10) continue;
+      taken = p + half;
+      ctx.fillText(words, p, plot.bottom + 7);
+    }
+    if (this.#at === null) return;
+    const [from, to] = this.edges[this.#at];
+    ctx.strokeStyle = colours.text;
+    ctx.lineWidth = 1;
+    ctx.strokeRect(Math.round(from) - 0.5, plot.top - 2, Math.max(2, Math.round(to - from) + 1), plot.bottom - plot.top + 4);
+  }
+
+  #go(to) {
+    if (!this.#all.length) return;
+    const at = Math.min(this.#all.length - 1, Math.max(0, to));
+    if (at === this.#at) return;
+    this.#at = at;
+    this.at(this.#all[at]);
+    this.draw();
+  }
+
+  #move(p) {
+    const at = this.edges?.findIndex(([, to]) => p < to) ?? -1;
+    if (this.edges) this.#go(at < 0 ? this.edges.length - 1 : at);
+  }
+
+  #key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const last = this.#all.length - 1, now = this.#at ?? last + 1, hop = event.shiftKey ? 10 : 1;
+    const to = { ArrowLeft: now - hop, ArrowRight: now + hop, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.#go(to);
+  }
+}

@@ -1,0 +1,58 @@
+// The vertical axes of a chart: what they span, and their ticks. A chart has one at the left, and a second one at the right for
+// layers of another quantity.
+
+import { visible } from "./lines.js";
+import { withoutOutliers } from "./range.js";
+import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
+
+/** How much is shown between `low` and `high`: points and buckets of the layer with most of them, and whether all are exact. */
+export function amount(gathered, low, high) {
+  let shown = 0, buckets = 0, exact = true;
+  for (const { parts } of gathered) {
+    let points = 0, held = 0;
+    for (const { segment, xs } of parts) {
+      const [from, to] = visible(segment, xs, low, high);
+      held += to - from;
+      for (let i = from; i < to; i++) points += segment.counts[i];
+      exact &&= segment.exact;
+    }
+    shown = Math.max(shown, points);
+    buckets = Math.max(buckets, held);
+  }
+  return { shown, buckets, exact };
+}
+
+/**
+ * An axis of `kind` (linear, log) for these layers. `side`: `ends` that are fixed, `robust` where outliers do not count, `zero` where it
+ * starts there, `limits` beyond which it never goes, `tick(v)` for its labels.
+ */
+export function vertical(side, kind, gathered, low, high, rows) {
+  let bottom = Infinity, top = -Infinity;
+  for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
+    const [from, to] = visible(segment, xs, low, high);
+    for (let i = from; i < to; i++) {
+      const a = segment.min[i], b = segment.max[i];
+      if (Number.isFinite(b) && b > top) top = b;
+      if (Number.isFinite(a) && a < bottom && (kind === "linear" || a > 0)) bottom = a;
+    }
+  }
+  if (side.zero && kind === "linear" && bottom > 0) bottom = 0;
+  if (side.robust) [bottom, top] = usual(gathered, kind, low, high) ?? [bottom, top];
+  const fixed = (v) => (v === null || (kind === "log" && v <= 0) ? null : v);
+  let [y0, y1] = niceDomain(bottom, top, kind);
+  [y0, y1] = [fixed(side.ends[0]) ?? y0, fixed(side.ends[1]) ?? y1];
+  if (y1 <= y0) y1 = y0 + (Math.abs(y0) || 1);
+  if (side.limits && side.ends.every((v) => v === null)) [y0, y1] = [Math.max(y0, side.limits[0]), Math.min(y1, side.limits[1])];
+  const ticks = kind === "log" ? logTicks(y0, y1, rows) : linearTicks(y0, y1, rows);
+  return { ticks, label: side.tick, labels: ticks.map(side.tick), scale: (plot) => (kind === "log" ? log : linear)([y0, y1], [plot.bottom, plot.top]) };
+}
+
+/** Where nearly all that is shown lies; null for too few to say. */
+function usual(gathered, kind, low, high) {
+  const values = [];
+  for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {
+    const [from, to] = visible(segment, xs, low, high), stride = Math.max(1, Math.ceil((to - from) / 2000));
+    for (let i = from; i < to; i += stride) { const v = segment.mean[i]; if (Number.isFinite(v) && (kind === "linear" || v > 0)) values.push(v); }
+  }
+  return values.length < 20 ? null : withoutOutliers(Float64Array.from(values));
+}

@@ -1,0 +1,136 @@
+// How weights and gradients are distributed: one layer over the steps as a picture, and every layer at one step as a table.
+
+import { ask, byId, press, sentence, text } from "../page.js";
+import { count, plural } from "../numbers.js";
+import { read, write } from "../address.js";
+import { Heat } from "../chart/heat.js";
+import { short } from "./names.js";
+
+/** Between two readings while the job trains. */
+const AGAIN_MS = 3000;
+/** Rows of the table that are drawn at once. */
+const ROWS = 100;
+const SVG = "http://www.w3.org/2000/svg";
+
+const number = (v) => short(Number(v.toPrecision(3)));
+
+/** The value below which a share of the values lies, as near as the bins tell. */
+export function quantile({ min, max, counts }, share) {
+  const all = counts.reduce((a, b) => a + b, 0), width = (max - min) / counts.length;
+  let below = 0;
+  for (let i = 0; i < counts.length; i++) {
+    if (counts[i] && below + counts[i] >= share * all) return min + width * (i + (share * all - below) / counts[i]);
+    below += counts[i];
+  }
+  return max;
+}
+
+export class Histograms {
+  #opened = false;
+  #timer = 0;
+  #asked = 0;
+  #step = null;
+  /** The newest step is what the reader looks at. */
+  follows = true;
+  kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
+  layer = read("layer");
+
+  constructor(job) {
+    this.job = job;
+    this.heat = new Heat(byId("histogram-chart"), (at) => this.#at(at), number);
+    const buttons = [...document.querySelectorAll("button[data-values]")];
+    press(buttons, buttons.find((b) => b.dataset.values === this.kind));
+    for (const button of buttons) button.addEventListener("click", () => {
+      press(buttons, button);
+      this.kind = button.dataset.values;
+      write({ values: this.kind === "weight" ? "" : this.kind });
+      this.#load();
+    });
+    byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
+  }
+
+  open() {
+    this.#opened = true;
+    this.#load();
+  }
+
+  /** The server has another step. */
+  more() {
+    if (!this.#opened || byId("histograms-panel").hidden) return;
+    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, AGAIN_MS);
+  }
+
+  #choose(layer) {
+    this.layer = layer;
+    write({ layer });
+    this.#load();
+  }
+
+  #get(query) { return ask(`/api/v1/jobs/${this.job}/histograms?kind=${this.kind}${query}`); }
+
+  async #load() {
+    const mine = ++this.#asked;
+    try {
+      const { steps, layers } = await this.#get("");
+      if (mine !== this.#asked) return;
+      const names = layers.map((layer) => layer.name);
+      if (!names.includes(this.layer)) this.layer = names[0] ?? "";
+      byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
+      text(byId("histogram-status"), names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
+      const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
+      if (mine !== this.#asked) return;
+      this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
+      if (!steps.includes(this.#step) || this.follows) this.#step = steps.at(-1) ?? null;
+      await this.#table(mine);
+    } catch (error) { text(byId("histogram-status"), sentence(error)); }
+  }
+
+  /** The reader has come to a step of the picture. */
+  #at(histogram) {
+    if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and to have it in the table below.");
+    const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
+    text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
+    this.#step = step;
+    this.follows = histogram === this.heat.newest;
+    clearTimeout(this.soon);
+    this.soon = setTimeout(() => this.#table(this.#asked), 150);
+  }
+
+  async #table(mine) {
+    const step = this.#step;
+    if (step === null) return;
+    const { histograms } = await this.#get(`&step=${step}`);
+    if (mine !== this.#asked || step !== this.#step) return;
+    text(byId("histogram-title"), `Every layer at step ${count(step)}`);
+    const rows = histograms.map((h) => this.#row(h)), later = rows.splice(ROWS);
+    byId("histogram-rows").replaceChildren(...rows);
+    if (later.length) requestAnimationFrame(() => { if (mine === this.#asked) byId("histogram-rows").append(...later); });
+  }
+
+  #row(histogram) {
+    const { layer, min, max, counts } = histogram, row = document.createElement("tr"), name = document.createElement("th");
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: layer });
+    if (layer === this.layer) button.setAttribute("aria-current", "true");
+    button.addEventListener("click", () => this.#choose(layer));
+    name.scope = "row";
+    name.append(button);
+    row.append(name, profile(counts));
+    for (const words of [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))]) {
+      row.append(Object.assign(document.createElement("td"), { className: "num", textContent: words }));
+    }
+    return row;
+  }
+}
+
+/** A cell with the shape of a histogram; the numbers beside it say where it lies. */
+function profile(counts) {
+  const cell = document.createElement("td"), svg = document.createElementNS(SVG, "svg"), area = document.createElementNS(SVG, "polygon"), most = Math.max(1, ...counts);
+  svg.setAttribute("viewBox", `0 0 ${counts.length} 20`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  svg.classList.add("profile");
+  area.setAttribute("points", ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" "));
+  svg.append(area);
+  cell.append(svg);
+  return cell;
+}

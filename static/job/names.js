@@ -1,0 +1,61 @@
+// What metrics are called, how their values are written, and which of them can share an axis.
+
+import { bytes, millis, percent, rate, value } from "../numbers.js";
+
+const perSecond = (v) => `${bytes(v)}/s`;
+
+export const short = (v) => {
+  const size = Math.abs(v);
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return v.toExponential(0).replace("e+", "e");
+  return String(Number(v.toPrecision(6))).replace(/\B(?=(\d{3})+$)/g, size >= 1000 ? "," : "");
+};
+export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
+
+/** Of the machine; one rank of each reports them. */
+export const MACHINE = {
+  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true], memory_used_bytes: ["Memory in use", bytes, true],
+  disk_used_bytes: ["Disk in use", bytes, true],
+  disk_read_bytes_per_second: ["Read from disk", perSecond, true], disk_written_bytes_per_second: ["Written to disk", perSecond, true],
+  network_received_bytes_per_second: ["Network received", perSecond, true], network_sent_bytes_per_second: ["Network sent", perSecond, true],
+};
+/** What the last chart can show: label, how a value is written, and whether every rank has its own. */
+export const OTHERS = {
+  lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
+  val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false], val_ema_loss: ["Validation loss of averaged weights", value, false],
+  step_ms: ["Step time", millis, true], data_ms: ["Data wait", millis, true], all_reduce_ms: ["All-reduce wait", millis, true],
+  loss_scale: ["Loss scale (float16)", value, false], skipped_steps: ["Skipped steps (float16)", value, false],
+  gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true], gpu_memory_bytes: ["GPU memory", bytes, true],
+  gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
+  ...MACHINE,
+};
+/** What panels can show besides. */
+export const ALL = {
+  loss: ["Loss", value, true], accuracy: ["Accuracy", percent, true], val_accuracy: ["Validation accuracy", percent, false],
+  images_per_second: ["Images/s", rate, false], ...OTHERS,
+};
+/** Where the metrics of the list begin that are of devices. */
+export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
+
+/** As `quantity` in protocol/src/metric.rs: metrics of the same one share an axis. */
+export function quantity(name) {
+  const known = {
+    lr: "learning rate", grad_norm: "gradient norm", loss_scale: "loss scale", skipped_steps: "steps", images_per_second: "images/s",
+    gpu_power_watts: "power", gpu_temperature_celsius: "temperature",
+  };
+  if (known[name]) return known[name];
+  if (/(^|_)loss$/.test(name)) return "loss";
+  if (/(^|_)accuracy$/.test(name)) return "accuracy";
+  if (name.endsWith("_ms")) return "time";
+  if (name.endsWith("_utilization")) return "utilisation";
+  return name.endsWith("_bytes_per_second") ? "bytes/s" : "bytes";
+}
+
+/** What one of the numbers that people write is on the axis of a metric: accuracies are written in percent. */
+export const unitOf = (name) => (quantity(name) === "accuracy" ? 0.01 : 1);
+
+/** The axis of a quantity, by one of its metrics. */
+export function axisOf(name) {
+  const format = ALL[name][1], of = quantity(name);
+  const tick = of === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
+  return { format, tick, zero: !["loss", "accuracy"].includes(of), limits: of === "accuracy" ? [0, 1] : undefined };
+}

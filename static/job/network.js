@@ -1,0 +1,70 @@
+// The picture of a job's network: its stages as blocks, and its layers as a table.
+
+import { ask, byId, sentence, text } from "../page.js";
+import { count, millis, percent, plural } from "../numbers.js";
+
+/** With more of the layers in one stage, stages are told apart by one more part of the names. */
+const TOO_MUCH = 0.7;
+const DEEPEST = 3;
+
+const shape = (sizes) => sizes.map(count).join(" × ");
+const time = (us) => (us >= 1000 ? millis(us / 1000) : `${us.toFixed(us < 100 ? 1 : 0)} µs`);
+const make = (name, content = "", attributes = {}) => {
+  const node = document.createElement(name);
+  node.textContent = content;
+  for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
+  return node;
+};
+
+/** Layers that follow each other and begin with the same part of a name: `{ name, layers }`. */
+export function stages(layers) {
+  for (let depth = 1; ; depth++) {
+    const found = [];
+    for (const layer of layers) {
+      const parts = layer.name.split("."), name = parts.slice(0, Math.min(depth, Math.max(1, parts.length - 1))).join(".");
+      if (found.at(-1)?.name !== name) found.push({ name, layers: [] });
+      found.at(-1).layers.push(layer);
+    }
+    if (depth === DEEPEST || found.every((stage) => stage.layers.length <= TOO_MUCH * layers.length)) return found;
+  }
+}
+
+const sum = (layers, key) => layers.reduce((all, layer) => all + (layer[key] ?? 0), 0);
+
+export class Network {
+  constructor(job) { this.job = job; }
+
+  async load() {
+    try {
+      this.#draw((await ask(`/api/v1/jobs/${this.job}/network`)).layers);
+    } catch (error) { text(byId("network-sum"), sentence(error)); }
+  }
+
+  #draw(layers) {
+    const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
+    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} a step` : ""}` : "Nothing is known of it yet.");
+    byId("network-time").hidden = !timed;
+    byId("network-stages").replaceChildren(...found.map((stage) => {
+      const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us"), item = make("li");
+      item.append(make("b", stage.name), make("span", shape(stage.layers.at(-1).output_shape)), make("small", plural(stage.layers.length, "layer")), make("small", plural(parameters, "parameter")));
+      item.append(make("meter", "", { min: 0, max: Math.max(1, all), value: parameters, "aria-label": `Share of the parameters: ${percent(all ? parameters / all : 0)}`, title: "Share of the parameters" }));
+      if (timed) {
+        item.append(make("small", time(took)));
+        item.append(make("meter", "", { min: 0, max: whole || 1, value: took, "aria-label": `Share of the time: ${percent(whole ? took / whole : 0)}`, title: "Share of the time" }));
+      }
+      return item;
+    }));
+    byId("network-rows").replaceChildren(...found.flatMap((stage) => {
+      const head = make("tr"), cell = make("th", stage.name, { scope: "rowgroup", colspan: timed ? 5 : 4 });
+      head.className = "stage";
+      head.append(cell);
+      const rows = stage.layers.map((layer) => {
+        const row = make("tr");
+        row.append(make("th", layer.name, { scope: "row" }), make("td", layer.kind), make("td", shape(layer.output_shape)), make("td", layer.parameters ? count(layer.parameters) : "–", { class: "num" }));
+        if (timed) row.append(make("td", layer.time_us === undefined ? "–" : time(layer.time_us), { class: "num" }));
+        return row;
+      });
+      return stage.layers.length === 1 && stage.layers[0].name === stage.name ? rows : [head, ...rows];
+    }));
+  }
+}

@@ -1,0 +1,87 @@
+// The form of a panel.
+
+import { byId, Problem, sentence, text } from "../page.js";
+import { ALL, GROUPS, unitOf } from "./names.js";
+
+const field = (name) => byId(`panel-${name}`);
+
+export class PanelForm {
+  constructor(charts) {
+    this.charts = charts;
+    let group = null;
+    const box = field("metrics");
+    for (const [name, [label]] of Object.entries(ALL)) {
+      const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
+      if (title) {
+        group = box.appendChild(document.createElement("fieldset"));
+        group.append(Object.assign(document.createElement("legend"), { textContent: title }));
+      }
+      const line = group.appendChild(document.createElement("label"));
+      line.className = "inline";
+      line.append(Object.assign(document.createElement("input"), { type: "checkbox", value: name }), label);
+    }
+  }
+
+  get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
+
+  /** Asks for a panel; `put(panel)` stores it, and null for `panel` removes it. */
+  open(panel, put) {
+    const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false };
+    text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
+    text(field("error"), "");
+    field("remove").hidden = !panel;
+    field("name").value = now.title;
+    for (const box of this.#boxes) {
+      box.checked = now.metrics.includes(box.value);
+      box.closest("label").hidden = !box.checked && !this.charts.offers(box.value);
+    }
+    for (const group of field("metrics").querySelectorAll("fieldset")) group.hidden = ![...group.querySelectorAll("label")].some((line) => !line.hidden);
+    field("lines").value = now.lines;
+    field("scale").value = now.log ? "log" : "lin";
+    field("smoothing").value = String(now.smoothing);
+    for (const end of ["min", "max"]) field(end).value = now[`y_${end}`] === undefined ? "" : Number((now[`y_${end}`] / unitOf(now.metrics[0])).toPrecision(12));
+    field("columns").value = String(now.columns);
+    field("rows").value = String(now.rows);
+    const store = (button, made) => async (event) => {
+      event.preventDefault();
+      button.disabled = true;
+      try { await put(made()); dialog.close("yes"); } catch (error) { text(field("error"), error instanceof Mistake ? error.message : said(error)); }
+      button.disabled = false;
+    };
+    field("save").onclick = store(field("save"), () => this.#read(now));
+    field("remove").onclick = store(field("remove"), () => null);
+    dialog.showModal();
+    field("metrics").scrollTop = 0;
+    field("name").focus();
+  }
+
+  #read(before) {
+    const chosen = this.#boxes.filter((box) => box.checked).map((box) => box.value);
+    // Those that were there keep their order, and with it their axis and colour.
+    const metrics = [...before.metrics.filter((name) => chosen.includes(name)), ...chosen.filter((name) => !before.metrics.includes(name))];
+    if (!metrics.length) throw new Mistake("Choose at least one metric.");
+    const end = (name, label) => {
+      const words = field(name).value.trim().replace(",", ".");
+      if (words === "") return null;
+      const v = Number(words);
+      if (!Number.isFinite(v)) throw new Mistake(`${label}: ${words} is no number. Leave it empty for what the points need.`);
+      return v * unitOf(metrics[0]);
+    };
+    const ends = { y_min: end("min", "From"), y_max: end("max", "To") };
+    for (const key of Object.keys(ends)) if (ends[key] === null) delete ends[key];
+    const title = field("name").value.trim() || metrics.map((name) => ALL[name][0]).join(", ").slice(0, 80).trim();
+    return {
+      title, metrics, lines: field("lines").value, columns: Number(field("columns").value), rows: Number(field("rows").value),
+      smoothing: Number(field("smoothing").value), log: field("scale").value === "log", ...ends,
+    };
+  }
+}
+
+/** What is wrong, with the field of the panel that it is about. */
+export function said(error) {
+  if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
+  return error.errors.map(({ pointer, detail }) => `${pointer.split("/").at(-1)} ${detail}`).join(". ");
+}
+
+/** Something in the form that the server need not be asked about. */
+class Mistake extends Error {}

@@ -1,0 +1,220 @@
+// Panels: charts of a job's page that people put together. They are kept with the job on the server; a job without any of its own
+// shows its project's.
+
+import { ask, byId, text } from "../page.js";
+import { saveMenu } from "../chart/export.js";
+import { PanelForm, said } from "./panel-form.js";
+import { ALL, axisOf, quantity } from "./names.js";
+
+/** As in protocol/src/limits.rs. */
+const MOST = 24;
+
+/** The metric that a line is made of: speeds are made of step times. */
+const source = (name) => (name === "images_per_second" ? "step_ms" : name);
+
+export class Panels {
+  /** What is on the page: `{ panel, card, chart, key }`, in order. */
+  #shown = [];
+  #made = 0;
+  #saving = Promise.resolve();
+  #drag = null;
+
+  /** `start`: `{ from, panels }` as the server has them. `mayChange`: whether the reader may. */
+  constructor(job, charts, metrics, start, mayChange) {
+    Object.assign(this, { job, charts, metrics, from: start.from, mayChange });
+    charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics.map(source)))];
+    charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
+    this.grid = byId("custom-grid");
+    this.form = new PanelForm(charts);
+    this.#show(start.panels);
+    byId("panel-add").addEventListener("click", () => this.#edit(null));
+    byId("panels-to-project").addEventListener("click", () => this.#toProject());
+    byId("panels-from-project").addEventListener("click", () => this.#fromProject());
+  }
+
+  get list() { return this.#shown.map((entry) => entry.panel); }
+
+  /** Shows panels; those that stay the same keep their chart. */
+  #show(panels) {
+    const before = this.#shown;
+    this.#shown = panels.map((panel) => {
+      const same = before.findIndex((entry) => entry?.panel === panel);
+      if (same < 0) return this.#make(panel);
+      const [entry] = before.splice(same, 1, null);
+      return entry;
+    });
+    for (const entry of before) if (entry) this.#unmake(entry);
+    const there = [...this.grid.children];
+    if (this.#shown.some(({ card }, i) => there[i] !== card)) this.grid.append(...this.#shown.map((entry) => entry.card));
+    this.#shown.forEach(({ panel, card }, i) => {
+      card.querySelector(".handle").setAttribute("aria-label", `Move ${panel.title}, panel ${i + 1} of ${this.#shown.length}. Arrow keys move it.`);
+    });
+    const own = this.from === "job", any = this.#shown.length > 0;
+    byId("panel-add").disabled = this.#shown.length >= MOST;
+    byId("panels-to-project").hidden = !own || !any;
+    byId("panels-from-project").hidden = !own;
+    if (!byId("custom-note").dataset.said) this.#say("");
+  }
+
+  /** Words next to the title; without any, whose panels these are. */
+  #say(words) {
+    const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "") : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
+    byId("custom-note").dataset.said = words;
+    text(byId("custom-note"), words || whose);
+  }
+
+  #make(panel) {
+    const card = byId("panel-card").content.firstElementChild.cloneNode(true), key = `panel-${++this.#made}`;
+    const root = card.querySelector(".chart"), note = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
+    card.dataset.columns = panel.columns;
+    card.dataset.rows = panel.rows;
+    card.setAttribute("aria-label", panel.title);
+    card.querySelector("h3").textContent = panel.title;
+    root.dataset.chart = key;
+    const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
+    const chart = this.charts.draw(root, {
+      label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => sides.join(" · "), layers: () => this.charts.panelLayers(panel),
+      onNote: (words) => text(note, words),
+    });
+    chart.smoothing = panel.smoothing;
+    chart.scale = panel.log ? "log" : "linear";
+    chart.ends = [panel.y_min ?? null, panel.y_max ?? null];
+    chart.marks = this.charts.all.loss.marks;
+    this.charts.all[key] = chart;
+    this.#legend(card.querySelector(".chart-legend"), panel, sides);
+    const tools = card.querySelector(".tools"), handle = card.querySelector(".handle"), edit = card.querySelector(".edit");
+    tools.append(saveMenu(chart, () => `${this.job().name}-${panel.title}`, () => `${this.job().name} · ${panel.title}`));
+    edit.setAttribute("aria-label", `Edit ${panel.title}`);
+    const entry = { panel, card, chart, key };
+    handle.hidden = edit.hidden = !this.mayChange;
+    edit.addEventListener("click", () => this.#edit(entry));
+    handle.addEventListener("keydown", (event) => this.#key(event, entry));
+    this.#draggable(handle, entry);
+    return entry;
+  }
+
+  #unmake({ card, chart, key }) {
+    chart.remove();
+    delete this.charts.all[key];
+    card.remove();
+  }
+
+  #legend(list, panel, sides) {
+    list.hidden = panel.metrics.length < 2;
+    list.replaceChildren(...panel.metrics.map((name, i) => {
+      const item = document.createElement("li"), swatch = document.createElement("i");
+      swatch.className = `swatch bg-rank-${i}`;
+      item.append(swatch, ALL[name][0] + (quantity(name) === sides[1] ? " (right)" : ""));
+      return item;
+    }));
+  }
+
+  // --- changes -----------------------------------------------------------------------------------
+
+  /** The form, for a panel or for a new one. */
+  #edit(entry) {
+    const put = async (panel) => {
+      const list = this.list;
+      if (!entry) list.push(panel);
+      else if (panel) list.splice(list.indexOf(entry.panel), 1, panel);
+      else list.splice(list.indexOf(entry.panel), 1);
+      await this.#save(list);
+      if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(source(name)))).catch(() => {});
+      this.charts.detail();
+      this.charts.redraw(true);
+    };
+    this.form.open(entry?.panel ?? null, put);
+  }
+
+  /** Stores panels as the job's own, after what is being stored, and shows them as they are stored. */
+  #save(list) {
+    return (this.#saving = this.#saving.catch(() => {}).then(async () => {
+      await ask(`/api/v1/jobs/${this.job().id}/panels`, { method: "PUT", body: { panels: list } });
+      this.from = "job";
+      this.#say("");
+      this.#show(list);
+    }));
+  }
+
+  /** Shows panels in another order at once; it goes back should the server not take it. */
+  async #order(list, entry) {
+    const before = this.list;
+    this.#show(list);
+    entry.card.querySelector(".handle").focus();
+    const place = list.indexOf(entry.panel) + 1;
+    try {
+      await this.#save(list);
+      this.#say(`${entry.panel.title} is panel ${place} of ${list.length}.`);
+    } catch (error) {
+      this.#show(before);
+      this.#say(said(error));
+    }
+  }
+
+  #key(event, entry) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const list = this.list, at = list.indexOf(entry.panel), last = list.length - 1;
+    const to = { ArrowLeft: at - 1, ArrowUp: at - 1, ArrowRight: at + 1, ArrowDown: at + 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    if (to === at || to < 0 || to > last) return;
+    list.splice(at, 1);
+    list.splice(to, 0, entry.panel);
+    this.#order(list, entry);
+  }
+
+  /** The panel goes where it is let go: before the one under the pointer, or after it from its middle on. */
+  #draggable(handle, entry) {
+    const target = (event) => {
+      const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);
+      if (!over || over === entry) return null;
+      const box = card.getBoundingClientRect();
+      return { over, after: event.clientX > box.left + box.width / 2 };
+    };
+    const mark = (to) => {
+      for (const { card } of this.#shown) delete card.dataset.drop;
+      if (to) to.over.card.dataset.drop = to.after ? "after" : "before";
+    };
+    handle.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      handle.setPointerCapture(event.pointerId);
+      this.#drag = { entry, to: null };
+      entry.card.classList.add("dragged");
+    });
+    handle.addEventListener("pointermove", (event) => { if (this.#drag?.entry === entry) mark(this.#drag.to = target(event)); });
+    const end = (event) => {
+      const drag = this.#drag;
+      this.#drag = null;
+      entry.card.classList.remove("dragged");
+      mark(null);
+      if (!drag?.to || event.type === "pointercancel") return;
+      const list = this.list.filter((panel) => panel !== entry.panel);
+      list.splice(list.indexOf(drag.to.over.panel) + (drag.to.after ? 1 : 0), 0, entry.panel);
+      if (list.some((panel, i) => panel !== this.list[i])) this.#order(list, entry);
+    };
+    handle.addEventListener("pointerup", end);
+    handle.addEventListener("pointercancel", end);
+  }
+
+  async #toProject() {
+    const { project } = this.job();
+    try {
+      await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
+      this.#say(`Jobs of ${project} without panels of their own show these now.`);
+    } catch (error) { this.#say(said(error)); }
+  }
+
+  async #fromProject() {
+    const { id } = this.job(), path = `/api/v1/jobs/${id}/panels`;
+    try {
+      await ask(path, { method: "DELETE" });
+      const { from, panels } = await ask(path);
+      this.from = from;
+      this.#say("");
+      this.#show(panels);
+      await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
+      this.charts.redraw(true);
+      byId("panel-add").focus();
+    } catch (error) { this.#say(said(error)); }
+  }
+}

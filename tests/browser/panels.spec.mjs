@@ -1,0 +1,250 @@
+// Panels that people put together, histograms of layers and the picture of the network: told by a made-up agent, so nothing
+// waits for training. With LOCKSTEP_SHOTS set to a folder, pictures of the page are kept there.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Browser, TestServer, losses, until } from "./test-server.mjs";
+
+const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const STEPS = 60;
+let server, browser, agent, job, other;
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 4);
+  job = await running("with panels");
+  other = await running("beside it");
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+/** A job of two ranks that has told its losses, its network and the histograms of three steps. */
+async function running(name) {
+  const job = await server.ask("/jobs", spec(name, 2, 1000));
+  await agent.evaluate(async ([id, last]) => {
+    const attempt = await window.it.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, of) => ({ name, steps, values: steps.map(of) });
+    await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+    for (let rank = 0; rank < 2; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [
+      column("loss", (s) => window.agent.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agent.noise(s)), column("data_ms", (s) => 3.5 + window.agent.noise(s + rank)),
+      ...(rank ? [] : [column("lr", (s) => 0.1 * Math.cos(s / 50)), column("memory_used_bytes", (s) => 3.5e9 + s * 1e6)]),
+    ] }]);
+    const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
+    const layers = [layer("conv1", "conv 3x3", [16, 32, 32], 432, 310.5), layer("bn1", "batch_norm", [16, 32, 32], 32, 55.5)];
+    for (const [stage, channels, size] of [["layer1", 16, 32], ["layer2", 32, 16], ["layer3", 64, 8]]) for (let block = 0; block < 3; block++) for (const conv of ["conv1", "conv2"]) layers.push(layer(`${stage}.${block}.${conv}`, "conv 3x3", [channels, size, size], channels * channels * 9, 210.5 * (1 + block)));
+    layers.push(layer("fc", "linear", [10], 650, null));
+    await window.it.report(attempt, 0, [{ type: "network", layers }]);
+    window.histograms = (step) => ({ type: "histograms", step, layers: layers.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
+      const wide = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
+      return { name: `${l.name}.weight`, kind, min: -wide, max: wide * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
+    })) });
+    await window.it.report(attempt, 0, [10, 20, 30].map(window.histograms));
+  }, [job.id, STEPS]);
+  return job;
+}
+
+/** The job's page, drawn. */
+async function open(path = `/jobs/${job.id}`, options = {}) {
+  const page = await browser.page(server, path, options);
+  await until("it is drawn", async () => (await losses(page))["rank 0"]?.points === STEPS);
+  return page;
+}
+const titles = (page) => page.locator("#custom-grid h3").allTextContents();
+const stored = async () => (await server.ask(`/jobs/${job.id}/panels`)).panels.map((panel) => panel.title);
+const keep = async (panels, path = `/jobs/${job.id}/panels`) => {
+  const answer = await fetch(`${server.url}/api/v1${path}`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
+  assert.equal(answer.status, 200, await answer.text());
+};
+const panel = (title, metrics, more = {}) => ({ title, metrics, ...more });
+/** Labels and numbers of points of a panel's lines, by its place. */
+const lines = (page, at) => page.evaluate((at) => {
+  const key = document.querySelectorAll("#custom-grid .chart")[at]?.dataset.chart;
+  return window.lockstep.charts[key]?.snapshot().map((line) => [line.label, line.points]);
+}, at);
+const shot = async (page, name) => { if (process.env.LOCKSTEP_SHOTS) await page.screenshot({ path: `${process.env.LOCKSTEP_SHOTS}/${name}.png`, fullPage: true }); };
+
+describe("panels", () => {
+  test("are added, shown to everybody, changed and removed", async () => {
+    const page = await open(undefined, { expected: [/422/] }), dialog = page.locator("#panel-dialog");
+    assert.match(await page.locator("#custom-note").textContent(), /none yet/);
+    await page.getByRole("button", { name: "Add a panel" }).click();
+    await dialog.getByRole("button", { name: "Save", exact: true }).click();
+    assert.equal(await page.locator("#panel-error").textContent(), "Choose at least one metric.");
+    await dialog.getByLabel("Title").fill("Loss and rate");
+    for (const name of ["Loss", "Learning rate", "Step time"]) await dialog.getByLabel(name, { exact: true }).check();
+    assert.equal(await dialog.getByLabel("GPU power").isVisible(), false, "a job on CPUs has none");
+    await dialog.getByRole("button", { name: "Save", exact: true }).click();
+    await until("three quantities are refused in words", async () => /3 quantities.*two axes/.test(await page.locator("#panel-error").textContent()));
+    await dialog.getByLabel("Step time", { exact: true }).uncheck();
+    await dialog.getByRole("button", { name: "Save", exact: true }).click();
+    await until("it is there", async () => (await titles(page)).join() === "Loss and rate");
+    await until("with both metrics", async () => assert.deepEqual(await lines(page, 0), [["loss", STEPS], ["learning rate", STEPS]]) ?? true);
+    assert.deepEqual(await page.locator("#custom-grid .chart-legend li").allTextContents(), ["Loss", "Learning rate (right)"]);
+    await until("on two axes", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key].y2 && all[key].y2.high <= 0.2 && all[key].y.high >= 2; }));
+
+    // Somebody else, in another browser.
+    const stranger = await open();
+    assert.deepEqual(await titles(stranger), ["Loss and rate"]);
+    await until("the metrics come there, too", async () => (await lines(stranger, 0))?.length === 2);
+    await stranger.end();
+
+    await page.getByRole("button", { name: "Edit Loss and rate" }).click();
+    await dialog.getByLabel("Lines").selectOption("ranks");
+    await dialog.getByLabel("Axis").selectOption("log");
+    await dialog.getByLabel("Smoothing").fill("0.5");
+    await dialog.getByLabel("From").fill("0.5");
+    await dialog.getByLabel("To", { exact: true }).fill("4");
+    await dialog.getByLabel("Width").selectOption("2");
+    await dialog.getByLabel("Height").selectOption("2");
+    await dialog.getByRole("button", { name: "Save", exact: true }).click();
+    await until("a line a rank", async () => (await lines(page, 0))?.map(([label]) => label).join() === "loss, rank 0,loss, rank 1,learning rate");
+    await page.reload();
+    await until("and stays so", async () => (await lines(page, 0))?.length === 3);
+    const { y_min, y_max, log, smoothing } = (await server.ask(`/jobs/${job.id}/panels`)).panels[0];
+    assert.deepEqual({ y_min, y_max, log, smoothing }, { y_min: 0.5, y_max: 4, log: true, smoothing: 0.5 });
+    await until("its axis is fixed", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); const { y } = all[key]; return y?.kind === "log" && y.low === 0.5 && y.high === 4; }));
+    const box = await page.locator("#custom-grid .panel").boundingBox(), grid = await page.locator("#custom-grid").boundingBox();
+    assert.ok(Math.abs(box.width / grid.width - 2 / 3) < 0.02 && box.height > 380, JSON.stringify(box));
+
+    await page.getByRole("button", { name: "Edit Loss and rate" }).click();
+    await dialog.getByRole("button", { name: "Remove" }).click();
+    await until("it is gone", async () => (await titles(page)).length === 0 && (await stored()).length === 0);
+    await page.end();
+  });
+
+  test("are moved with arrow keys and with the pointer", async () => {
+    await keep(["a", "b", "c"].map((title) => panel(title, ["loss"])));
+    const page = await open(), handle = (title) => page.getByRole("button", { name: new RegExp(`^Move ${title},`) });
+    await handle("a").focus();
+    await page.keyboard.press("ArrowRight");
+    await until("one place on", async () => (await titles(page)).join("") === "bac" && (await stored()).join("") === "bac");
+    assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Move a, panel 2 of 3. Arrow keys move it.");
+    await until("it is said", async () => (await page.locator("#custom-note").textContent()) === "a is panel 2 of 3.");
+    for (const key of ["End", "ArrowRight", "Home", "ArrowDown"]) await page.keyboard.press(key);
+    await until("to both ends", async () => (await stored()).join("") === "bac");
+    const from = await handle("c").boundingBox(), to = await page.locator("#custom-grid .panel").first().boundingBox();
+    await page.mouse.move(from.x + 5, from.y + 5);
+    await page.mouse.down();
+    await page.mouse.move(to.x + 30, to.y + 60, { steps: 5 });
+    assert.equal(await page.locator("#custom-grid .panel").first().getAttribute("data-drop"), "before");
+    await page.mouse.up();
+    await until("before the first", async () => (await titles(page)).join("") === "cba" && (await stored()).join("") === "cba");
+    await page.reload();
+    await until("and stays there", async () => (await titles(page)).join("") === "cba");
+    await until("every chart is drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 3);
+    await page.end();
+  });
+
+  test("go back to where they were when the server does not take them", async () => {
+    await keep(["a", "b"].map((title) => panel(title, ["loss"])));
+    const page = await open(undefined, { expected: [/503|Failed to load/] });
+    await page.route("**/panels", (route) => route.fulfill({ status: 503, contentType: "application/problem+json", body: JSON.stringify({ detail: "the database is away" }) }));
+    await page.getByRole("button", { name: /^Move a,/ }).focus();
+    await page.keyboard.press("ArrowRight");
+    await until("it says why", async () => (await page.locator("#custom-note").textContent()) === "the database is away");
+    assert.deepEqual([await titles(page), await stored()], [["a", "b"], ["a", "b"]]);
+    await page.end();
+  });
+
+  test("of a project are those of its jobs without any of their own", async () => {
+    await keep([panel("for all", ["accuracy"], { columns: 3 })]);
+    const page = await open();
+    await page.getByRole("button", { name: "Save for the project" }).click();
+    await until("it is said", async () => /without panels of their own show these now/.test(await page.locator("#custom-note").textContent()));
+    const beside = await open(`/jobs/${other.id}`);
+    assert.deepEqual(await titles(beside), ["for all"]);
+    assert.equal(await beside.locator("#custom-note").textContent(), "of the project default");
+    assert.equal(await beside.getByRole("button", { name: "Use the project's" }).isVisible(), false, "it does already");
+    await until("drawn", async () => (await lines(beside, 0))?.[0]?.join() === `mean of ranks,${STEPS}`);
+    await beside.getByRole("button", { name: "Edit for all" }).click();
+    await beside.locator("#panel-dialog").getByLabel("Title").fill("mine");
+    await beside.locator("#panel-dialog").getByRole("button", { name: "Save", exact: true }).click();
+    await until("it has its own", async () => (await titles(beside)).join() === "mine");
+    assert.deepEqual(await stored(), ["for all"], "those of the other job stay");
+    await beside.getByRole("button", { name: "Use the project's" }).click();
+    await until("and goes back", async () => (await titles(beside)).join() === "for all");
+    await beside.end();
+    await keep([], "/projects/default/panels");
+    await page.end();
+  });
+});
+
+describe("layers", () => {
+  test("show how their values are distributed, over the steps and beside each other", async () => {
+    const page = await open(`/jobs/${job.id}?tab=histograms`), heat = page.locator("#histogram-chart");
+    await until("the picture has three steps", async () => (await heat.getAttribute("data-steps")) === "3");
+    await until("each layer has a row", async () => (await page.locator("#histogram-rows tr").count()) === 20);
+    assert.equal(await page.locator("#histogram-title").textContent(), "Every layer at step 30");
+    assert.match(await heat.locator("canvas").getAttribute("aria-label"), /^Weights of conv1.weight over 3 steps; at the newest, 30, from -0.542 to 0.488$/);
+    await heat.focus();
+    for (const key of ["End", "ArrowLeft"]) await page.keyboard.press(key);
+    await until("a step in words", async () => /^step 20, attempt 1: [\d,]+ values from -0.465 to 0.418, median 0.0\d+, nine of ten from -0.\d+ to 0.\d+$/.test(await page.locator("#histogram-at").textContent()));
+    await until("and in the table", async () => (await page.locator("#histogram-title").textContent()) === "Every layer at step 20");
+    await page.getByRole("button", { name: "layer2.1.conv2.weight" }).click();
+    await until("another layer", async () => /^Weights of layer2.1.conv2.weight/.test(await heat.locator("canvas").getAttribute("aria-label")));
+    await page.getByRole("button", { name: "gradients" }).click();
+    await until("its gradients", async () => /^Gradients of layer2.1.conv2.weight/.test(await heat.locator("canvas").getAttribute("aria-label")));
+    assert.equal(new URL(page.url()).searchParams.get("values"), "gradient");
+    await page.keyboard.press("End");
+    // What the job tells while the page is open.
+    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [window.histograms(40)]), job.id);
+    await until("the next step comes", async () => (await heat.getAttribute("data-steps")) === "4");
+    await page.end();
+  });
+
+  test("are a picture and a table of the network", async () => {
+    const page = await open(`/jobs/${job.id}?tab=network`);
+    await until("it is there", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 196,058 parameters · 7.9 ms a step");
+    assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1", "bn1", "layer1", "layer2", "layer3", "fc"]);
+    assert.match(await page.locator("#network-stages li").nth(3).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
+    const row = page.locator("#network-rows tr").filter({ hasText: "layer3.2.conv1" });
+    assert.deepEqual(await row.locator("th, td").allTextContents(), ["layer3.2.conv1", "conv 3x3", "64 × 8 × 8", "36,864", "632 µs"]);
+    await page.end();
+  });
+
+  test("have no place on the page of a job that has not told of them", async () => {
+    const { id } = await server.ask("/jobs", spec("quiet", 2, 10));
+    const page = await browser.page(server, `/jobs/${id}?tab=network`);
+    await until("its log is open instead", () => page.locator("#log-panel").isVisible());
+    for (const name of ["Histograms", "Network"]) assert.equal(await page.getByRole("tab", { name }).isVisible(), false, name);
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+});
+
+describe("all of it", () => {
+  test("fits every width, passes axe in both themes, and takes the keyboard to the form and back", async () => {
+    await keep([
+      panel("Loss and learning rate", ["loss", "lr"], { columns: 2, smoothing: 0.6 }), panel("Times", ["step_ms", "data_ms"]),
+      panel("A title that is as long as somebody in a hurry makes it, and then a bit longer", ["accuracy"], { lines: "ranks" }), panel("Memory", ["memory_used_bytes"], { columns: 3, rows: 2 }),
+    ]);
+    for (const colorScheme of ["light", "dark"]) {
+      for (const width of [390, 1024, 1440, 1920]) {
+        for (const tab of ["histograms", "network"]) {
+          const page = await open(`/jobs/${job.id}?tab=${tab}`, { colorScheme, viewport: { width, height: 1000 } });
+          await until("panels are drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 4);
+          await until("the tab is there", async () => (await page.locator(`#${tab}-panel tbody tr`).count()) >= 20);
+          const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+          assert.ok(over <= 0, `${width}, ${tab}: ${over} pixels too wide`);
+          const check = async (what) => {
+            await page.evaluate(axe);
+            const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
+            assert.deepEqual(violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`), [], `${what}, ${width}, ${colorScheme}`);
+          };
+          await check(tab);
+          await shot(page, `${tab}-${width}-${colorScheme}`);
+          if (tab === "network") {
+            await page.getByRole("button", { name: "Edit Times" }).focus();
+            await page.keyboard.press("Enter");
+            await until("the form opens", () => page.locator("#panel-dialog").isVisible());
+            await check("the form");
+            await shot(page, `form-${width}-${colorScheme}`);
+            await page.keyboard.press("Escape");
+            assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Edit Times");
+          }
+          await page.end();
+        }
+      }
+    }
+  });
+});

@@ -7,7 +7,7 @@ const HEIGHT = 300, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "htt
 /** Results that have an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
 /** Pixels that a pointer moves at least for a brush. */
-const LEAST = 4, STEP = 0.05;
+const LEAST = 4, STEP = 0.05, DOT = 4;
 
 const make = (tag, attributes, words) => {
   const node = document.createElementNS(SVG, tag);
@@ -49,7 +49,9 @@ export class Parallel {
     if (!drag || (!drag.moved && Math.abs(event.clientY - drag.y) < LEAST)) return;
     drag.moved = true;
     const to = this.#place(event), column = this.axes.find(({ key }) => key === drag.axis);
-    if (column) this.selection.set([[column, [Math.min(drag.from, to), Math.max(drag.from, to)]]]);
+    // A point that the brush touches is in it.
+    const touch = DOT / (HEIGHT - TOP - BOTTOM);
+    if (column) this.selection.set([[column, [Math.max(0, Math.min(drag.from, to) - touch), Math.min(1, Math.max(drag.from, to) + touch)]]]);
   }
 
   /** A click that drags nothing takes the axis' brush away. */
@@ -89,7 +91,7 @@ export class Parallel {
       if (range) svg.append(make("rect", { x: x(i) - 8, width: 16, y: y(range[1]) - 2, height: y(range[0]) - y(range[1]) + 4, rx: 3, class: "brush" }));
       const words = range ? (axis.kinds ? this.selection.brushes.get(axis.key).words.join(", ") : range.map((v) => axis.words(axis.from(v))).join(" to ")) : "all";
       svg.append(make("rect", {
-        x: x(i) - 14, width: 28, y: TOP - 4, height: HEIGHT - TOP - BOTTOM + 8, class: "hit", tabindex: 0, role: "slider", "data-axis": axis.key, "aria-orientation": "vertical",
+        x: x(i) - 14, width: 28, y: TOP - 8, height: HEIGHT - TOP - BOTTOM + 16, class: "hit", tabindex: 0, role: "slider", "data-axis": axis.key, "aria-orientation": "vertical",
         "aria-label": `Select jobs by ${axis.name}`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (range?.[0] ?? 0)), "aria-valuetext": words,
       }));
     });

@@ -26,7 +26,7 @@ before(async () => {
     const { id } = await server.ask("/jobs", { ...body, project: "sweep", tags });
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("it is cancelled", async () => (await server.job(id)).state === "cancelled");
-    if (best !== null) sql(`UPDATE jobs SET best = '{"value":${best},"epoch":1}', last = json_set(last, '$.loss', ${1 - best}) WHERE id = '${id}'`);
+    if (best !== null) sql(`UPDATE jobs SET best = '{"value":${best},"step":9,"epoch":1}', last = json_set(last, '$.loss', ${1 - best}) WHERE id = '${id}'`);
     if (owner) sql(`UPDATE jobs SET owner = '${owner}' WHERE id = '${id}'`);
   }
 });
@@ -129,7 +129,7 @@ describe("groups of the list", () => {
     sql(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
       INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, best, created_at, finished_at, last_seq)
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,
-        json_object('value', (i % 10) / 10.0, 'epoch', 1), created_at - i, created_at, 1 FROM jobs, n WHERE jobs.name = 'a1'`);
+        json_object('value', (i % 10) / 10.0, 'step', 9, 'epoch', 1), created_at - i, created_at, 1 FROM jobs, n WHERE jobs.name = 'a1'`);
     const page = await browser.page(server, "/jobs?project=many&group_by=train.seed&sort=name");
     await until("a hundred are there", async () => (await page.locator(".group").count()) === 100);
     await page.getByRole("button", { name: "More groups" }).click();

@@ -69,7 +69,8 @@ function grouping() {
   const band = read("band") === "range" ? "range" : "std";
   byId("bands").hidden = !wanted;
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
-  if (wanted) assign(groups(list(), wanted).map(({ id }) => id));
+  // The jobs keep theirs: the scatter plot shows both.
+  if (wanted) assign([...ids(), ...groups(list(), wanted).map(({ id }) => id)]);
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
 }
 

@@ -191,8 +191,10 @@ impl IntoResponse for PageError {
 pub(crate) fn shown_to(viewer: Viewer, mut response: Response) -> Response {
     let page = response.extensions_mut().remove::<MessagePage>();
     if let Some(html) = page.and_then(|page| MessagePage { viewer, ..page }.render().ok()) {
-        // It is of the page that was.
-        response.headers_mut().remove(header::CONTENT_LENGTH);
+        // They are of the page that was, which may have been compressed already.
+        for name in [header::CONTENT_LENGTH, header::CONTENT_ENCODING] {
+            response.headers_mut().remove(name);
+        }
         *response.body_mut() = html.into();
     }
     response

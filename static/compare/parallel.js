@@ -3,7 +3,7 @@
 
 import { columns } from "./columns.js";
 
-const HEIGHT = 300, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
+const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
 /** Results that have an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
 /** Pixels that a pointer moves at least for a brush. */

@@ -6,18 +6,27 @@ import { Stream } from "./stream.js";
 import { read, write } from "./address.js";
 import { smoothingSlider } from "./chart/range.js";
 import { assign, colour } from "./compare/colours.js";
-import { Curves } from "./compare/curves.js";
+import { Curves, METRICS } from "./compare/curves.js";
+import { choices, groups } from "./compare/grouped.js";
 import { Parallel } from "./compare/parallel.js";
 import { Picker } from "./compare/picker.js";
+import { Scatter } from "./compare/scatter.js";
+import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
+import { plural } from "./numbers.js";
 
+/** Charts at once. */
+const CHARTS = 8;
 const jobs = new Map();
 const ids = () => read("jobs").split(",").filter(Boolean);
 const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
 
-const curves = new Curves(list, colour);
-const tables = new Tables(list, colour, (id) => choose(ids().filter((other) => other !== id)));
-const parallel = new Parallel(byId("parallel"), list, colour);
+const selection = new Selection(list);
+const chosen = () => selection.ids();
+const curves = new Curves(list, colour, chosen);
+const tables = new Tables(list, colour, (id) => choose(ids().filter((other) => other !== id)), chosen);
+const parallel = new Parallel(byId("parallel"), list, colour, selection);
+const scatter = new Scatter(byId("scatter"), list, colour, selection);
 const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), () => new Set(ids()), colour);
 
 async function choose(wanted) {
@@ -34,13 +43,55 @@ async function show() {
   const any = list().length > 0;
   byId("nothing").hidden = any;
   byId("compared").hidden = !any;
-  text(byId("compare-about"), gone.join(" ") || (any ? `${list().length} ${list().length === 1 ? "job" : "jobs"}` : ""));
+  text(byId("compare-about"), gone.join(" ") || (any ? plural(list().length, "job") : ""));
   picker.draw();
   if (!any) return;
-  tables.draw();
-  parallel.draw();
+  again();
   await curves.draw();
 }
+
+/** What the jobs themselves say: tables, axes and points. */
+function again() {
+  grouping();
+  tables.draw();
+  parallel.draw();
+  scatter.draw();
+  selected();
+}
+
+// --- groups -------------------------------------------------------------------------------------------
+
+/** Offers what these jobs can be grouped by, and groups them as the address says. */
+function grouping() {
+  const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...choices(list()), ...(wanted ? [wanted] : [])])];
+  if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
+  select.value = wanted;
+  const band = read("band") === "range" ? "range" : "std";
+  byId("bands").hidden = !wanted;
+  press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
+  // The jobs keep theirs: the scatter plot shows both.
+  if (wanted) assign([...ids(), ...groups(list(), wanted).map(({ id }) => id)]);
+  if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
+}
+
+byId("group-by").addEventListener("change", ({ target }) => { write({ group: target.value }); grouping(); });
+for (const button of byId("bands").children) button.addEventListener("click", () => { write({ band: button.dataset.band === "std" ? "" : button.dataset.band }); grouping(); });
+
+// --- the selection ------------------------------------------------------------------------------------
+
+function selected() {
+  const kept = chosen(), all = list().length;
+  byId("selection").hidden = !selection.any;
+  text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
+  text(byId("selection-what"), `by ${[...selection.brushes.keys()].map((key) => key.replace("result:", "")).join(", ")}`);
+  byId("selection-keep").disabled = !kept.size || kept.size === all;
+}
+
+selection.addEventListener("change", () => { selected(); tables.draw(); curves.invalidate(); });
+byId("selection-clear").addEventListener("click", () => { selection.clear(); byId("parallel").querySelector("[data-axis]")?.focus(); });
+byId("selection-keep").addEventListener("click", () => { const kept = chosen(); selection.brushes.clear(); choose(ids().filter((id) => kept.has(id))).then(() => byId("selection-keep").blur()); });
+
+// --- controls -----------------------------------------------------------------------------------------
 
 const group = (key, usual, apply) => {
   const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
@@ -49,7 +100,33 @@ const group = (key, usual, apply) => {
   const wanted = buttons.find((b) => b.dataset[key] === read(key, usual));
   if (wanted) set(wanted);
 };
-group("metric", "loss", (v) => curves.setMetric(v));
+
+/** Metrics of the address, a chart each; the loss when it names none. */
+function metrics() {
+  const named = [...new Set(read("metric", "loss").split(","))].filter((name) => Object.hasOwn(METRICS, name)).slice(0, CHARTS);
+  return named.length ? named : ["loss"];
+}
+
+/** Shows the charts that the address names. */
+function charts() {
+  const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
+  for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
+  const more = byId("more-metrics"), others = Object.keys(METRICS).filter((name) => !own.includes(name));
+  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${METRICS[name][0]}`, name)));
+  curves.setMetrics(now);
+}
+
+/** Another chart, or one less: one stays. */
+function toggle(name) {
+  const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-CHARTS);
+  write({ metric: wanted.join() === "loss" || !wanted.length ? "" : wanted.join(",") });
+  charts();
+  if (list().length) curves.draw();
+}
+
+for (const button of document.querySelectorAll("button[data-metric]")) button.addEventListener("click", () => toggle(button.dataset.metric));
+byId("more-metrics").addEventListener("change", ({ target }) => { if (target.value) toggle(target.value); });
+charts();
 group("axis", "step", (v) => curves.setAxis(v));
 group("scale", "linear", (v) => curves.setScale(v));
 smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
@@ -70,11 +147,11 @@ new Stream({
     jobs.set(known.id, message.job);
     curves.changed(known.id);
     stale = true;
-    frame ||= setTimeout(() => { frame = 0; if (list().length) { tables.draw(); parallel.draw(); } }, 500);
+    frame ||= setTimeout(() => { frame = 0; if (list().length) again(); }, 500);
   },
 });
 setInterval(() => { if (stale && !document.hidden) { stale = false; curves.draw(); } }, CURVES_EVERY_MS);
 
 /** For tests and consoles. */
-window.lockstep = { jobs: list, get chart() { return curves.chart; } };
+window.lockstep = { jobs: list, selection, get chart() { return curves.chart; }, get charts() { return curves.charts; } };
 show().catch((error) => text(byId("compare-about"), sentence(error)));

@@ -5,6 +5,8 @@ import { write } from "./address.js";
 import { Stream } from "./stream.js";
 import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
+import { groupedBy, Grouping } from "./jobs/grouping.js";
+import { Groups } from "./jobs/groups.js";
 import { Narrow } from "./jobs/narrow.js";
 import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
 import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
@@ -24,20 +26,33 @@ const asked = new Set();
 let loads = 0, next = null, reading = false, again = 0, anew = true;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
-const bulk = new Bulk(rows, jobs);
+let groups = null;
+const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
 const viewed = new Window(rows);
 
 const isSorted = () => order() !== USUAL;
 const fill = (row, job) => { fillRow(row, job); columns.fill(row, job); };
 const heads = () => drawHeads(document.querySelector("#jobs thead tr"), jobs.values(), (sort) => change({ sort: sort === USUAL ? "" : sort }));
-const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id), job); };
-const tagsOf = () => new Set([...jobs.values()].flatMap((job) => job.tags));
-const columns = new Columns({ refill: () => { fillAll(); heads(); }, known: () => ({ jobs: [...jobs.values()], tags: tagsOf() }) });
+const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id), job); groups?.fillAll(); };
+const known = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
+const tagsOf = () => new Set(known().flatMap((job) => job.tags));
+const columns = new Columns({ refill: () => { fillAll(); heads(); if (groups?.on) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
+groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { empty(); bulk.draw(); } });
 const narrow = new Narrow((values) => change(values), () => columns.settings());
+const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
 
 /** Reads the list again: after a change of the filter or the order, and after a time without the stream. */
 async function load() {
+  if (groups.on) {
+    loads++;
+    next = null;
+    await Promise.all([groups.load(), shown]);
+    // The groups stand where the jobs stood.
+    if (groups.on) for (const id of [...rowOf.keys()]) remove(id);
+    return empty();
+  }
+  groups.clear();
   const mine = ++loads, sorted = isSorted(), whole = anew;
   const answer = await part(filter(), null, sorted && !whole ? Math.min(AGAIN, Math.max(PART, rowOf.size)) : PART);
   await shown;
@@ -60,6 +75,8 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   // Nothing is listed under a filter or an order that is none.
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);
+  groups.clear();
+  groups.none = true;
   empty();
   narrow.refused(sentence(error));
 });
@@ -87,6 +104,7 @@ const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRe
 
 /** A job of the stream: new ones come in by their place in the order, which the server knows. */
 function hear(job) {
+  if (groups.on) return groups.hear(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
     if (known.last_seq <= job.last_seq && key(known) !== key(job)) readSoon();
@@ -126,7 +144,7 @@ function remove(id) {
 function empty() {
   const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
   // What was shown is gone, and there are older ones: those come into its place.
-  const none = !rows.childElementCount && !next;
+  const none = groups.on ? groups.none : !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
   const filtered = parameters(now).length > 0;
@@ -160,6 +178,7 @@ function marked() {
   asked.clear();
   mark();
   narrow.draw();
+  grouping.draw();
   heads();
 }
 
@@ -171,7 +190,7 @@ function mark() {
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
     if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...now, states: toggled(now.states, own) }), ...(isSorted() ? [["sort", order()]] : [])]);
+    const to = new URLSearchParams([...parameters({ ...now, states: toggled(now.states, own) }), ...(isSorted() ? [["sort", order()]] : []), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -201,7 +220,7 @@ new Stream({
   onStatus: showLive,
   onFrame(message) {
     if (message.type === "job") waiting.set(message.job.id, message.job);
-    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); empty(); }
+    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); if (groups.on) groups.readSoon(); empty(); }
     // The list is read once the stream is open, so that nothing falls between the two.
     else if (message.type === "hello" || message.type === "live") read();
     frame ||= requestAnimationFrame(() => {

@@ -11,7 +11,7 @@ use axum::{
     response::{Html, IntoResponse, Response},
 };
 use lockstep_protocol::{JobState, spec::SpecError};
-use lockstep_web::layout::MessagePage;
+use lockstep_web::layout::{MessagePage, Viewer};
 use serde::Serialize;
 use utoipa::ToSchema;
 
@@ -170,12 +170,34 @@ impl IntoResponse for PageError {
         let header = self.0.header();
         let problem = self.0.problem();
         let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let page = MessagePage { status: problem.status, title: problem.title, detail: problem.detail };
+        let page = MessagePage {
+            status: problem.status,
+            title: problem.title,
+            detail: problem.detail,
+            viewer: Viewer::NOBODY,
+        };
         match page.render() {
-            Ok(html) => (status, HeaderMap::from_iter(header), Html(html)).into_response(),
+            Ok(html) => {
+                let mut response = (status, HeaderMap::from_iter(header), Html(html)).into_response();
+                response.extensions_mut().insert(page);
+                response
+            }
             Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
         }
     }
+}
+
+/// An answer as who looks is to see it: the bar of an error's page is theirs, too.
+pub(crate) fn shown_to(viewer: Viewer, mut response: Response) -> Response {
+    let page = response.extensions_mut().remove::<MessagePage>();
+    if let Some(html) = page.and_then(|page| MessagePage { viewer, ..page }.render().ok()) {
+        // They are of the page that was, which may have been compressed already.
+        for name in [header::CONTENT_LENGTH, header::CONTENT_ENCODING] {
+            response.headers_mut().remove(name);
+        }
+        *response.body_mut() = html.into();
+    }
+    response
 }
 
 impl From<StoreError> for Error {

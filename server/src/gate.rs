@@ -12,7 +12,7 @@ pub(crate) use rules::{Needed, needed};
 use crate::{
     access::{Caller, Denied},
     app::App,
-    error::{Error, PageError},
+    error::{Error, PageError, shown_to},
     ingress::Peer,
     request_id::RequestId,
     store::AuditEntry,
@@ -75,16 +75,17 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     {
         return match is_for_programs(&path) {
             true => error.into_response(),
-            false => PageError(error).into_response(),
+            false => shown_to(caller.viewer(), PageError(error).into_response()),
         };
     }
+    let viewer = caller.as_ref().map(Caller::viewer).unwrap_or_default();
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
     }
     let is_change = rules::is_recorded(&method, route.as_deref());
     let is_carried_out = rules::is_carried_out(&method, route.as_deref());
     let work = async move {
-        let response = next.run(request).await;
+        let response = shown_to(viewer, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // Of strangers only wrong passwords, of which there is a limit: more would push out what others did.
@@ -219,7 +220,7 @@ fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     };
     match is_for_programs(path) {
         true => Error::Forbidden(detail).into_response(),
-        false => PageError(Error::Forbidden(detail)).into_response(),
+        false => shown_to(caller.viewer(), PageError(Error::Forbidden(detail)).into_response()),
     }
 }
 

@@ -57,6 +57,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(annotations::size))
         .routes(routes!(annotations::list))
         .routes(routes!(projects::list))
+        .routes(routes!(jobs::groups::list))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
         .routes(routes!(jobs::pause))

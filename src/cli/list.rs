@@ -1,5 +1,7 @@
 //! `lockstep list`: the jobs.
 
+mod groups;
+
 use super::{
     api::{ServerArgs, list},
     block_on, output,
@@ -41,6 +43,10 @@ pub(crate) struct Args {
     /// val_loss, val_accuracy, lr, best, or a key such as spec.train.lr; with - before it the largest first [default: -created]
     #[arg(long, allow_hyphen_values = true)]
     sort: Option<String>,
+    /// Groups in place of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with mean and standard deviation;
+    /// --sort is then group, jobs, newest, best, loss or speed [default: group]
+    #[arg(long, value_name = "KEY,...")]
+    group_by: Option<String>,
     /// At most so many
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
@@ -68,6 +74,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ("sort", args.sort),
     ];
     let query: Vec<_> = query.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+    if let Some(by) = &args.group_by {
+        return groups::run(&api, by, query, args.limit, args.server.json);
+    }
     let filtered = !query.is_empty();
     let jobs = block_on(api.all("/jobs", "jobs", &query, args.limit.map(|limit| limit as usize)))?;
     let jobs: Vec<Job> = list(&Value::Array(jobs), "jobs")?;

@@ -87,7 +87,7 @@ function csv(chart) {
   return new Blob([`${lines.join("\n")}\n`], { type: "text/csv" });
 }
 
-const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [csv, "csv"] };
+const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [(chart) => chart.csv?.() ?? csv(chart), "csv"] };
 
 /** Saves a chart as `kind` (PNG, SVG, CSV) under a name of the job and the metric. */
 export async function save(chart, kind, name, title) {

@@ -1,50 +1,111 @@
-// One chart for all jobs: the mean over ranks of each.
+// A chart for each chosen metric, with a line a job (the mean over its ranks) or a line and a band a group of jobs.
 
 import { ask, byId, text } from "../page.js";
 import { cut, middle } from "../cut.js";
-import { clock, count, percent, rate, value } from "../numbers.js";
+import { bytes, clock, count, millis, percent, rate, value } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
-import { headOf, saveMenu, tools } from "../chart/export.js";
+import { saveMenu, tools } from "../chart/export.js";
 import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { View } from "../chart/view.js";
 import { pictures } from "../job/facts.js";
+import { groups, mean } from "./grouped.js";
 
-const FORMATS = { loss: value, accuracy: percent, val_accuracy: percent, val_loss: value, images_per_second: rate, lr: value };
-const NAMES = { loss: "loss (cross-entropy)", accuracy: "accuracy (share)", val_accuracy: "validation accuracy (share)", val_loss: "validation loss (cross-entropy)", images_per_second: "images/s", lr: "learning rate" };
+const perSecond = (v) => `${bytes(v)}/s`, share = (v) => percent(v > 1 ? v / 100 : v, 0);
+/** Label with its unit, and how a value is written, of every metric that there is. */
+export const METRICS = {
+  loss: ["loss (cross-entropy)", value], accuracy: ["accuracy (share)", percent], val_accuracy: ["validation accuracy (share)", percent], val_loss: ["validation loss (cross-entropy)", value],
+  images_per_second: ["images/s", rate], lr: ["learning rate", value], grad_norm: ["gradient norm", value],
+  val_ema_loss: ["validation loss of averaged weights", value], val_ema_accuracy: ["validation accuracy of averaged weights", percent],
+  step_ms: ["step time (ms)", millis], data_ms: ["data wait (ms)", millis], all_reduce_ms: ["all-reduce wait (ms)", millis],
+  loss_scale: ["loss scale (float16)", value], skipped_steps: ["skipped steps (float16)", value],
+  gpu_utilization: ["GPU utilisation", share], gpu_memory_bytes: ["GPU memory", bytes], gpu_power_watts: ["GPU power (W)", value], gpu_temperature_celsius: ["GPU temperature (°C)", value],
+  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0)], memory_used_bytes: ["memory in use", bytes], disk_used_bytes: ["disk in use", bytes],
+  disk_read_bytes_per_second: ["read from disk", perSecond], disk_written_bytes_per_second: ["written to disk", perSecond],
+  network_received_bytes_per_second: ["network received", perSecond], network_sent_bytes_per_second: ["network sent", perSecond],
+};
 /** These come from every rank. */
-const EACH = new Set(["loss", "accuracy"]);
+const EACH = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"]);
+/** A ring at every value: measured now and then. */
+const RINGS = /^val_/;
 
 export class Curves {
-  metric = "loss";
+  metrics = [];
   axis = "step";
+  /** What jobs are grouped by, and the band around the mean of a group. */
+  groupBy = "";
+  band = "std";
   #known = new Map();
+  #charts = new Map();
+  #means = new Map();
   #asked = 0;
+  #scale = "linear";
+  #smoothing = 0;
 
-  constructor(jobs, colour) {
-    Object.assign(this, { jobs, colour });
+  /** `jobs()`: those compared. `colour(id)`: of a job or a group. `chosen()`: ids of the selected ones. */
+  constructor(jobs, colour, chosen) {
+    Object.assign(this, { jobs, colour, chosen });
     this.view = new View(() => ({ segments: [] }));
     this.view.places = (segment) => this.#places(segment);
-    const describe = (x) => (this.axis === "step" ? `step ${count(x)}` : this.axis === "epoch" ? `epoch ${x.toFixed(2)}` : clock(x));
-    this.chart = new Chart(byId("compare-chart"), this.view, {
-      label: "Curves of the jobs", describe, format: (v) => FORMATS[this.metric](v), tick: (v) => String(Number(v.toPrecision(6))),
-      layers: () => this.jobs().map((job) => ({ label: job.name, colour: this.colour(job.id), series: this.#series(job), marks: middle(job.name, 22), rings: this.metric === "val_accuracy" || this.metric === "val_loss" })),
-      xName: () => ({ epoch: "epoch", time: "time" }[this.axis] ?? "optimizer step"), yName: () => NAMES[this.metric],
-      empty: () => "None of these jobs has a point of it yet.",
-      onNote: (note) => text(byId("compare-note"), note),
-    });
-    headOf(byId("compare-chart")).append(tools(rangeMenu(this.chart, "compare"), saveMenu(this.chart, () => `compare-${this.metric}`, () => `${this.metric}, ${this.jobs().map((j) => j.name).join(", ")}`)));
   }
 
-  #series(job) { return this.#known.get(`${job.id}:${this.metric}`)?.series ?? new Series(this.metric, null, 16); }
+  /** The chart that was chosen last. */
+  get chart() { return this.#charts.get(this.metrics.at(-1)); }
+
+  /** Charts by their metrics. */
+  get charts() { return Object.fromEntries(this.#charts); }
+
+  #make(metric) {
+    const root = Object.assign(document.createElement("div"), { className: "curve" }), head = Object.assign(document.createElement("header"), { className: "card-head" });
+    const title = Object.assign(document.createElement("h3"), { textContent: METRICS[metric][0] }), note = Object.assign(document.createElement("span"), { className: "small" }), place = Object.assign(document.createElement("div"), { className: "chart tall" });
+    head.append(title, note);
+    root.append(head, place);
+    root.dataset.metric = metric;
+    const describe = (x) => (this.axis === "step" ? `step ${count(Math.round(x))}` : this.axis === "epoch" ? `epoch ${x.toFixed(2)}` : clock(x));
+    const chart = new Chart(place, this.view, {
+      label: `${METRICS[metric][0]} of the jobs`, describe, format: (v) => METRICS[metric][1](v), tick: (v) => String(Number(v.toPrecision(6))),
+      layers: () => this.#layers(metric), xName: () => ({ epoch: "epoch", time: "time" }[this.axis] ?? "optimizer step"), yName: () => METRICS[metric][0],
+      empty: () => "None of these jobs has a point of it yet.",
+      onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
+    });
+    chart.scale = this.#scale;
+    chart.smoothing = this.#smoothing;
+    const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => j.name).join(", "));
+    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`), saveMenu(chart, () => `compare-${metric}`, () => `${metric}, ${of()}`)));
+    byId("curves").append(root);
+    return chart;
+  }
+
+  #layers(metric) {
+    const chosen = this.chosen(), some = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isOn) => (some && !isOn ? 0.15 : 1);
+    if (!this.groupBy) {
+      return this.jobs().map((job) => ({ label: job.name, colour: this.colour(job.id), series: this.#series(job, metric), marks: middle(job.name, 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+    }
+    return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({
+      label: `${label} (n = ${jobs.length})`, colour: this.colour(id), series: this.#mean(id, metric, jobs), band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
+    }));
+  }
+
+  #series(job, metric) { return this.#known.get(`${job.id}:${metric}`)?.series ?? new Series(metric, null, 16); }
+
+  /** The mean of a group, computed anew when what it is of has changed. */
+  #mean(id, metric, jobs) {
+    const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
+    const now = `${this.axis}:${this.band}:${jobs.map((job) => this.#known.get(`${job.id}:${metric}`)?.read ?? 0)}`;
+    if (known?.now === now) return known.series;
+    const series = mean(parts, (segment) => this.#places(segment), this.band);
+    this.#means.set(key, { now, series });
+    return series;
+  }
 
   /** There are newer points of a job than those that were read. */
   changed(id) { for (const [key, known] of this.#known) if (key.startsWith(`${id}:`)) known.stale = true; }
 
   #places(segment) {
     if (this.axis === "step") return segment.steps;
-    const job = this.jobs().find((j) => { const series = this.#series(j); return (series.base ?? series).segments.includes(segment.of ?? segment); });
+    // Means of groups are on the axis already: they are of no job.
+    const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.of ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
     if (!job) return segment.steps;
     if (this.axis === "epoch") return segment.steps.map((s) => s / (job.steps_per_epoch || 1));
     // Time as the whole run took it: steps are as long as each other, near enough to compare by.
@@ -52,37 +113,53 @@ export class Curves {
     return segment.steps.map((s) => s * secs / Math.max(1, job.step));
   }
 
-  setMetric(metric) { this.metric = metric; this.view.setZoom(null); this.draw(); }
-  setAxis(axis) { this.axis = axis; this.view.axis = axis === "time" ? "time" : "step"; this.view.setZoom(null); this.chart.invalidate(true); }
-  setScale(scale) { this.chart.scale = scale; this.chart.invalidate(true); }
-  setSmoothing(factor) { this.chart.smoothing = factor; this.chart.invalidate(true); }
+  setMetrics(metrics) {
+    this.metrics = metrics;
+    for (const [metric, chart] of this.#charts) if (!metrics.includes(metric)) { chart.held = true; chart.root.parentElement.remove(); this.#charts.delete(metric); }
+    for (const metric of metrics) if (!this.#charts.has(metric)) this.#charts.set(metric, this.#make(metric));
+    byId("curves").dataset.charts = String(metrics.length);
+  }
+
+  setAxis(axis) { this.axis = axis; this.view.axis = axis === "time" ? "time" : "step"; this.view.setZoom(null); this.invalidate(); }
+  setScale(scale) { this.#scale = scale; for (const chart of this.#charts.values()) chart.scale = scale; this.invalidate(); }
+  setSmoothing(factor) { this.#smoothing = factor; for (const chart of this.#charts.values()) chart.smoothing = factor; this.invalidate(); }
+  setGroups(by, band) { Object.assign(this, { groupBy: by, band }); this.#means.clear(); this.#legend(); this.invalidate(); }
+  invalidate() { for (const chart of this.#charts.values()) chart.invalidate(true); }
 
   async draw() {
-    const mine = ++this.#asked, { metric } = this;
-    await Promise.all(this.jobs().map(async (job) => {
-      const key = `${job.id}:${metric}`;
-      if (this.#known.has(key) && !this.#known.get(key).stale) return;
-      const speeds = metric === "images_per_second";
-      const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${speeds ? "step_ms" : metric}${speeds ? "&ranks=0" : ""}&points=${this.chart.pixels}`).catch(() => null);
-      if (!answer) return;
-      const each = EACH.has(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
-      const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-      for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
-        if (each) series.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps); else series.load(attempt, ranks[0], answer.exact, answer.bucket_steps);
-      }
-      this.#known.set(key, { series: speeds ? new Speeds(series, pictures(job)) : series });
-    }));
+    const mine = ++this.#asked;
     this.#legend();
-    if (mine === this.#asked) this.chart.invalidate(true);
+    await Promise.all(this.metrics.flatMap((metric) => this.jobs().map((job) => this.#read(job, metric))));
+    this.#legend();
+    if (mine === this.#asked) this.invalidate();
+  }
+
+  async #read(job, metric) {
+    const key = `${job.id}:${metric}`, known = this.#known.get(key), chart = this.#charts.get(metric);
+    if ((known && !known.stale) || !chart) return;
+    const speeds = metric === "images_per_second";
+    const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${speeds ? "step_ms" : metric}${speeds ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
+    if (!answer) return;
+    const each = EACH.has(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
+    const attempts = Map.groupBy(answer.series, (s) => s.attempt);
+    for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
+      if (each) series.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps); else series.load(attempt, ranks[0], answer.exact, answer.bucket_steps);
+    }
+    this.#known.set(key, { job: job.id, read: (known?.read ?? 0) + 1, series: speeds ? new Speeds(series, pictures(job)) : series });
   }
 
   #legend() {
-    byId("compare-legend").replaceChildren(...this.jobs().map((job) => {
-      const item = document.createElement("li"), name = document.createElement("a");
-      name.href = `/jobs/${job.id}`;
-      item.append(Object.assign(document.createElement("i"), { className: `swatch bg-${this.colour(job.id)}` }), name);
-      cut(name, job.name);
-      return item;
-    }));
+    const item = (colour, label, href) => {
+      const li = document.createElement("li"), name = document.createElement(href ? "a" : "span");
+      if (href) name.href = href;
+      li.append(Object.assign(document.createElement("i"), { className: `swatch bg-${colour}` }), name);
+      cut(name, label);
+      return li;
+    };
+    const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(this.colour(id), `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(this.colour(job.id), job.name, `/jobs/${job.id}`));
+    byId("compare-legend").replaceChildren(...lines);
+    const band = this.band === "std" ? "one standard deviation (of a sample) to either side" : "the lowest to the highest value";
+    text(byId("group-note"), this.groupBy ? `Line: mean over the n jobs of a group. Band: ${band}.` : "");
   }
 }
+

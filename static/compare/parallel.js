@@ -1,54 +1,101 @@
-// Parallel coordinates: an axis for every setting that differs and for what came of it, a line a job.
+// Parallel coordinates: an axis for every setting that differs and for what came of it, a line a job. Dragging along an axis
+// selects the jobs that cross it there.
 
-import { percent, value } from "../numbers.js";
-import { settings, written } from "./tables.js";
+import { columns } from "./columns.js";
 
-const HEIGHT = 260, TOP = 34, BOTTOM = 26, SVG = "http://www.w3.org/2000/svg";
+const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
+/** Results that have an axis. */
+const RESULTS = ["result:loss", "result:val_loss", "result:best"];
+/** Pixels that a pointer moves at least for a brush. */
+const LEAST = 4, STEP = 0.05, DOT = 4;
+
 const make = (tag, attributes, words) => {
   const node = document.createElementNS(SVG, tag);
   for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
   if (words !== undefined) node.textContent = words;
   return node;
 };
+const short = (words) => (words.length > 15 ? `${words.slice(0, 6)}…${words.slice(-7)}` : words);
 
 export class Parallel {
-  constructor(root, jobs, colour) {
-    Object.assign(this, { root, jobs, colour });
+  #drag = null;
+
+  constructor(root, jobs, colour, selection) {
+    Object.assign(this, { root, jobs, colour, selection });
     new ResizeObserver(() => { if (this.jobs().length) this.draw(); }).observe(root);
+    selection.addEventListener("change", () => { if (this.jobs().length) this.draw(); });
+    root.addEventListener("pointerdown", (event) => this.#begin(event));
+    root.addEventListener("pointermove", (event) => this.#move(event));
+    for (const type of ["pointerup", "pointercancel"]) root.addEventListener(type, (event) => this.#end(event));
+    root.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** Each axis: its name, where a job is on it (0 bottom to 1 top, or NaN) and its ends in words. */
-  #axes(jobs) {
-    const numeric = (name, values, words) => {
-      const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
-      // Learning rates and the like differ by powers of ten.
-      const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v);
-      const span = of(high) - of(low) || 1;
-      return { name, at: values.map((v) => (high === low ? (Number.isFinite(v) ? 0.5 : NaN) : (of(v) - of(low)) / span)), ends: finite.length ? [words(low), words(high)] : ["", ""], words: values.map((v) => (Number.isFinite(v) ? words(v) : "–")) };
-    };
-    const plain = (v) => String(Number(v.toPrecision(6)));
-    const axes = settings(jobs).filter((r) => r.different).slice(0, 10).map(({ key, values }) => {
-      if (values.every((v) => typeof v === "number" || v == null)) return numeric(key, values.map((v) => v ?? NaN), plain);
-      const kinds = [...new Set(values.map(written))].sort();
-      return { name: key, at: values.map((v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(written(v)) / (kinds.length - 1))), ends: [kinds[0], kinds.at(-1)], words: values.map(written) };
-    });
-    axes.push(numeric("loss", jobs.map((j) => j.last.loss ?? NaN), value), numeric("best accuracy", jobs.map((j) => j.best?.value ?? NaN), percent));
-    return axes;
+  #place(event) {
+    const top = this.root.querySelector("svg").getBoundingClientRect().top;
+    return Math.min(1, Math.max(0, (HEIGHT - BOTTOM - (event.clientY - top)) / (HEIGHT - TOP - BOTTOM)));
+  }
+
+  #begin(event) {
+    const hit = event.target.closest?.("[data-axis]");
+    if (!hit || event.button !== 0) return;
+    event.preventDefault();
+    hit.focus({ preventScroll: true });
+    this.#drag = { axis: hit.dataset.axis, from: this.#place(event), y: event.clientY, moved: false };
+    this.root.setPointerCapture(event.pointerId);
+  }
+
+  #move(event) {
+    const drag = this.#drag;
+    if (!drag || (!drag.moved && Math.abs(event.clientY - drag.y) < LEAST)) return;
+    drag.moved = true;
+    const to = this.#place(event), column = this.axes.find(({ key }) => key === drag.axis);
+    // A point that the brush touches is in it.
+    const touch = DOT / (HEIGHT - TOP - BOTTOM);
+    if (column) this.selection.set([[column, [Math.max(0, Math.min(drag.from, to) - touch), Math.min(1, Math.max(drag.from, to) + touch)]]]);
+  }
+
+  /** A click that drags nothing takes the axis' brush away. */
+  #end(event) {
+    const drag = this.#drag, column = drag && this.axes.find(({ key }) => key === drag.axis);
+    this.#drag = null;
+    if (column && !drag.moved && event.type === "pointerup") this.selection.set([[column, null]]);
+  }
+
+  /** Up and Down move the lower end of a brush, with Shift the upper one; Escape takes it away. */
+  #key(event) {
+    const key = event.target.closest?.("[data-axis]")?.dataset.axis, column = this.axes?.find((c) => c.key === key);
+    if (!column || !["ArrowUp", "ArrowDown", "Escape"].includes(event.key)) return;
+    event.preventDefault();
+    const [low, high] = this.selection.range(column) ?? [0, 1], by = event.key === "ArrowUp" ? STEP : -STEP;
+    const moved = event.shiftKey ? [low, Math.min(1, Math.max(low, high + by))] : [Math.max(0, Math.min(high, low + by)), high];
+    this.selection.set([[column, event.key === "Escape" || (moved[0] === 0 && moved[1] === 1) ? null : moved]]);
   }
 
   draw() {
-    const jobs = this.jobs(), axes = this.#axes(jobs), width = Math.max(this.root.clientWidth, axes.length * 108);
-    const x = (i) => 60 + i * (width - 120) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
-    const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });
-    axes.forEach((axis, i) => {
-      svg.append(make("line", { x1: x(i), x2: x(i), y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }), make("text", { x: x(i), y: 12, class: "name" }, axis.name),
-        make("text", { x: x(i), y: TOP - 8, class: "end" }, axis.ends[1]), make("text", { x: x(i), y: HEIGHT - 8, class: "end" }, axis.ends[0]));
-    });
-    jobs.forEach((job, j) => {
-      const points = axes.map((a, i) => [x(i), y(a.at[j])]).filter(([, v]) => Number.isFinite(v)), line = make("g", { class: `job stroke-${this.colour(job.id)}`, tabindex: 0, role: "img", "aria-label": `${job.name}: ${axes.map((a) => `${a.name} ${a.words[j]}`).join(", ")}` });
-      line.append(make("title", {}, `${job.name}\n${axes.map((a) => `${a.name} ${a.words[j]}`).join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
+    const jobs = this.jobs(), { settings, results } = columns(jobs), chosen = this.selection.ids();
+    const axes = this.axes = [...settings.filter((c) => c.different).slice(0, SETTINGS), ...results.filter((c) => RESULTS.includes(c.key) && c.values.some(Number.isFinite))];
+    const width = Math.max(this.root.clientWidth, axes.length * WIDE), focused = document.activeElement?.dataset?.axis;
+    const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
+    const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });
+    jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
+      const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), told = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
+      const line = make("g", { class: `job stroke-${this.colour(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${job.name}: ${told.join(", ")}` });
+      line.append(make("title", {}, `${job.name}\n${told.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });
+    axes.forEach((axis, i) => {
+      const range = this.selection.range(axis), name = make("text", { x: x(i), y: 12, class: "name" }, short(axis.name));
+      name.append(make("title", {}, axis.name));
+      svg.append(make("line", { x1: x(i), x2: x(i), y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }), name,
+        make("text", { x: x(i), y: TOP - 8, class: "end" }, short(axis.ends[1])), make("text", { x: x(i), y: HEIGHT - 8, class: "end" }, short(axis.ends[0])));
+      if (range) svg.append(make("rect", { x: x(i) - 8, width: 16, y: y(range[1]) - 2, height: y(range[0]) - y(range[1]) + 4, rx: 3, class: "brush" }));
+      const words = range ? (axis.kinds ? this.selection.brushes.get(axis.key).words.join(", ") : range.map((v) => axis.words(axis.from(v))).join(" to ")) : "all";
+      svg.append(make("rect", {
+        x: x(i) - 14, width: 28, y: TOP - 8, height: HEIGHT - TOP - BOTTOM + 16, class: "hit", tabindex: 0, role: "slider", "data-axis": axis.key, "aria-orientation": "vertical",
+        "aria-label": `Select jobs by ${axis.name}`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (range?.[0] ?? 0)), "aria-valuetext": words,
+      }));
+    });
     this.root.replaceChildren(svg);
+    if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

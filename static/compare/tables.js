@@ -6,7 +6,7 @@ import { clock, count, percent, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { flat, written } from "../settings.js";
 
-const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date().toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
+export const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date().toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
 /** Name, number to sort by, how it is written. */
 const COLUMNS = [
   ["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v],
@@ -25,7 +25,8 @@ export function settings(jobs) {
 export class Tables {
   #all = false;
 
-  constructor(jobs, colour, remove) { Object.assign(this, { jobs, colour, remove }); }
+  /** `chosen()`: ids of the selected jobs. */
+  constructor(jobs, colour, remove, chosen) { Object.assign(this, { jobs, colour, remove, chosen }); }
 
   setAll(all) { this.#all = all; if (this.jobs().length) this.draw(); }
 
@@ -66,8 +67,10 @@ export class Tables {
     }
     head.append(Object.assign(document.createElement("td"), { className: "num" }));
     byId("results-head").replaceChildren(head);
+    const chosen = this.chosen();
     byId("results").replaceChildren(...order.map((job) => {
       const row = document.createElement("tr");
+      row.classList.toggle("out", !chosen.has(job.id));
       COLUMNS.forEach(([name, of, words], i) => {
         const cell = document.createElement(i ? "td" : "th"), v = of(job);
         if (!i) cell.scope = "row";

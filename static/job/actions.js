@@ -109,6 +109,10 @@ export class Actions {
     priority.addEventListener("change", () => save(priority, { priority: Number(priority.value) }));
     // What is typed before an answer comes stays.
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
+    if (document.querySelector(".title .actions").dataset.others !== undefined) {
+      for (const field of fields) field.readOnly = true;
+      text(status, "Only its owner and admins change these.");
+    }
     this.#opened = true;
     await this.annotated();
   }

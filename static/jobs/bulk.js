@@ -12,13 +12,15 @@ const FITS = {
 export class Bulk {
   #chosen = new Set();
 
-  /** `jobs`: those listed, by id. */
-  constructor(rows, jobs) {
-    Object.assign(this, { rows, jobs });
+  /** `find(id)`: a job that is listed. `listed()`: how many are. */
+  constructor(rows, { find, listed }) {
+    Object.assign(this, { rows, find, listed });
     rows.addEventListener("change", (event) => {
       const id = event.target.closest("tr")?.dataset.id;
       if (!event.target.matches("[data-f=choose]") || !id) return;
       if (event.target.checked) this.#chosen.add(id); else this.#chosen.delete(id);
+      // A job of several tags is in several groups.
+      for (const box of rows.querySelectorAll(`tr[data-id="${id}"] [data-f=choose]`)) box.checked = event.target.checked;
       this.draw();
     });
     byId("choose-all").addEventListener("change", ({ target }) => {
@@ -35,7 +37,7 @@ export class Bulk {
 
   forget(id) { if (this.#chosen.delete(id)) this.draw(); }
 
-  #jobs(what) { return [...this.#chosen].map((id) => this.jobs.get(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
+  #jobs(what) { return [...this.#chosen].map((id) => this.find(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
 
   draw() {
     const n = this.#chosen.size;
@@ -46,7 +48,7 @@ export class Bulk {
       button.hidden = !fitting;
       button.title = fitting < n ? `${fitting} of the ${n}` : "";
     }
-    const all = byId("choose-all"), listed = this.rows.childElementCount;
+    const all = byId("choose-all"), listed = this.listed();
     all.checked = n > 0 && n >= listed;
     all.indeterminate = n > 0 && n < listed;
   }

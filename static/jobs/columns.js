@@ -64,6 +64,9 @@ export class Columns {
   /** Those shown, as in the address. */
   words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || "none"; }
 
+  /** Keys of those that were added. */
+  get extra() { return this.#extra; }
+
   /** Keys of settings that jobs here have, with one value. */
   settings() {
     const keys = new Set();

@@ -1,7 +1,9 @@
 // What narrows the list beside states and the search: conditions on settings, days, and what a link brought. Each is shown as a
 // chip that takes it away.
 
-import { byId, text } from "../page.js";
+import { ask, byId, text } from "../page.js";
+import { read } from "../address.js";
+import { count } from "../numbers.js";
 import { condition, filter } from "./query.js";
 
 /** As in server/src/handlers/jobs/conditions.rs. */
@@ -54,9 +56,15 @@ export class Narrow {
     this.to = make("input", { type: "date", id: "to-day" });
     this.from.addEventListener("change", () => change({ created_after: begins(this.from.value, 0) }));
     this.to.addEventListener("change", () => change({ created_before: begins(this.to.value, 1) }));
-    this.menu = menu("Filter", "narrow", form, list, error, field("Submitted from", this.from), field("Submitted until", this.to));
+    this.owner = make("select", { id: "owner" });
+    this.owner.addEventListener("change", () => change({ owner: this.owner.value }));
+    this.#owners([]);
+    this.menu = menu("Filter", "narrow", form, list, error, field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
     this.menu.addEventListener("toggle", () => {
-      if (this.menu.open) list.replaceChildren(...keys().map((value) => make("option", { value })));
+      if (!this.menu.open) return;
+      list.replaceChildren(...keys().map((value) => make("option", { value })));
+      // Whose jobs there are to see, those with the most first.
+      ask("/api/v1/jobs/groups?by=owner&sort=-jobs&limit=1000").then(({ groups }) => this.#owners(groups), () => {});
     });
     this.chips = make("div", { className: "chips", id: "chips", hidden: true });
     document.querySelector(".filter-row").after(this.chips);
@@ -66,11 +74,18 @@ export class Narrow {
     this.draw();
   }
 
+  #owners(groups) {
+    const { owner } = filter(), known = groups.filter(({ values: [name] }) => name !== null).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
+    if (owner && !known.some(({ value }) => value === owner)) known.unshift(new Option(owner, owner));
+    this.owner.replaceChildren(new Option("anybody", ""), ...known);
+    this.owner.value = owner;
+  }
+
   draw() {
     const { conditions, after, before, owner } = filter(), chips = [];
-    const chip = (words, values) => {
+    const chip = (words, values, what = "filter") => {
       const button = make("button", { type: "button", className: "quiet", textContent: `${words} ×` });
-      button.setAttribute("aria-label", `Remove the filter ${words}`);
+      button.setAttribute("aria-label", `Remove the ${what} ${words}`);
       button.addEventListener("click", () => { this.change(values()); this.menu.querySelector("summary").focus(); });
       chips.push(button);
     };
@@ -79,10 +94,14 @@ export class Narrow {
       const { key, sign, value } = condition(words) ?? { key: words, sign: "", value: "" };
       chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
     }
+    for (const key of read("group_by").split(",").filter(Boolean)) {
+      chip(`by ${key}`, () => ({ group_by: read("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
+    }
     if (after) chip(`from ${day(after) || after}`, () => ({ created_after: "" }));
     if (before) chip(`until ${until(before) || before}`, () => ({ created_before: "" }));
     this.chips.hidden = !chips.length;
     this.chips.replaceChildren(...chips);
+    if (this.owner.value !== owner) this.#owners([]);
     this.from.value = day(after);
     this.to.value = before ? until(before) : "";
   }

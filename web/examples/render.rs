@@ -13,7 +13,8 @@ use lockstep_protocol::{
 use lockstep_web::{datasets, job, jobs, layout, machines, submit};
 use std::{fs, path::PathBuf};
 
-const VIEWER: layout::Viewer = layout::Viewer { signed_in: true, is_admin: true, is_person: true };
+const VIEWER: layout::Viewer =
+    layout::Viewer { signed_in: true, is_admin: true, is_person: true, reads_only: false };
 const URL: &str = "http://127.0.0.1:7070";
 
 fn sample(
@@ -281,6 +282,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     write("machines.html", page.render()?)?;
     write("machines-empty.html", machines::MachinesPage { agents: vec![], ..page }.render()?)?;
     let lost = layout::MessagePage {
+        viewer: VIEWER,
         status: 404,
         title: "No job has this id".into(),
         detail: "It may have been deleted.".into(),

@@ -45,11 +45,14 @@ pub struct Viewer {
     pub is_admin: bool,
     /// Has a page of its own: a person, not a program's token.
     pub is_person: bool,
+    /// May look and change nothing.
+    pub reads_only: bool,
 }
 
 impl Viewer {
     /// Who has not signed in, or need not.
-    pub const NOBODY: Viewer = Viewer { signed_in: false, is_admin: false, is_person: false };
+    pub const NOBODY: Viewer =
+        Viewer { signed_in: false, is_admin: false, is_person: false, reads_only: false };
 }
 
 /// The bar at the top of a page.
@@ -87,6 +90,11 @@ impl Bar {
         self.viewer.is_person
     }
 
+    /// Whether who looks may change nothing: what would be refused is not offered.
+    pub fn reads_only(self) -> bool {
+        self.viewer.reads_only
+    }
+
     /// Whether there is a session to end.
     pub fn signed_in(self) -> bool {
         self.viewer.signed_in
@@ -113,6 +121,8 @@ pub struct MessagePage {
     pub title: String,
     /// What to do next, in a sentence.
     pub detail: String,
+    /// Who looks.
+    pub viewer: Viewer,
 }
 
 impl MessagePage {
@@ -125,7 +135,7 @@ impl MessagePage {
     }
 
     fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(Viewer::NOBODY)
+        Nav::Elsewhere.seen_by(self.viewer)
     }
 }
 
@@ -145,8 +155,11 @@ mod tests {
 
     #[test]
     fn people_and_the_audit_log_are_linked_for_admins_alone() {
-        let shown =
-            |is_admin| Nav::Jobs.seen_by(Viewer { signed_in: true, is_admin, is_person: true }).entries();
+        let shown = |is_admin| {
+            Nav::Jobs
+                .seen_by(Viewer { signed_in: true, is_admin, is_person: true, reads_only: false })
+                .entries()
+        };
         assert!(shown(false).iter().all(|(address, _, _)| !["/people", "/audit"].contains(address)));
         assert_eq!(shown(true).last(), Some(&("/audit", "Audit", false)));
         assert_eq!(shown(true).first(), Some(&("/jobs", "Jobs", true)));
@@ -154,8 +167,16 @@ mod tests {
 
     #[test]
     fn a_message_is_escaped() {
-        let page = MessagePage { status: 404, title: "<b>".into(), detail: "Go to Jobs.".into() };
+        let (title, detail) = ("<b>".into(), "Go to Jobs.".into());
+        let page = MessagePage { status: 404, title, detail, viewer: Viewer::NOBODY };
         let html = page.render().expect("renders");
         assert!(html.contains("&#60;b&#62;") && html.contains("404"), "{html}");
+        assert!(!html.contains("Sign out") && !html.contains("View only"), "{html}");
+        let viewer = Viewer { signed_in: true, is_admin: false, is_person: true, reads_only: true };
+        let html = MessagePage { viewer, ..page }.render().expect("renders");
+        assert!(
+            html.contains("Sign out") && html.contains("/account") && html.contains("View only"),
+            "{html}"
+        );
     }
 }

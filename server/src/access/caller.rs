@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use lockstep_protocol::access::{Scope, Token};
+use lockstep_web::layout::Viewer;
 use std::sync::{
     Arc,
     atomic::{AtomicI64, Ordering},
@@ -119,6 +120,16 @@ impl Caller {
     pub(crate) fn sees_as(&self) -> Option<String> {
         // A caller without a name has no scope to come here with; it sees what is nobody's.
         (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
+    }
+
+    /// What pages show it.
+    pub(crate) fn viewer(&self) -> Viewer {
+        Viewer {
+            signed_in: self.session().is_some(),
+            is_admin: self.may(Scope::Admin),
+            is_person: self.person().is_some(),
+            reads_only: !self.may(Scope::Submit),
+        }
     }
 
     /// When its session or token ends by itself.

@@ -56,6 +56,7 @@ const RULES: [(Methods, &str, Needed); 26] = [
     (Safe, "/api/v1/metrics/query", S(Scope::Read)),
     (Safe, "/api/v1/projects", S(Scope::Read)),
     (Safe, "/api/v1/projects/{name}/panels", S(Scope::Read)),
+    (Safe, "/api/v1/jobs/groups", S(Scope::Read)),
     (Safe, "/api/v1/jobs/{id}/events", S(Scope::Read)),
     (Safe, "/api/v1/stream", S(Scope::Read)),
 ];

@@ -3,6 +3,8 @@
 pub(crate) mod check;
 mod conditions;
 pub(crate) mod create;
+mod group_keys;
+pub(crate) mod groups;
 pub(crate) mod list;
 
 pub(super) use check::{Checked, check, no_dataset, training_samples};

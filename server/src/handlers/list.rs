@@ -184,6 +184,8 @@ pub(super) enum Key {
     Number(f64),
     Text(String),
     Missing,
+    /// Of several parts, the first of which weighs most.
+    Each(Vec<Key>),
 }
 
 impl From<&str> for Key {
@@ -212,10 +214,15 @@ impl Key {
             Key::Number(_) => 0,
             Key::Text(_) => 1,
             Key::Missing => 2,
+            Key::Each(_) => 3,
         };
         let order = match (self, other) {
             (Key::Number(a), Key::Number(b)) => a.total_cmp(b),
             (Key::Text(a), Key::Text(b)) => a.cmp(b),
+            (Key::Each(a), Key::Each(b)) => {
+                let parts = a.iter().zip(b).map(|(a, b)| a.order(b, descending));
+                return parts.fold(Ordering::Equal, Ordering::then);
+            }
             _ => return rank(self).cmp(&rank(other)),
         };
         if descending { order.reverse() } else { order }
@@ -246,7 +253,7 @@ impl<T> List<T> {
     pub(super) fn page(&self, mut items: Vec<T>, params: &ListParams) -> Result<Listed<T>> {
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
         let sort = params.sort.as_deref().unwrap_or(self.default_sort);
-        let (by, descending) = sort_key(sort);
+        let (by, _) = sort_key(sort);
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
         known_name("sort", by, &names)?;
         let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
@@ -269,23 +276,36 @@ impl<T> List<T> {
             None => {}
         }
         let total = (params.count == Some(true)).then_some(items.len() as u64);
-        let order = |a: (&Key, &str), b: (&Key, &str)| {
-            let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
-            a.0.order(b.0, descending).then(ids)
-        };
-        items.sort_by(|a, b| order((&key(a), (self.id)(a)), (&key(b), (self.id)(b))));
-        let from: Option<(Key, String)> = read_cursor(sort, params.cursor.as_deref())?;
-        if let Some((at, id)) = &from {
-            items.retain(|item| order((&key(item), (self.id)(item)), (at, id)) == Ordering::Greater);
-        }
-        let more = items.len() > limit;
-        items.truncate(limit);
-        let next_cursor = match items.last().filter(|_| more) {
-            Some(last) => Some(cursor(sort, &(key(last), (self.id)(last)))?),
-            None => None,
-        };
+        let next_cursor = part(&mut items, sort, key, self.id, params.cursor.as_deref(), limit)?;
         Ok(Listed { name: self.name, items, fields, next_cursor, total, also_next: false })
     }
+}
+
+/// Sorts `items` by `key`, those of the same by `id`, and leaves at most `limit` of them behind a cursor; answers the next cursor.
+///
+/// # Errors
+/// 400: a cursor that is none of this order.
+pub(super) fn part<T>(
+    items: &mut Vec<T>,
+    sort: &str,
+    key: impl Fn(&T) -> Key,
+    id: impl Fn(&T) -> &str,
+    from: Option<&str>,
+    limit: usize,
+) -> Result<Option<String>> {
+    let (_, descending) = sort_key(sort);
+    let order = |a: (&Key, &str), b: (&Key, &str)| {
+        let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
+        a.0.order(b.0, descending).then(ids)
+    };
+    items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
+    let from: Option<(Key, String)> = read_cursor(sort, from)?;
+    if let Some((at, last)) = &from {
+        items.retain(|item| order((&key(item), id(item)), (at, last)) == Ordering::Greater);
+    }
+    let more = items.len() > limit;
+    items.truncate(limit);
+    items.last().filter(|_| more).map(|last| cursor(sort, &(key(last), id(last)))).transpose()
 }
 
 #[cfg(test)]

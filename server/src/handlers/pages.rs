@@ -40,11 +40,7 @@ pub(super) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
 
 /// Who looks at a page.
 pub(super) fn viewer(caller: &Caller) -> Viewer {
-    Viewer {
-        signed_in: caller.session().is_some(),
-        is_admin: caller.may(Scope::Admin),
-        is_person: caller.person().is_some(),
-    }
+    caller.viewer()
 }
 
 /// `GET /`

@@ -24,10 +24,10 @@ pub use location::Location;
 pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
-    Condition, Counts, Created, Cursor, EventRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
-    Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow,
-    NewJob, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, Report, SessionRow, SettingValue, SortBy,
-    SortValue, Stored, TokenRow,
+    Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
+    HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
+    MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, Report,
+    SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -83,6 +83,14 @@ pub trait Store: Send + Sync + 'static {
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// How many jobs a filter finds, whatever its limit and cursor are.
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
+    /// The groups of all jobs that a filter finds, whatever its limit and cursor are, in no order; none when there are more than `most`.
+    async fn job_groups(
+        &self,
+        filter: &JobFilter,
+        by: &[GroupBy],
+        metrics: &[SortBy],
+        most: usize,
+    ) -> Result<Option<Vec<GroupRow>>>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.

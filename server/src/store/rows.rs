@@ -4,6 +4,7 @@ mod access;
 mod attempts;
 mod events;
 mod history;
+mod job_groups;
 mod job_list;
 mod jobs;
 mod layers;
@@ -16,6 +17,7 @@ pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Place, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;
+pub use job_groups::{GroupBy, GroupRow, GroupValue, SettingKind, Spread};
 pub use job_list::{
     Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, SettingValue, SortBy, SortValue,
 };

@@ -284,6 +284,8 @@ async fn what_is_answered_is_documented() {
     assert_eq!(held.ask("post", "/api/v1/jobs", "/api/v1/jobs", ask("")).await.0, 400);
     let pictures = format!("/api/v1/jobs/{job}/samples?indices=1,2");
     assert_eq!(held.ask("get", "/api/v1/jobs/{id}/samples", &pictures, |r| r).await.0, 200);
+    let groups = "/api/v1/jobs/groups?by=owner,train.lr&metrics=best,loss&count=true";
+    assert_eq!(held.ask("get", "/api/v1/jobs/groups", groups, |r| r).await.0, 200);
     let metrics = format!("/api/v1/metrics/query?jobs={job}&name=loss");
     assert_eq!(held.ask("get", "/api/v1/metrics/query", &metrics, |r| r).await.0, 200);
     for (template, place) in [

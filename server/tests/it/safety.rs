@@ -153,6 +153,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /jobs/{id}/logs",
         "get /jobs/{id}/events",
         "get /projects",
+        "get /jobs/groups",
         "get /metrics/query",
         "get /jobs/{id}/checkpoints",
         "get /jobs/{id}/stream",

@@ -50,7 +50,7 @@ fn condition(text: &str) -> Result<Condition> {
             shortened(text)
         )));
     };
-    let (table, key, kind) = known(path)?;
+    let (table, key, kind) = single_setting(path).map_err(refused)?;
     if value.is_empty() {
         return Err(refused(format!("has no value for {path}: such as {path}=1")));
     }
@@ -104,8 +104,9 @@ fn is_single(kind: &Kind) -> bool {
     )
 }
 
-/// A key from the table of keys, so that nothing of the request becomes SQL.
-fn known(path: &str) -> Result<(&'static str, &'static str, Kind)> {
+/// A key from the table of keys, so that nothing of the request becomes SQL; else what is wrong with it, for a sentence that names
+/// the parameter.
+pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let given = path.strip_prefix("spec.").unwrap_or(path);
     let dotted =
         |table: &str, key: &str| if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") };
@@ -118,14 +119,14 @@ fn known(path: &str) -> Result<(&'static str, &'static str, Kind)> {
         return Ok(found);
     }
     if all().any(|(table, key, _)| dotted(table, key) == given) {
-        return Err(refused(format!("cannot compare {given}: only settings with one value can be compared")));
+        return Err(format!("names {given}, which has several values: name a setting with one value"));
     }
     let names: Vec<String> = single().map(|(table, key, _)| dotted(table, key)).collect();
     // A key without its table is meant just as well.
     let own = single().find(|(_, key, _)| *key == given).map(|(table, key, _)| dotted(table, key));
     let near = own.or_else(|| nearest(given, names.iter().map(String::as_str)).map(str::to_owned));
     let hint = near.map_or_else(|| "such as train.lr".to_owned(), |near| format!("did you mean {near:?}?"));
-    Err(refused(format!("names {:?}, which is no setting; {hint}", shortened(path))))
+    Err(format!("names {:?}, which is no setting; {hint}", shortened(path)))
 }
 
 #[cfg(test)]

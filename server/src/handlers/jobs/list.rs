@@ -6,7 +6,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{
         extract::{Query, count, search_text},
-        jobs::conditions,
+        jobs::{conditions, group_keys},
         list::{self, Fields, Listed, MAX_LIMIT},
     },
     store::{JobFilter, JobSort, SortBy},
@@ -98,28 +98,32 @@ pub(crate) struct JobList {
 #[into_params(parameter_in = Query)]
 pub(crate) struct ListQuery {
     /// In one of these states, with commas between: `running,failed`.
-    state: Option<String>,
+    pub(super) state: Option<String>,
     /// Part of the name, at most 200 characters.
-    name: Option<String>,
+    pub(super) name: Option<String>,
     /// Part of the name, of a tag or of the notes, at most 200 characters.
-    q: Option<String>,
+    pub(super) q: Option<String>,
     /// Whose settings fulfil all of these, with commas between: `train.lr>0.1,model.arch=resnet50`. `=`, `!=`, `<`, `<=`, `>`, `>=`;
     /// texts and words with `=` and `!=` alone. At most 10.
     #[serde(rename = "where")]
     #[param(rename = "where")]
-    conditions: Option<String>,
+    pub(super) conditions: Option<String>,
     /// The person who submitted it, or the name of the token that did.
-    owner: Option<String>,
+    pub(super) owner: Option<String>,
     /// Of this project.
-    project: Option<String>,
+    pub(super) project: Option<String>,
     /// With all of these tags, with commas between.
-    tag: Option<String>,
+    pub(super) tag: Option<String>,
+    /// Of one group of `GET /jobs/groups`: what jobs are grouped by there, and with `group` the `values` of the group, as JSON.
+    pub(super) by: Option<String>,
+    /// `["resnet20",0.1]`: `values` of a group, one for each of `by`.
+    pub(super) group: Option<String>,
     /// Submitted at this time or later (RFC 3339).
     #[param(format = DateTime)]
-    created_after: Option<String>,
+    pub(super) created_after: Option<String>,
     /// Submitted before this time (RFC 3339).
     #[param(format = DateTime)]
-    created_before: Option<String>,
+    pub(super) created_before: Option<String>,
     /// `created`, `started`, `finished`, `name`, `state`, `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per
     /// second), `loss`, `accuracy`, `val_loss`, `val_accuracy` and `lr` (the newest), `best`, or a number, word or text of the specification
     /// such as `spec.train.lr`; `-` before it for the largest first. `-created` when absent.
@@ -128,12 +132,12 @@ pub(crate) struct ListQuery {
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
     /// `next_cursor` of the page before, with the same `sort`.
-    cursor: Option<String>,
+    pub(super) cursor: Option<String>,
     /// Only these fields of each job, with commas between: `id,name,state`. `notes` are in a list only when they are named here.
     #[param(min_length = 1)]
-    fields: Option<String>,
+    pub(super) fields: Option<String>,
     /// Also how many jobs match on all pages together, as `total`.
-    count: Option<bool>,
+    pub(super) count: Option<bool>,
 }
 
 impl ListQuery {
@@ -168,6 +172,7 @@ impl ListQuery {
             with_notes: false,
             project,
             tags,
+            group: group_keys::group(self.by.as_deref(), self.group.as_deref())?,
             created_after: list::time("created_after", self.created_after.as_deref())?,
             created_before: list::time("created_before", self.created_before.as_deref())?,
             sort: sort(self.sort_text())?,
@@ -214,6 +219,27 @@ fn sort(text: &str) -> Result<JobSort> {
         }
     };
     Ok(JobSort { by, descending })
+}
+
+/// What jobs have a mean of: a number that they can be sorted by.
+///
+/// # Errors
+/// 400: there is none of this name, or it is no number.
+pub(super) fn metric(name: &str) -> Result<SortBy> {
+    let JobSort { by, descending } = sort(name)?;
+    let is_number = match by {
+        SortBy::Created | SortBy::Started | SortBy::Finished => false,
+        SortBy::Name | SortBy::State | SortBy::Project | SortBy::Owner => false,
+        SortBy::Setting { is_number, .. } => is_number,
+        _ => true,
+    };
+    if descending || !is_number {
+        return Err(Error::BadRequest(format!(
+            "metrics names {:?}, which is no number; such as loss, best or spec.train.lr",
+            shortened(name)
+        )));
+    }
+    Ok(by)
 }
 
 /// A key of the specification: from the table of keys, so nothing of the request becomes SQL.

@@ -1,5 +1,6 @@
 //! Which jobs to list, in which order, and from which place on.
 
+use super::job_groups::{GroupBy, GroupValue};
 use jiff::Timestamp;
 use lockstep_protocol::job::{Job, JobState};
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,8 @@ pub struct JobFilter {
     pub project: Option<String>,
     /// With all of these tags.
     pub tags: Vec<String>,
+    /// Of one group: what each is grouped by has this value.
+    pub group: Vec<(GroupBy, GroupValue)>,
     /// Submitted at this time or later.
     pub created_after: Option<Timestamp>,
     /// Submitted before this time.

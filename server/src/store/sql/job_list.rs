@@ -1,6 +1,9 @@
 //! The list of jobs: its conditions and its order as SQL. Only what stands in this file becomes SQL; what a request says is
 //! bound to it.
 
+mod groups;
+
+use self::groups::push_group;
 use super::{
     super::dialect::{FALSE, POSITION, TRUE, json_number, json_text},
     Db, DbRow, SqlStore,
@@ -116,6 +119,15 @@ fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     Ok(())
 }
 
+/// A tag.
+fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
+    // Between its quotation marks, as the first of the list or behind a comma: quotation marks of a tag's own are escaped there.
+    let tag = json(&tag)?;
+    query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(format!("[{tag}"));
+    query.push(format!(") > 0 OR {POSITION}(annotations.tags, ")).push_bind(format!(",{tag}")).push(") > 0)");
+    Ok(())
+}
+
 /// What somebody sees: jobs that are there, without what is private to others.
 fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" WHERE jobs.deleted_at IS NULL");
@@ -151,14 +163,9 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
         query.push(" AND jobs.project = ").push_bind(project.clone());
     }
     for tag in &filter.tags {
-        // Between its quotation marks, as the first of the list or behind a comma: quotation marks of a tag's own are escaped there.
-        let tag = json(tag)?;
-        query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(format!("[{tag}"));
-        query
-            .push(format!(") > 0 OR {POSITION}(annotations.tags, "))
-            .push_bind(format!(",{tag}"))
-            .push(") > 0)");
+        push_tag(query, tag)?;
     }
+    push_group(query, &filter.group)?;
     if let Some(after) = filter.created_after {
         query.push(" AND jobs.created_at >= ").push_bind(after.as_millisecond());
     }

@@ -30,9 +30,10 @@ use super::dialect::{
 };
 use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
-    Created, EventRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter,
-    JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page,
-    PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, Store, TokenRow,
+    Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
+    Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow,
+    NewJob, Owned, Page, PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, SortBy, Store,
+    TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -89,6 +90,15 @@ impl Store for SqlStore {
     }
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64> {
         self.count_jobs(filter).await
+    }
+    async fn job_groups(
+        &self,
+        filter: &JobFilter,
+        by: &[GroupBy],
+        metrics: &[SortBy],
+        most: usize,
+    ) -> Result<Option<Vec<GroupRow>>> {
+        self.group_jobs(filter, by, metrics, most).await
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await

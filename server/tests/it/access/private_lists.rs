@@ -127,6 +127,34 @@ async fn no_list_shows_what_is_private_to_somebody_else() {
             false => assert_eq!(shown, [("shared", 1)], "{who}"),
         }
         assert_eq!(total.as_u64(), Some(shown.len() as u64), "{who}");
+        // Groups, whatever they are by, and how many jobs they have.
+        for (by, expected) in [
+            ("owner", if sees { vec![("mona", 2), ("otto", 1)] } else { vec![("otto", 1)] }),
+            ("project", shown.clone()),
+            (
+                "name",
+                if sees {
+                    vec![("open", 1), ("secret run", 1), ("secret too", 1)]
+                } else {
+                    vec![("open", 1)]
+                },
+            ),
+        ] {
+            let path = format!("/jobs/groups?by={by}&metrics=loss,spec.train.lr&sort=group");
+            let (groups, total) = pages(&server, client, &path, "groups").await;
+            let of = |group: &Value| group["values"][0].as_str().unwrap().to_owned();
+            let found: Vec<_> = groups.iter().map(|g| (of(g), g["jobs"].as_u64().unwrap())).collect();
+            let expected: Vec<_> = expected.into_iter().map(|(name, jobs)| (name.to_owned(), jobs)).collect();
+            assert_eq!(
+                (found, total.as_u64()),
+                (expected.clone(), Some(expected.len() as u64)),
+                "{who}: {by}"
+            );
+        }
+        let (groups, _) = pages(&server, client, "/jobs/groups?by=tag,train.lr", "groups").await;
+        assert_eq!(json!(groups).to_string().contains("secret-tag"), sees, "{who}");
+        let path = "/jobs?by=tag&group=%5B%22secret-tag%22%5D";
+        assert_eq!(!pages(&server, client, path, "jobs").await.0.is_empty(), sees, "{who}");
         let newest: jiff::Timestamp =
             projects.last().unwrap()["newest_at"].as_str().unwrap().parse().unwrap();
         let (_, job) = server.as_who(client, "GET", &format!("/jobs/{open}"), None).await;

@@ -1,0 +1,153 @@
+//! Groups of jobs. The rows are put together here and not by the database: a job is in the group of each of its tags, and SQLite
+//! has no standard deviation.
+
+use super::{
+    super::super::dialect::{FALSE, TRUE},
+    super::{Db, DbRow, SqlStore},
+    Holds, expression, push_conditions, push_tag, setting,
+};
+use crate::store::{
+    GroupBy, GroupRow, GroupValue, JobFilter, Result, SettingKind, SortBy, Spread, StoreError,
+    values::{plain, time},
+};
+use futures_util::TryStreamExt;
+use lockstep_protocol::job::JobState;
+use sqlx::{QueryBuilder, Row};
+use std::collections::HashMap;
+
+/// What jobs are grouped by as SQL; tags are read apart from it.
+fn grouped_by(by: GroupBy) -> String {
+    match by {
+        GroupBy::Project => "jobs.project".into(),
+        GroupBy::Owner => "jobs.owner".into(),
+        GroupBy::Tag => "annotations.tags".into(),
+        GroupBy::State => "jobs.state".into(),
+        GroupBy::Name => "jobs.name".into(),
+        GroupBy::Setting { table, key, holds: SettingKind::Bool } => {
+            let setting = setting(table, key, false);
+            format!("CAST(CASE WHEN COALESCE({setting}, {FALSE}) = {TRUE} THEN 1 ELSE 0 END AS BIGINT)")
+        }
+        GroupBy::Setting { table, key, holds } => setting(table, key, holds == SettingKind::Number),
+    }
+}
+
+/// Jobs of one group.
+pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupValue)]) -> Result<()> {
+    for (by, value) in group {
+        let column = grouped_by(*by);
+        match (by, value) {
+            (GroupBy::Tag, GroupValue::Text(tag)) => push_tag(query, tag)?,
+            (GroupBy::Tag, GroupValue::Missing) => {
+                query.push(" AND COALESCE(annotations.tags, '[]') = '[]'");
+            }
+            (_, GroupValue::Missing) => {
+                query.push(format!(" AND {column} IS NULL"));
+            }
+            (_, GroupValue::Text(text)) => {
+                query.push(format!(" AND {column} = ")).push_bind(plain(text).into_owned());
+            }
+            (_, GroupValue::Number(number)) => {
+                query.push(format!(" AND {column} = ")).push_bind(*number);
+            }
+            (_, GroupValue::Bool(is)) => {
+                query.push(format!(" AND {column} = ")).push_bind(i64::from(*is));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a job has of one thing that jobs are grouped by: one value, or one for each of its tags.
+fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
+    let text = || row.try_get::<Option<String>, _>(column);
+    let one = match by {
+        GroupBy::Tag => {
+            // Another version may have written what is no list of tags.
+            let tags: Vec<String> =
+                text()?.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
+            if !tags.is_empty() {
+                return Ok(tags.into_iter().map(GroupValue::Text).collect());
+            }
+            None
+        }
+        GroupBy::Setting { holds: SettingKind::Number, .. } => {
+            // There is one zero.
+            row.try_get::<Option<f64>, _>(column)?.map(|number| GroupValue::Number(number + 0.0))
+        }
+        GroupBy::Setting { holds: SettingKind::Bool, .. } => {
+            Some(GroupValue::Bool(row.try_get::<i64, _>(column)? == 1))
+        }
+        _ => text()?.map(GroupValue::Text),
+    };
+    Ok(vec![one.unwrap_or(GroupValue::Missing)])
+}
+
+/// Every choice of one value of each.
+fn combined(each: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
+    each.into_iter().fold(vec![Vec::new()], |done, values| {
+        let with = |value: &GroupValue| {
+            let value = value.clone();
+            done.iter().map(move |before| [before.as_slice(), &[value.clone()]].concat())
+        };
+        values.iter().flat_map(with).collect()
+    })
+}
+
+fn number(row: &DbRow, column: &str, holds: &Holds) -> Result<Option<f64>> {
+    Ok(match holds {
+        Holds::Integer => row.try_get::<Option<i64>, _>(column)?.map(|value| value as f64),
+        Holds::Number => row.try_get(column)?,
+        Holds::Text => None,
+    })
+}
+
+impl SqlStore {
+    pub(in crate::store) async fn group_jobs(
+        &self,
+        filter: &JobFilter,
+        by: &[GroupBy],
+        metrics: &[SortBy],
+        most: usize,
+    ) -> Result<Option<Vec<GroupRow>>> {
+        let metrics: Vec<_> = metrics.iter().map(|metric| expression(*metric)).collect();
+        let groups = by.iter().enumerate().map(|(n, by)| format!(", {} AS by_{n}", grouped_by(*by)));
+        let numbers = metrics.iter().enumerate().map(|(n, (sql, ..))| format!(", {sql} AS metric_{n}"));
+        let columns: String = groups.chain(numbers).collect();
+        let mut query = QueryBuilder::new(format!(
+            "SELECT jobs.state, jobs.created_at{columns} FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id"
+        ));
+        push_conditions(&mut query, filter)?;
+        let query = query.build();
+        let mut rows = query.fetch(&self.reader);
+        let (mut found, mut places): (Vec<GroupRow>, HashMap<String, usize>) = Default::default();
+        while let Some(row) = rows.try_next().await? {
+            // A state that another version knows is in no list, and in no group.
+            let Ok(state) = row.try_get::<String, _>("state")?.parse::<JobState>() else { continue };
+            let created_at = time(row.try_get("created_at")?)?;
+            let each = by.iter().enumerate().map(|(n, by)| values(&row, *by, &format!("by_{n}")));
+            for values in combined(each.collect::<Result<_>>()?) {
+                let key = serde_json::to_string(&values).map_err(|e| StoreError::Corrupt(e.to_string()))?;
+                let place = *places.entry(key).or_insert(found.len());
+                if place == found.len() {
+                    if found.len() == most {
+                        return Ok(None);
+                    }
+                    let metrics = vec![Spread::default(); metrics.len()];
+                    found.push(GroupRow { values, states: Vec::new(), newest_at: created_at, metrics });
+                }
+                let Some(group) = found.get_mut(place) else { continue };
+                group.newest_at = group.newest_at.max(created_at);
+                match group.states.iter_mut().find(|(known, _)| *known == state) {
+                    Some((_, count)) => *count += 1,
+                    None => group.states.push((state, 1)),
+                }
+                for (n, (spread, (_, holds, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
+                    if let Some(value) = number(&row, &format!("metric_{n}"), holds)? {
+                        spread.add(value);
+                    }
+                }
+            }
+        }
+        Ok(Some(found))
+    }
+}

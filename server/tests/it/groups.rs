@@ -1,0 +1,265 @@
+//! Groups of jobs: over all that match, in both databases, for each reader, in any order and page by page.
+
+use crate::{
+    agent::{Agent, info},
+    lists::jobs,
+    test_server::TestServer,
+};
+use lockstep_protocol::{
+    dataset::Dataset,
+    job::{JobId, JobState},
+    spec::JobSpec,
+};
+use lockstep_server::store::{
+    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, SettingKind, SortBy, Store,
+    postgres::PostgresStore, sqlite::SqliteStore,
+};
+use serde_json::{Value, json};
+
+const LR: GroupBy = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
+const PRIVATE: GroupBy = GroupBy::Setting { table: "", key: "private", holds: SettingKind::Bool };
+const PRETRAINED: GroupBy = GroupBy::Setting { table: "model", key: "pretrained", holds: SettingKind::Text };
+const PRIORITY: SortBy = SortBy::Setting { table: "", key: "priority", is_number: true };
+
+/// Name, tags, learning rate, priority, owner, whether it is private.
+type Made = (&'static str, &'static [&'static str], f32, i32, Option<&'static str>, bool);
+const JOBS: [Made; 6] = [
+    ("a", &["base", "x,y"], 0.1, 2, Some("mona"), false),
+    ("b", &["base"], 0.1, 4, Some("mona"), true),
+    ("c", &[], 0.1, 9, Some("otto"), false),
+    ("d", &["x,y"], 0.4, -3, None, false),
+    ("e", &["\"base\""], 0.4, 0, None, true),
+    ("f", &["bas"], 0.2, 1, Some("null"), false),
+];
+
+async fn fill(store: &dyn Store) {
+    let added_at = "2026-01-02T03:04:05Z".parse().unwrap();
+    let dataset =
+        Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false };
+    store.add_dataset(&dataset).await.unwrap();
+    for (n, (name, tags, lr, priority, owner, private)) in JOBS.into_iter().enumerate() {
+        let mut spec = JobSpec { name: name.into(), priority, private, ..JobSpec::default() };
+        spec.data.dataset = "p".into();
+        spec.train.lr = lr;
+        let new = NewJob {
+            id: JobId::generate(),
+            spec,
+            annotation: Annotation {
+                notes: String::new(),
+                tags: tags.iter().map(|tag| (*tag).to_owned()).collect(),
+            },
+            at: added_at + jiff::SignedDuration::from_secs(n as i64),
+            idempotency: None,
+            fork: None,
+            owner: owner.map(str::to_owned),
+        };
+        store.create_job(new).await.unwrap();
+    }
+}
+
+/// Each group's values as JSON, and the names of its jobs, which a list of that group has.
+async fn groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for group in store.job_groups(filter, by, &[], 100).await.unwrap().unwrap() {
+        let sort = JobSort { by: SortBy::Name, descending: false };
+        let pairs = by.iter().copied().zip(group.values.clone()).collect();
+        let jobs = store.jobs(&JobFilter { group: pairs, sort, ..filter.clone() }).await.unwrap().jobs;
+        let count: u64 = group.states.iter().map(|(_, count)| count).sum();
+        assert_eq!(jobs.len() as u64, count, "{group:?}");
+        assert_eq!(jobs.iter().map(|job| job.created_at).max(), Some(group.newest_at));
+        let names = jobs.into_iter().map(|job| job.name).collect();
+        found.push((serde_json::to_string(&group.values).unwrap(), names));
+    }
+    found.sort();
+    found
+}
+
+async fn scenario(store: &dyn Store) {
+    fill(store).await;
+    let all = JobFilter::default();
+    let otto = JobFilter { seen_by: Some("otto".into()), ..JobFilter::default() };
+    let fast = JobFilter { name: Some("d".into()), ..JobFilter::default() };
+    let by_owner = [(r#"["mona"]"#, "ab"), (r#"["null"]"#, "f"), (r#"["otto"]"#, "c"), ("[null]", "de")];
+    let by_tag = [
+        (r#"["\"base\""]"#, "e"),
+        (r#"["bas"]"#, "f"),
+        (r#"["base"]"#, "ab"),
+        (r#"["x,y"]"#, "ad"),
+        ("[null]", "c"),
+    ];
+    let seen_tags = [(r#"["bas"]"#, "f"), (r#"["base"]"#, "a"), (r#"["x,y"]"#, "ad"), ("[null]", "c")];
+    let lr_and_tag = [
+        (r#"[0.1,"base"]"#, "a"),
+        (r#"[0.1,"x,y"]"#, "a"),
+        ("[0.1,null]", "c"),
+        (r#"[0.2,"bas"]"#, "f"),
+        (r#"[0.4,"x,y"]"#, "d"),
+    ];
+    let cases: [(&JobFilter, &[GroupBy], &[(&str, &str)]); 9] = [
+        (&all, &[GroupBy::Project], &[(r#"["default"]"#, "abcdef")]),
+        (&all, &[GroupBy::Owner], &by_owner),
+        (&all, &[GroupBy::Tag], &by_tag),
+        (&all, &[LR], &[("[0.1]", "abc"), ("[0.2]", "f"), ("[0.4]", "de")]),
+        (&all, &[GroupBy::State, PRIVATE], &[(r#"["queued",false]"#, "acdf"), (r#"["queued",true]"#, "be")]),
+        (&all, &[PRETRAINED], &[("[null]", "abcdef")]),
+        (&otto, &[GroupBy::Tag], &seen_tags),
+        (&otto, &[LR, GroupBy::Tag], &lr_and_tag),
+        (&fast, &[LR, GroupBy::Name], &[(r#"[0.4,"d"]"#, "d")]),
+    ];
+    for (filter, by, expected) in cases {
+        let expected: Vec<_> = expected.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+        assert_eq!(groups(store, filter, by).await, expected, "{by:?}");
+    }
+    let metrics = [PRIORITY, SortBy::Best, SortBy::Step];
+    let found = store.job_groups(&all, &[LR], &metrics, 3).await.unwrap().unwrap();
+    let first = found.iter().find(|group| group.values == [GroupValue::Number(0.1)]).unwrap();
+    assert_eq!(first.states, [(JobState::Queued, 3)]);
+    let [priority, best, step] = first.metrics[..] else { panic!("{first:?}") };
+    assert_eq!(
+        (priority.n, priority.mean(), priority.min(), priority.max()),
+        (3, Some(5.0), Some(2.0), Some(9.0))
+    );
+    // (9 + 1 + 16) / 2 = 13.
+    assert!((priority.std().unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
+    assert_eq!((best.n, best.mean(), best.std()), (0, None, None));
+    assert_eq!((step.n, step.mean(), step.std()), (3, Some(0.0), Some(0.0)));
+    // As many groups as are allowed, and one more.
+    assert!(store.job_groups(&all, &[LR], &[], 2).await.unwrap().is_none());
+    store.close().await;
+}
+
+#[tokio::test]
+async fn sqlite_groups_jobs() {
+    let dir = tempfile::tempdir().unwrap();
+    scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_groups_jobs() {
+    scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+}
+
+/// The values of all groups, page by page.
+async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
+    let (mut found, mut cursor) = (Vec::new(), String::new());
+    loop {
+        let (status, page) =
+            server.get(&format!("/jobs/groups?limit={limit}&count=true&{query}{cursor}")).await;
+        assert_eq!(status, 200, "{query}: {page}");
+        let groups = page["groups"].as_array().unwrap();
+        assert!(groups.len() <= limit);
+        found.extend(groups.iter().map(|group| group["values"].clone()));
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
+            None => {
+                assert_eq!(page["total"], found.len());
+                return found;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn groups_are_listed_in_any_order_whatever_a_page_s_size() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let specs =
+        [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.2, "vision"), ("d", 10.0, "x"), ("e", 2.0, "x")];
+    let ids = jobs(&server, &specs).await;
+    for (id, best) in ids.iter().zip(["0.5", "0.9", "0.7", "", "0.2"]) {
+        if !best.is_empty() {
+            let sql = format!("UPDATE jobs SET best = '{{\"value\":{best},\"epoch\":1}}' WHERE id = '{id}'");
+            assert_eq!(server.execute(&sql).await, 1);
+        }
+    }
+    for limit in 1..=6 {
+        for (query, expected) in [
+            ("by=project", json!([["default"], ["vision"], ["x"]])),
+            ("by=project&sort=-group", json!([["x"], ["vision"], ["default"]])),
+            ("by=project&sort=-best&metrics=best", json!([["default"], ["vision"], ["x"]])),
+            ("by=project&sort=best&metrics=best,loss", json!([["x"], ["vision"], ["default"]])),
+            ("by=project&sort=-spec.train.lr&metrics=spec.train.lr", json!([["x"], ["default"], ["vision"]])),
+            ("by=project&sort=jobs", json!([["default"], ["vision"], ["x"]])),
+            ("by=project&sort=-newest", json!([["x"], ["vision"], ["default"]])),
+            // No job has one: by what they have in common.
+            ("by=project&sort=-loss&metrics=loss", json!([["x"], ["vision"], ["default"]])),
+            // Numbers by their size, also behind another key.
+            ("by=train.lr", json!([[0.1], [0.2], [0.4], [2.0], [10.0]])),
+            (
+                "by=project,train.lr",
+                json!([["default", 0.4], ["vision", 0.1], ["vision", 0.2], ["x", 2.0], ["x", 10.0]]),
+            ),
+            ("by=project&where=train.lr%3E1", json!([["x"]])),
+            ("by=project&q=nothing", json!([])),
+        ] {
+            assert_eq!(json!(walked(&server, query, limit).await), expected, "{query} by {limit}");
+        }
+    }
+    let (_, page) = server.get("/jobs/groups?by=project&metrics=best&project=vision").await;
+    let group = &page["groups"][0];
+    assert_eq!(group["jobs"], 2);
+    assert_eq!(group["states"], json!({"queued": 2}));
+    let best = &group["metrics"]["best"];
+    assert_eq!(
+        (best["n"].as_u64(), best["min"].as_f64(), best["max"].as_f64()),
+        (Some(2), Some(0.5), Some(0.7))
+    );
+    assert!((best["mean"].as_f64().unwrap() - 0.6).abs() < 1e-12, "{best}");
+    assert!((best["std"].as_f64().unwrap() - 0.02_f64.sqrt()).abs() < 1e-12, "{best}");
+    let (_, page) = server.get("/jobs?by=project,train.lr&group=%5B%22vision%22,0.2%5D").await;
+    assert_eq!(page["jobs"][0]["name"], "c");
+    assert_eq!(page["jobs"].as_array().unwrap().len(), 1);
+    // A job that is stored in a way that nobody can read is in a group of its own, and hides none.
+    assert_eq!(server.execute("UPDATE jobs SET spec = '{', best = 'x' WHERE name = 'd'").await, 1);
+    assert_eq!(
+        json!(walked(&server, "by=train.lr&metrics=best", 2).await),
+        json!([[0.1], [0.2], [0.4], [2.0], [null]])
+    );
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_no_group_is_refused_with_what_would_be() {
+    let server = TestServer::new().await;
+    let names = |n: usize| vec!["loss,best,step"; n].join(",");
+    for (query, words) in [
+        ("".to_owned(), "1 to 3"),
+        ("by=".into(), "1 to 3"),
+        ("by=lr".into(), "did you mean \"train.lr\"?"),
+        ("by=project&metrics=name".into(), "no number"),
+        ("by=project&metrics=-loss".into(), "no number"),
+        ("by=project&metrics=lose".into(), "did you mean \"loss\"?"),
+        ("by=project&sort=loss".into(), "name \"loss\" in metrics"),
+        ("by=project&limit=0".into(), "1 to 1000"),
+        ("by=project&limit=1001".into(), "1 to 1000"),
+        ("by=project&cursor=x".into(), "none of this list"),
+        ("by=project&groups=x".into(), "no query parameter"),
+        ("by=project&state=fast".into(), "fast"),
+    ] {
+        let (status, problem) = server.get(&format!("/jobs/groups?{query}")).await;
+        assert_eq!(status, 400, "{query}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(words), "{query}: {problem}");
+    }
+    // The same name again is no further one; sixteen are taken, and one more is not.
+    assert_eq!(server.get(&format!("/jobs/groups?by=project&metrics={}", names(9))).await.0, 200);
+    let all = "loss,best,step,epoch,attempt,ranks,speed,accuracy,val_loss,val_accuracy,lr,priority,spec.train.lr,spec.train.epochs,spec.train.seed,spec.train.batch_size";
+    assert_eq!(all.split(',').count(), 16);
+    assert_eq!(server.get(&format!("/jobs/groups?by=project&metrics={all}")).await.0, 200);
+    let (status, problem) =
+        server.get(&format!("/jobs/groups?by=project&metrics={all},spec.train.weight_decay")).await;
+    assert_eq!(
+        (status, problem["detail"].as_str().unwrap().contains("at most 16")),
+        (400, true),
+        "{problem}"
+    );
+    for (query, words) in [
+        ("by=project", "belong together"),
+        ("group=%5B1%5D", "belong together"),
+        ("by=project&group=%5B1%5D", "one for each of by"),
+    ] {
+        let (status, problem) = server.get(&format!("/jobs?{query}")).await;
+        assert_eq!(status, 400, "{query}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(words), "{query}: {problem}");
+    }
+    server.stop().await;
+}

@@ -1,0 +1,97 @@
+//! `lockstep list --group-by`: how many jobs have something in common, and how well they did together.
+
+use crate::cli::{
+    api::{Api, list},
+    block_on, output,
+};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// What a group has a mean of.
+const METRICS: [&str; 3] = ["best", "loss", "speed"];
+
+#[derive(Deserialize)]
+struct Group {
+    values: Vec<Value>,
+    jobs: u64,
+    metrics: BTreeMap<String, Spread>,
+}
+
+#[derive(Deserialize)]
+struct Spread {
+    n: u64,
+    mean: Option<f64>,
+    std: Option<f64>,
+}
+
+/// Prints the groups.
+///
+/// # Errors
+/// The server is not reachable, or refuses what to group by, a filter or an order.
+pub(super) fn run(
+    api: &Api,
+    by: &str,
+    mut query: Vec<(&'static str, String)>,
+    limit: Option<u32>,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    query.push(("by", by.to_owned()));
+    query.push(("metrics", METRICS.join(",")));
+    let groups = block_on(api.all("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
+    if as_json {
+        return output::json(&groups);
+    }
+    let groups: Vec<Group> = list(&Value::Array(groups), "groups")?;
+    if groups.is_empty() {
+        return output::line("no job matches");
+    }
+    let rows: Vec<_> = groups.iter().map(row).collect();
+    output::table(["GROUP", "JOBS", "BEST", "LOSS", "IMAGES/S"], &rows)?;
+    output::line(
+        "mean ± standard deviation over the jobs that have a value (n of them, where that is not all)",
+    )
+}
+
+fn row(group: &Group) -> [String; 5] {
+    let value = |value: &Value| match value {
+        Value::Null => "none".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let of = |name: &str, scale: f64, digits: usize, unit: &str| {
+        let Some((spread, mean)) = group.metrics.get(name).and_then(|of| Some((of, of.mean?))) else {
+            return String::new();
+        };
+        let std = spread.std.map(|std| format!(" ± {:.digits$}", std * scale)).unwrap_or_default();
+        let n = if spread.n == group.jobs { String::new() } else { format!(" (n = {})", spread.n) };
+        format!("{:.digits$}{std}{unit}{n}", mean * scale)
+    };
+    [
+        group.values.iter().map(value).collect::<Vec<_>>().join(", "),
+        group.jobs.to_string(),
+        of("best", 100.0, 2, " %"),
+        of("loss", 1.0, 4, ""),
+        of("speed", 1.0, 0, ""),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_group_is_a_line_with_its_means_and_how_many_jobs_they_are_of() {
+        let group: Group = serde_json::from_value(json!({
+            "values": ["resnet20", 0.1, null], "jobs": 3,
+            "metrics": {
+                "best": {"n": 3, "mean": 0.9, "std": 0.0123, "min": 0.88, "max": 0.91},
+                "loss": {"n": 1, "mean": 0.25, "std": null, "min": 0.25, "max": 0.25},
+                "speed": {"n": 0, "mean": null, "std": null, "min": null, "max": null},
+            },
+        }))
+        .unwrap();
+        assert_eq!(row(&group), ["resnet20, 0.1, none", "3", "90.00 ± 1.23 %", "0.2500 (n = 1)", ""]);
+    }
+}

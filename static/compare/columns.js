@@ -1,0 +1,39 @@
+// What jobs can be told apart by: settings with one value and results, each as a number or in words, and where a job is between the
+// lowest and the highest.
+
+import { clock, count, percent, rate, value } from "../numbers.js";
+import { settings, took, written } from "./tables.js";
+
+const plain = (v) => String(Number(v.toPrecision(6)));
+/** Key in the address, name, value of a job, how it is written. */
+const RESULTS = [
+  ["loss", "loss", (j) => j.last.loss, value], ["val_loss", "val. loss", (j) => j.last.val_loss, value], ["accuracy", "accuracy", (j) => j.last.accuracy, percent],
+  ["val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent], ["best", "best accuracy", (j) => j.best?.value, percent],
+  ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "time", took, clock],
+];
+
+/** A column of numbers. `at(v)`: from 0, the lowest, to 1. */
+function numeric(key, name, values, words) {
+  const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
+  // Learning rates and the like differ by powers of ten.
+  const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v), span = of(high) - of(low);
+  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? (of(v) - of(low)) / span : 0.5);
+  const from = (share) => { const v = of(low) + share * span; return log ? Math.exp(v) : v; };
+  return { key, name, values, log, low, high, at, from, ends: finite.length ? [words(low), words(high)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
+}
+
+/** A column of words, in their order. */
+function worded(key, name, values) {
+  const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
+  return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
+}
+
+/** Every column of these jobs: settings that differ, results, and the other settings. */
+export function columns(jobs) {
+  const all = settings(jobs).map(({ key, values, different }) => {
+    const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(written));
+    return { ...column, different };
+  });
+  const results = RESULTS.map(([key, name, of, words]) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => of(j) ?? NaN), words), result: true }));
+  return { settings: all, results, all: [...all.filter((c) => c.different), ...results, ...all.filter((c) => !c.different)] };
+}

@@ -1,0 +1,66 @@
+// Jobs of the same tag or setting as one line: the mean of their curves, and around it a band.
+
+import { Series } from "../chart/series.js";
+import { setting, written } from "../settings.js";
+import { settings } from "./tables.js";
+
+/** Places along the axis that a mean is computed at, at most. */
+const PLACES = 1000;
+/** Besides settings. */
+const OWN = { tag: "tag", name: "name", owner: "owner", project: "project" };
+
+/** What these jobs can be grouped by: those of them that make more than one group, and fewer than there are jobs. */
+export function choices(jobs) {
+  const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
+  return [...Object.keys(OWN).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in OWN))];
+}
+
+function valuesOf(job, key) {
+  if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
+  if (key in OWN) return [job[key] ?? "nobody’s"];
+  return [`${key} ${written(setting(job.spec, key))}`];
+}
+
+/** The groups of these jobs, each with an id that its colour is kept under. */
+export function groups(jobs, key) {
+  const found = new Map();
+  for (const job of jobs) for (const label of valuesOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
+  return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
+}
+
+/** A job's curve over all its attempts: what a later one did again counts. `xs`: places of a segment on the axis. */
+function curve(series, xs) {
+  let at = [], values = [];
+  for (const segment of series.segments.filter((g) => g.length)) {
+    const places = xs(segment), from = at.findIndex((x) => x >= places[0]);
+    if (from >= 0) { at.length = from; values.length = from; }
+    for (let i = 0; i < segment.length; i++) if (Number.isFinite(segment.mean[i])) { at.push(places[i]); values.push(segment.mean[i]); }
+  }
+  return { at, values };
+}
+
+/** The value between two points; NaN outside of the curve. */
+function between({ at, values }, x, from) {
+  let i = from.i;
+  while (i < at.length && at[i] < x) i++;
+  from.i = i;
+  if (at[i] === x) return values[i];
+  if (i === 0 || i === at.length) return NaN;
+  const share = (x - at[i - 1]) / (at[i] - at[i - 1]);
+  return values[i - 1] + share * (values[i] - values[i - 1]);
+}
+
+/** Mean and band of several curves, along the axis: at each place over those that have come so far. `band`: `std` or `range`. */
+export function mean(all, xs, band) {
+  const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), places = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
+  const stride = Math.max(1, places.length / PLACES), series = new Series("mean", null, PLACES + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
+  for (let k = 0; k < places.length; k += stride) {
+    const x = places[Math.floor(k)], values = curves.map((c, i) => between(c, x, from[i])).filter(Number.isFinite), n = values.length;
+    if (!n) continue;
+    const middle = values.reduce((a, b) => a + b, 0) / n;
+    const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - middle) ** 2, 0) / (n - 1)) : 0;
+    const [low, high] = band === "std" ? [middle - std, middle + std] : [Math.min(...values), Math.max(...values)];
+    segment.push(x, low, high, middle);
+  }
+  return series;
+}

@@ -1,0 +1,223 @@
+// A point a job in the plane of any two columns: settings or results. Dragging a rectangle selects the jobs in it.
+
+import { byId, text } from "../page.js";
+import { read, write } from "../address.js";
+import { labelWidth } from "../chart/axes.js";
+import { headOf, saveMenu, tools } from "../chart/export.js";
+import { dot } from "../chart/lines.js";
+import { onThemeChange, palette } from "../chart/palette.js";
+import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
+import { plural } from "../numbers.js";
+import { columns } from "./columns.js";
+
+/** Pixels around a point in which a pointer means it, and that it moves at least for a brush. */
+const NEAR = 14, LEAST = 4, RADIUS = 5;
+const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
+const short = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
+
+export class Scatter {
+  label = "Scatter of the jobs";
+  #drag = null;
+  #at = null;
+  #points = [];
+
+  constructor(root, jobs, colour, selection) {
+    Object.assign(this, { root, jobs, colour, selection, canvas: document.createElement("canvas"), tip: document.createElement("div"), status: document.createElement("p") });
+    this.canvas.setAttribute("role", "img");
+    this.tip.className = "tip";
+    this.tip.hidden = true;
+    this.status.className = "sr";
+    this.status.setAttribute("role", "status");
+    root.append(this.canvas, this.tip, this.status);
+    root.tabIndex = 0;
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", "Scatter of the jobs. Left and right arrow keys go from job to job, Enter selects those like it on both axes, Escape clears the selection.");
+    for (const which of ["x", "y"]) byId(`scatter-${which}`).addEventListener("change", ({ target }) => { write({ [`scatter-${which}`]: target.value }); this.draw(); });
+    selection.addEventListener("change", () => this.invalidate());
+    new ResizeObserver(() => this.invalidate()).observe(root);
+    onThemeChange(() => this.invalidate());
+    this.#listen();
+    headOf(root).append(tools(saveMenu(this, () => `scatter-${this.x?.name}-${this.y?.name}`, () => `${this.yName()} by ${this.xName()}`)));
+  }
+
+  xName() { return this.x?.name ?? ""; }
+  yName() { return this.y?.name ?? ""; }
+
+  /** Names and colours of what is drawn, for saved pictures. */
+  get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: job.name, colour: colours[this.colour(job.id)] })); }
+
+  /** A row a job. */
+  csv() {
+    const cell = (v) => (/[",\n]/.test(v) ? `"${v.replaceAll('"', '""')}"` : v);
+    const rows = this.jobs().map((job, i) => [job.id, job.name, this.x.values[i], this.y.values[i]].map((v) => cell(String(v))).join(","));
+    return new Blob([`${[["id", "name", this.xName(), this.yName()].map(cell).join(","), ...rows].join("\n")}\n`], { type: "text/csv" });
+  }
+
+  /** Reads the jobs again. */
+  draw() {
+    const { all } = columns(this.jobs()), usual = { x: all.find((c) => c.different && !c.result) ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
+    for (const which of ["x", "y"]) {
+      const select = byId(`scatter-${which}`), wanted = read(`scatter-${which}`);
+      this[which] = all.find((c) => c.key === wanted) ?? usual[which];
+      const known = [...select.options].map((option) => option.value).join("\n");
+      if (known !== all.map((c) => c.key).join("\n")) {
+        const part = (label, some) => { const group = document.createElement("optgroup"); group.label = label; group.append(...some.map((c) => new Option(c.name, c.key))); return group; };
+        const parts = [["Settings that differ", all.filter((c) => !c.result && c.different)], ["Results", all.filter((c) => c.result)], ["Other settings", all.filter((c) => !c.result && !c.different)]];
+        select.replaceChildren(...parts.filter(([, some]) => some.length).map(([label, some]) => part(label, some)));
+      }
+      select.value = this[which].key;
+    }
+    this.invalidate();
+  }
+
+  invalidate() { this.frame ||= requestAnimationFrame(() => { this.frame = 0; this.#show(); }); }
+
+  #show() {
+    const { width, height } = this.root.getBoundingClientRect();
+    if (!width || !height || !this.x) return;
+    const ratio = devicePixelRatio || 1, ctx = this.canvas.getContext("2d");
+    [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
+    ctx.clearRect(0, 0, width, height);
+    this.paint(ctx, width, height, true);
+    this.#tell();
+  }
+
+  /** The scale of a column between two pixels, and its ticks. */
+  #scale(column, start, end, wanted) {
+    // Room on either side, so that no point lies on the edge.
+    const pad = (end - start) * 0.05, ends = [start + pad, end - pad];
+    if (column.kinds) {
+      const place = linear([0, 1], ends);
+      return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: short };
+    }
+    const { low, high } = column, share = linear([0, 1], ends), place = !(high > low) ? { to: (v) => (Number.isFinite(v) ? (start + end) / 2 : NaN) } : (column.log ? log : linear)([low, high], ends);
+    return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
+  }
+
+  /** Draws onto any context that has a canvas's methods; `live`: also the brush and where the reader is. */
+  paint(ctx, width, height, live = false) {
+    const colours = palette(), jobs = this.jobs(), chosen = this.selection.ids(), { x: across, y: up } = this;
+    const rows = Math.max(2, Math.floor(height / 52)), crisp = (p) => Math.round(p) + 0.5;
+    const left = labelWidth(ctx, this.#scale(up, 0, 1, rows).ticks.map(this.#scale(up, 0, 1, rows).label), colours, 24) + 12;
+    const plot = { left, right: width - 12, top: 10, bottom: height - 26 };
+    if (plot.right - plot.left < 20) return;
+    const x = this.#scale(across, plot.left, plot.right, Math.max(2, Math.floor((plot.right - plot.left) / 90))), y = this.#scale(up, plot.bottom, plot.top, rows);
+    ctx.font = colours.font;
+    ctx.lineWidth = 1;
+    ctx.strokeStyle = colours.grid;
+    ctx.beginPath();
+    for (const tick of x.ticks) { const p = crisp(x.to(tick)); ctx.moveTo(p, plot.top); ctx.lineTo(p, plot.bottom); }
+    for (const tick of y.ticks) { const p = crisp(y.to(tick)); ctx.moveTo(plot.left, p); ctx.lineTo(plot.right, p); }
+    ctx.stroke();
+    ctx.fillStyle = colours.muted;
+    ctx.textBaseline = "middle";
+    ctx.textAlign = "right";
+    for (const tick of y.ticks) ctx.fillText(y.label(tick), plot.left - 8, y.to(tick));
+    ctx.textBaseline = "top";
+    ctx.textAlign = "center";
+    let taken = -Infinity;
+    for (const tick of x.ticks) {
+      const words = x.label(tick), half = ctx.measureText(words).width / 2, p = Math.min(Math.max(x.to(tick), half), width - 2 - half);
+      if (p - half < taken + 8) continue;
+      taken = p + half;
+      ctx.fillText(words, p, plot.bottom + 7);
+    }
+    const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !chosen.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
+    if (live) {
+      Object.assign(this, { plot, sx: x, sy: y });
+      this.#points = points.toSorted((a, b) => a.x - b.x || a.y - b.y);
+      this.#brush(ctx, colours);
+    }
+    // What is selected lies above the rest.
+    for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
+      ctx.fillStyle = colours[this.colour(point.job.id)];
+      ctx.globalAlpha = point.out ? 0.2 : 0.9;
+      dot(ctx, point.x, point.y, live && this.#at === point.job.id ? RADIUS + 2 : RADIUS);
+    }
+    ctx.globalAlpha = 1;
+    if (!points.length) {
+      ctx.fillStyle = colours.muted;
+      ctx.textBaseline = "middle";
+      ctx.fillText("No job has a value of both.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
+    }
+    const missing = jobs.length - points.length;
+    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without a value of both` : "drag a rectangle to select jobs");
+    this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
+    this.root.dataset.points = String(points.length);
+  }
+
+  #brush(ctx, colours) {
+    const { plot, sx, sy } = this, drag = this.#drag?.to;
+    let [x0, x1, y0, y1] = [plot.left, plot.right, plot.top, plot.bottom];
+    if (drag) [x0, x1, y0, y1] = [Math.min(this.#drag.from.x, drag.x), Math.max(this.#drag.from.x, drag.x), Math.min(this.#drag.from.y, drag.y), Math.max(this.#drag.from.y, drag.y)];
+    else {
+      const across = this.selection.range(this.x), up = this.selection.range(this.y);
+      if (!across && !up) return;
+      // Around the points at its ends.
+      const ends = (scale, range) => { const place = linear([scale.from(0), scale.from(1)], [0, 1]); return range.map((v) => place.to(v)).sort((a, b) => a - b); };
+      if (across) { const [a, b] = ends(sx, across); x0 = Math.max(plot.left, a - RADIUS - 2); x1 = Math.min(plot.right, b + RADIUS + 2); }
+      if (up) { const [a, b] = ends(sy, up); y0 = Math.max(plot.top, a - RADIUS - 2); y1 = Math.min(plot.bottom, b + RADIUS + 2); }
+    }
+    ctx.fillStyle = colours.accent;
+    ctx.globalAlpha = 0.12;
+    ctx.fillRect(x0, y0, x1 - x0, y1 - y0);
+    ctx.globalAlpha = 1;
+  }
+
+  #tell() {
+    const point = this.#points.find(({ job }) => job.id === this.#at);
+    this.tip.hidden = !point;
+    if (!point) return;
+    const line = (label, words) => { const p = document.createElement("p"), name = document.createElement("span"), v = document.createElement("b"); name.textContent = label; v.textContent = words; p.append(name, v); return p; };
+    const head = document.createElement("p");
+    head.textContent = point.job.name;
+    this.tip.replaceChildren(head, line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
+    const wide = this.tip.offsetWidth, left = point.x + 12 + wide > this.plot.right ? point.x - 12 - wide : point.x + 12;
+    this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;
+    text(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));
+  }
+
+  #listen() {
+    const { root } = this;
+    const place = (event) => { const box = root.getBoundingClientRect(), { plot } = this; return { x: Math.min(plot.right, Math.max(plot.left, event.clientX - box.left)), y: Math.min(plot.bottom, Math.max(plot.top, event.clientY - box.top)) }; };
+    const near = ({ x, y }) => this.#points.map((p) => ({ p, d: Math.hypot(p.x - x, p.y - y) })).filter(({ d }) => d < NEAR).sort((a, b) => a.d - b.d)[0]?.p.job.id ?? null;
+    const at = (id) => { if (id !== this.#at) { this.#at = id; this.invalidate(); } };
+    root.addEventListener("pointerdown", (event) => {
+      if (!this.plot || event.button !== 0) return;
+      at(near(place(event)));
+      if (event.pointerType !== "mouse") return;
+      root.setPointerCapture(event.pointerId);
+      this.#drag = { from: place(event) };
+    });
+    root.addEventListener("pointermove", (event) => {
+      if (!this.plot) return;
+      const to = place(event), drag = this.#drag;
+      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > LEAST)) { drag.to = to; this.invalidate(); } else at(near(to));
+    });
+    root.addEventListener("pointerup", () => {
+      const drag = this.#drag;
+      this.#drag = null;
+      if (!drag) return;
+      if (!drag.to) { if (this.selection.any && this.#at === null) this.selection.set([[this.x, null], [this.y, null]]); return; }
+      this.#select(drag.from, drag.to);
+    });
+    root.addEventListener("pointercancel", () => { this.#drag = null; this.invalidate(); });
+    root.addEventListener("pointerleave", () => at(null));
+    root.addEventListener("blur", () => at(null));
+    root.addEventListener("keydown", (event) => {
+      const points = this.#points, i = points.findIndex(({ job }) => job.id === this.#at);
+      if (event.key === "Escape") { at(null); return this.selection.clear(); }
+      if (event.key === "Enter" && i >= 0) { event.preventDefault(); return this.#select({ x: points[i].x - 1, y: points[i].y - 1 }, { x: points[i].x + 1, y: points[i].y + 1 }); }
+      if (!KEYS[event.key] || !points.length) return;
+      event.preventDefault();
+      at(points[i < 0 ? (KEYS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEYS[event.key]))].job.id);
+    });
+  }
+
+  /** The jobs in a rectangle. */
+  #select(a, b) {
+    const range = (scale, p, q) => [scale.from(p), scale.from(q)].map((v) => Math.min(1, Math.max(0, v))).sort((m, n) => m - n);
+    this.selection.set([[this.x, range(this.sx, a.x, b.x)], [this.y, range(this.sy, a.y, b.y)]]);
+  }
+}

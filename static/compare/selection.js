@@ -1,0 +1,51 @@
+// Jobs selected by brushes: on an axis of the parallel coordinates, or on the two axes of the scatter plot. Both brush the same
+// columns, and a job is selected that lies in all brushes.
+
+import { columns } from "./columns.js";
+
+export class Selection extends EventTarget {
+  /** By a column's key, from where to where it is brushed: numbers, or words in their order. */
+  brushes = new Map();
+
+  constructor(jobs) { super(); this.jobs = jobs; }
+
+  /** Brushes a column between two places from 0 to 1; without them it is not brushed. */
+  set(changes) {
+    for (const [column, range] of changes) {
+      if (!range) { this.brushes.delete(column.key); continue; }
+      const [from, to] = range;
+      this.brushes.set(column.key, column.kinds ? { words: column.kinds.filter((word) => column.at(word) >= from - 1e-9 && column.at(word) <= to + 1e-9) } : { from: column.from(from), to: column.from(to) });
+    }
+    this.dispatchEvent(new Event("change"));
+  }
+
+  clear() { this.brushes.clear(); this.dispatchEvent(new Event("change")); }
+
+  /** Where a column is brushed, from 0 to 1; null where it is not. */
+  range(column) {
+    const brush = this.brushes.get(column.key);
+    if (!brush) return null;
+    if (!brush.words) return [column.at(brush.from), column.at(brush.to)].map((v) => Math.min(1, Math.max(0, v)));
+    const places = brush.words.map(column.at).filter((v) => v >= 0);
+    return places.length ? [Math.min(...places), Math.max(...places)] : [0, 0];
+  }
+
+  get any() { return this.brushes.size > 0; }
+
+  /** Ids of the selected jobs; all of them where nothing is brushed. */
+  ids() {
+    const jobs = this.jobs(), chosen = new Set(jobs.map((j) => j.id));
+    if (!this.any) return chosen;
+    for (const { key, values } of columns(jobs).all) {
+      const brush = this.brushes.get(key);
+      if (!brush) continue;
+      // The ends of a brush are where somebody let go of it: a value that is written the same is in it.
+      const slack = brush.words ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
+      jobs.forEach((job, i) => {
+        const v = values[i], inside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;
+        if (!inside) chosen.delete(job.id);
+      });
+    }
+    return chosen;
+  }
+}

@@ -1,0 +1,76 @@
+// What the list is grouped by: a menu, and the address. The same words as `by` of GET /jobs/groups.
+
+import { text } from "../page.js";
+import { read } from "../address.js";
+import { setting } from "../settings.js";
+import { field, menu } from "./narrow.js";
+
+/** As in server/src/handlers/jobs/group_keys.rs. */
+const MOST = 3;
+const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
+
+/** What the address says. */
+export const groupedBy = () => read("group_by").split(",").map((key) => key.trim()).filter(Boolean);
+
+/** Whether a job is in the group with these values, as far as the job says. */
+export function isIn(job, values) {
+  return groupedBy().every((key, i) => {
+    const own = OWN[key] ? OWN[key](job) : setting(job.spec, key.replace(/^spec\./, "")), value = values[i];
+    if (Array.isArray(own) && key === "tag") return value === null ? !own.length : own.includes(value);
+    return typeof value === "boolean" ? Boolean(own) === value : (own ?? null) === value;
+  });
+}
+
+/** A group in words: `resnet20 · 0.1`; with the keys of settings, whose values alone say little. */
+export function inWords(values) {
+  const none = { owner: "nobody’s", tag: "no tag" };
+  return groupedBy().map((key, i) => {
+    const value = values[i], known = key in OWN;
+    if (value === null) return none[key] ?? `no ${key.replace(/^spec\./, "")}`;
+    return known ? String(value) : `${key.replace(/^spec\./, "")} ${value}`;
+  }).join(" · ");
+}
+
+export class Grouping {
+  /** `change(values)`: writes values into the address and reads the list again. `keys()`: settings that are offered. */
+  constructor(change, keys) {
+    this.change = change;
+    const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
+    this.error = make("p", { className: "error" });
+    this.error.setAttribute("role", "alert");
+    this.input = make("input", { id: "group-key", placeholder: "train.lr", maxLength: 100, autocomplete: "off", spellcheck: false });
+    this.input.setAttribute("list", "group-keys");
+    const list = make("datalist", { id: "group-keys" }), form = document.createElement("form");
+    form.append(field("Group by a setting", this.input), make("button", { textContent: "Add" }));
+    form.addEventListener("submit", (event) => { event.preventDefault(); this.add(this.input.value.trim()); });
+    this.own = make("div", { className: "own-keys" });
+    this.own.setAttribute("role", "group");
+    this.own.setAttribute("aria-label", "Group by");
+    for (const key of Object.keys(OWN)) {
+      const button = make("button", { type: "button", textContent: key });
+      button.dataset.key = key;
+      button.addEventListener("click", () => (groupedBy().includes(key) ? this.remove(key) : this.add(key)));
+      this.own.append(button);
+    }
+    this.menu = menu("Group", "grouping", this.own, form, list, this.error);
+    this.menu.addEventListener("toggle", () => { if (this.menu.open) list.replaceChildren(...keys().map((value) => make("option", { value }))); });
+    this.draw();
+  }
+
+  add(key) {
+    const now = groupedBy();
+    if (!key) return text(this.error, "Write a setting, such as train.lr.");
+    if (now.includes(key)) return;
+    if (now.length >= MOST) return text(this.error, `Groups are by ${MOST} things at most; remove one first.`);
+    this.input.value = "";
+    this.change({ group_by: [...now, key].join(","), open: "" });
+  }
+
+  remove(key) { this.change({ group_by: groupedBy().filter((other) => other !== key).join(","), open: "" }); }
+
+  draw() {
+    text(this.error, "");
+    for (const button of this.own.children) button.setAttribute("aria-pressed", String(groupedBy().includes(button.dataset.key)));
+    this.menu.classList.toggle("on", groupedBy().length > 0);
+  }
+}

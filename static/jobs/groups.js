@@ -1,0 +1,256 @@
+// The list by groups: a row for each with the mean and the spread of every column over all its jobs, which the server knows; its
+// jobs stand below it once it is opened. What is open stands in the address.
+
+import { ask, Problem, text } from "../page.js";
+import { age, count, percent, plural, rate, value } from "../numbers.js";
+import { read, write } from "../address.js";
+import { filter, parameters } from "./query.js";
+import { groupedBy, inWords, isIn } from "./grouping.js";
+import { blank } from "./row.js";
+import { order } from "./sort.js";
+
+/** Groups and jobs read at a time; groups that may be open; how often they are read again while jobs change. */
+const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000;
+/** Columns of the list, and how a mean of theirs is written. */
+const WRITTEN = { loss: value, best: percent, speed: rate, val_loss: value, val_accuracy: percent, accuracy: percent, lr: value };
+const OWN = { loss: "loss", best: "best", speed: "speed" };
+const NUMBERS = ["val_loss", "val_accuracy", "accuracy", "lr", "step", "epoch", "attempt", "ranks"];
+/** Orders of the list that groups have no mean for. */
+const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
+
+const plain = (v) => String(Number(v.toPrecision(4)));
+const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
+
+/** What stands in the address as open: values of groups. */
+function opened() {
+  try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
+}
+
+export class Groups {
+  /** Jobs shown, by id. */
+  jobs = new Map();
+  none = false;
+  #shown = new Map();
+  #next = null;
+  #loads = 0;
+  #again = 0;
+  /** Added columns that no mean can be had of. */
+  #texts = new Set();
+
+  /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. */
+  constructor(table, { fill, extra, changed }) {
+    Object.assign(this, { table, fill, extra, changed });
+    this.more = make("tbody", { className: "group-more", hidden: true }, make("tr", {}, make("td", { colSpan: 100 }, make("button", { type: "button", className: "quiet", textContent: "More groups" }))));
+    this.more.querySelector("button").addEventListener("click", () => this.#read(this.#next));
+    table.append(this.more);
+  }
+
+  get on() { return groupedBy().length > 0; }
+
+  /** Rows of jobs that can be chosen. */
+  get listed() { let n = 0; for (const { rows } of this.#shown.values()) n += rows.length; return n; }
+
+  clear() {
+    this.#loads++;
+    for (const { body } of this.#shown.values()) body.remove();
+    this.#shown.clear();
+    this.jobs.clear();
+    this.more.hidden = true;
+    this.#next = null;
+  }
+
+  /** Reads them again, and the jobs of those that are open. */
+  async load() {
+    this.#texts.clear();
+    await this.#read(null);
+  }
+
+  #sort(metrics) {
+    const now = order(), sign = now.startsWith("-") ? "-" : "", by = now.replace(/^-/, ""), mean = NO_MEAN[by] ?? by;
+    return sign + (NO_MEAN[by] || metrics.includes(mean) ? mean : "group");
+  }
+
+  /** Names of metrics by the column that shows them. */
+  #metrics() {
+    const extra = this.extra().filter((key) => !key.startsWith("tag:") && !["owner", "project"].includes(key) && !this.#texts.has(key));
+    return new Map([...Object.entries(OWN), ...extra.map((key) => [key, NUMBERS.includes(key) ? key : `spec.${key.replace(/^spec\./, "")}`])]);
+  }
+
+  async #ask(cursor) {
+    const known = Math.min(MOST, Math.max(GROUPS, cursor ? 0 : this.#shown.size));
+    for (;;) {
+      const metrics = this.#metrics(), names = new Set(metrics.values()), by = order().replace(/^-/, "");
+      if (!NO_MEAN[by] && !this.#texts.has(by)) names.add(by);
+      const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#sort([...names])], ["limit", known]]);
+      if (cursor) given.set("cursor", cursor);
+      try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
+        // A column that holds words has no mean: the others have.
+        const said = error instanceof Problem && error.status === 400 ? error.message : "";
+        const words = [...metrics.keys()].filter((key) => !(key in OWN)).find((key) => said.includes(metrics.get(key))) ?? (said.includes(by) ? by : null);
+        if (!words || this.#texts.has(words)) throw error;
+        this.#texts.add(words);
+      }
+    }
+  }
+
+  async #read(cursor) {
+    const mine = ++this.#loads, answer = await this.#ask(cursor);
+    if (mine !== this.#loads || !this.on) return;
+    const open = opened(), seen = new Set();
+    for (const group of answer.groups) {
+      const key = JSON.stringify(group.values);
+      seen.add(key);
+      let one = this.#shown.get(key);
+      if (!one) { one = this.#make(group, key); this.#shown.set(key, one); }
+      one.group = group;
+      this.#fill(one);
+    }
+    if (!cursor) for (const [key, one] of this.#shown) if (!seen.has(key)) { one.body.remove(); this.#shown.delete(key); }
+    // In the order of the answer; those that stand right already stay, with the focus that somebody may have in them.
+    const start = this.#start, wanted = cursor ? [] : answer.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
+    wanted.forEach((body, i) => { const before = i ? wanted[i - 1] : start; if (before.nextElementSibling !== body) before.after(body); });
+    if (cursor) for (const group of answer.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
+    this.#next = answer.next_cursor;
+    this.more.hidden = !this.#next;
+    this.none = !this.#shown.size;
+    this.changed();
+    await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, one]) => this.#openJobs(one, false)));
+  }
+
+  /** What stands before the first group. */
+  get #start() { let at = this.more.previousElementSibling; while (at?.classList.contains("group")) at = at.previousElementSibling; return at; }
+
+  #make(group, key) {
+    const cell = (className, ...children) => make("td", { className }, ...children), words = inWords(group.values);
+    const toggle = make("button", { type: "button", className: "group-name" }, make("span", { textContent: words, title: words }));
+    toggle.setAttribute("aria-expanded", "false");
+    const box = make("input", { type: "checkbox" });
+    box.setAttribute("aria-label", `Select the jobs of ${words}`);
+    const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress"), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
+    const one = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
+    toggle.addEventListener("click", () => this.#toggle(one));
+    box.addEventListener("change", async () => {
+      const { checked } = box;
+      if (toggle.getAttribute("aria-expanded") === "false" && checked) await this.#toggle(one);
+      for (const row of one.rows) {
+        const mark = row.querySelector("[data-f=choose]");
+        if (mark.checked !== checked) { mark.checked = checked; mark.dispatchEvent(new Event("change", { bubbles: true })); }
+      }
+    });
+    this.more.before(one.body);
+    return one;
+  }
+
+  /** `0.412 ± 0.003`, and over how many jobs where that is not all of them. */
+  #spread(cell, spread, write, jobs) {
+    cell.replaceChildren();
+    cell.title = "";
+    if (!spread || spread.mean === null) return;
+    const { n, mean, std, min, max } = spread;
+    cell.append(make("b", { textContent: write(mean) }));
+    if (std !== null) cell.append(make("span", { className: "spread", textContent: ` ± ${write(std).replace(/ %$/, "")}` }));
+    if (n !== jobs) cell.append(make("small", { className: "muted", textContent: ` n ${n}` }));
+    cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${write(std)}`}, ${write(min)} to ${write(max)}`;
+  }
+
+  #fill(one) {
+    const { group, head, body, words } = one, at = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
+    text(at("c-state"), plural(group.jobs, "job"));
+    text(at("c-progress"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
+    at("c-progress").title = at("c-progress").textContent;
+    for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], WRITTEN[name], group.jobs);
+    for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
+    for (const key of this.extra()) {
+      const cell = make("td", { className: "num c-extra" });
+      this.#spread(cell, group.metrics[metrics.get(key)], WRITTEN[key] ?? plain, group.jobs);
+      cell.dataset.label = key;
+      at("c-age").before(cell);
+    }
+    text(at("c-age"), age(Date.parse(group.newest_at), Date.now()));
+    at("c-age").title = `The newest: ${group.newest_at}`;
+    body.setAttribute("aria-label", words);
+  }
+
+  fillAll() {
+    for (const one of this.#shown.values()) {
+      this.#fill(one);
+      for (const row of one.rows) { const job = this.jobs.get(row.dataset.id); if (job) this.fill(row, job); }
+    }
+  }
+
+  #write() {
+    const keys = [...this.#shown.values()].filter(({ toggle }) => toggle.getAttribute("aria-expanded") === "true").map(({ key }) => key).slice(0, OPEN);
+    write({ open: keys.length ? `[${keys.join(",")}]` : "" });
+  }
+
+  async #toggle(one) {
+    const open = one.toggle.getAttribute("aria-expanded") === "false";
+    if (open) await this.#openJobs(one, false).catch(() => {}); else this.#close(one);
+    this.#write();
+    this.changed();
+  }
+
+  #close(one) {
+    one.toggle.setAttribute("aria-expanded", "false");
+    for (const row of one.rows) row.remove();
+    one.rows = [];
+    one.rest?.remove();
+    one.rest = null;
+    this.#forgetUnshown();
+  }
+
+  /** The jobs of a group: its first ones again, or those behind them. */
+  async #openJobs(one, further) {
+    const limit = further ? JOBS : Math.min(MOST, Math.max(JOBS, one.rows.length));
+    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit]]);
+    if (further) given.set("cursor", one.cursor);
+    one.toggle.setAttribute("aria-expanded", "true");
+    const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
+    if (mine !== this.#loads || one.toggle.getAttribute("aria-expanded") === "false") return;
+    const before = new Map(one.rows.map((row) => [row.dataset.id, row])), rows = further ? [...one.rows] : [];
+    for (const job of jobs) {
+      const known = this.jobs.get(job.id);
+      if (!known || known.last_seq <= job.last_seq) this.jobs.set(job.id, job);
+      const row = before.get(job.id) ?? blank(job);
+      this.fill(row, this.jobs.get(job.id));
+      if (!rows.includes(row)) rows.push(row);
+    }
+    for (const row of one.rows) if (!rows.includes(row)) row.remove();
+    one.rows = rows;
+    one.cursor = next;
+    let last = one.head;
+    for (const row of rows) { if (last.nextElementSibling !== row) last.after(row); last = row; }
+    one.rest?.remove();
+    one.rest = null;
+    if (next) {
+      const button = make("button", { type: "button", className: "quiet", textContent: `${rows.length} of ${count(one.group.jobs)}: show more` });
+      button.addEventListener("click", () => this.#openJobs(one, true).catch(() => {}));
+      one.rest = make("tr", { className: "group-rest" }, make("td", { colSpan: 100 }, button));
+      one.body.append(one.rest);
+    }
+    this.#forgetUnshown();
+    this.changed();
+  }
+
+  #forgetUnshown() {
+    const shown = new Set([...this.#shown.values()].flatMap(({ rows }) => rows.map((row) => row.dataset.id)));
+    for (const id of this.jobs.keys()) if (!shown.has(id)) this.jobs.delete(id);
+  }
+
+  /** A job of the stream: its rows change at once, the groups soon. */
+  hear(job) {
+    const known = this.jobs.get(job.id);
+    if (known && known.last_seq <= job.last_seq) {
+      this.jobs.set(job.id, job);
+      for (const { rows, group } of this.#shown.values()) {
+        const row = rows.find((row) => row.dataset.id === job.id);
+        if (row && isIn(job, group.values)) this.fill(row, job);
+      }
+    }
+    this.readSoon();
+  }
+
+  readSoon() {
+    this.#again ||= setTimeout(() => { this.#again = 0; if (this.on) this.load().catch(() => {}); }, AGAIN_MS);
+  }
+}

@@ -1,0 +1,208 @@
+// Jobs side by side: several charts, groups of seeds as a mean with a band, a scatter plot and parallel coordinates with one
+// selection, and names of any length.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { clean, fits, picture } from "./looks.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
+let server, browser, agent;
+const made = [];
+
+const attempt = (id) => agent.evaluate((id) => window.it.attempt(id), id);
+const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
+const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
+/** Points of a job whose loss is `base` everywhere, as given so that means are known. */
+const train = (of, base, from, to) => report(of, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("val_loss", [to], () => base + 1)] }]);
+
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 4);
+  for (const [name, lr, seed, loss, tags] of [["fast", 0.4, 1, 1, ["good"]], [LONG, 0.4, 2, 3, ["good"]], ["slow", 0.1, 1, 5, []]]) {
+    const body = spec(name, 1, 100);
+    Object.assign(body.train, { lr, seed });
+    const { id } = await server.ask("/jobs", { ...body, tags }), of = await attempt(id);
+    await report(of, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
+    await train(of, loss, 1, 50);
+    made.push({ id, of, name });
+  }
+  for (const { id, of } of made.slice(0, 2)) {
+    await agent.evaluate(([of]) => window.it.end(of, 100), [of]);
+    await until("it is over", async () => (await server.job(id)).state === "succeeded");
+  }
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+const where = (more = "") => `/compare?jobs=${made.map((j) => j.id).join(",")}${more}`;
+const address = (page) => new URL(page.url()).searchParams;
+const drawn = (page) => until("all is drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
+const selected = (page) => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((j) => j.id === id).name[0]).join(""));
+/** Names of the jobs whose lines, points of the table are faint. */
+const faint = (page) => page.locator("#parallel .job.out").evaluateAll((lines) => lines.map((line) => line.getAttribute("aria-label")[0]).join(""));
+
+describe("charts", () => {
+  test("are as many as metrics are chosen, any of them, in the address, and live", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), ["loss (cross-entropy)"]);
+    await page.getByRole("button", { name: "val. loss" }).click();
+    await page.locator("#more-metrics").selectOption("grad_norm");
+    assert.equal(address(page).get("metric"), "loss,val_loss,grad_norm");
+    await page.reload();
+    await drawn(page);
+    assert.deepEqual(await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric)), ["loss", "val_loss", "grad_norm"]);
+    assert.equal(await page.locator(".curve[data-metric=grad_norm] .chart").getAttribute("data-empty"), "None of these jobs has a point of it yet.");
+    const points = (metric) => page.evaluate((metric) => window.lockstep.charts[metric].snapshot().map((s) => s.points).join(), metric);
+    await until("validation loss is there", async () => (await points("val_loss")) === "1,1,1");
+    await train(made[2].of, 5, 51, 60);
+    await until("both follow the job that runs", async () => (await points("loss")) === "50,50,60" && (await points("val_loss")) === "1,1,2");
+    await page.locator("button[data-metric=loss]").click();
+    assert.equal(address(page).get("metric"), "val_loss,grad_norm");
+    assert.equal(await page.locator("#curves .curve").count(), 2);
+    await page.end();
+  });
+
+  test("are saved each by itself", async () => {
+    const page = await browser.page(server, where("&metric=loss,val_loss"));
+    await drawn(page);
+    const card = page.locator(".curve[data-metric=val_loss]");
+    await card.locator("summary", { hasText: "Save" }).click();
+    const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
+    assert.match(await readFile(await file.path(), "utf8"), />validation loss \(cross-entropy\)<\/text>/);
+    await page.end();
+  });
+});
+
+describe("groups", () => {
+  test("are a mean with a band of what is said, in colours of their own", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    const offered = await page.locator("#group-by option").allTextContents();
+    for (const key of ["tag", "train.lr", "train.seed"]) assert.ok(offered.includes(key), `${key} in ${offered}`);
+    await page.locator("#group-by").selectOption("train.lr");
+    assert.equal(address(page).get("group"), "train.lr");
+    assert.deepEqual(await page.locator("#compare-legend li").allTextContents(), ["train.lr 0.1 (n = 1)", "train.lr 0.4 (n = 2)"]);
+    assert.match(await page.locator("#group-note").textContent(), /mean over the n jobs of a group.*one standard deviation/);
+    const line = () => page.evaluate(() => window.lockstep.chart.layers().map(({ label, band, series: { segments: [g] } }) => ({ label, band: band > 0, at: g.mean[10], low: g.min[10], high: g.max[10] })));
+    const two = (await line()).find(({ label }) => label.startsWith("train.lr 0.4"));
+    // Losses of 1 and 3: the mean is 2, the standard deviation of a sample the root of 2.
+    assert.ok(two.band && two.at === 2 && Math.abs(two.high - 2 - Math.SQRT2) < 1e-6 && Math.abs(two.low - 2 + Math.SQRT2) < 1e-6, JSON.stringify(two));
+    await page.getByRole("button", { name: "lowest to highest" }).click();
+    const wide = (await line()).find(({ label }) => label.startsWith("train.lr 0.4"));
+    assert.deepEqual([wide.at, wide.low, wide.high], [2, 1, 3]);
+    assert.match(await page.locator("#group-note").textContent(), /the lowest to the highest value/);
+    for (const axis of ["epoch", "time"]) {
+      await page.locator(`button[data-axis=${axis}]`).click();
+      await until(`it is drawn by ${axis}`, async () => (await line()).every(({ at }) => at > 0));
+    }
+    const colours = () => page.locator("#compare-legend i").evaluateAll((all) => all.map((i) => i.className));
+    const before = await colours();
+    await page.reload();
+    await drawn(page);
+    assert.deepEqual(await colours(), before, "a group keeps its colour");
+    assert.equal(new Set(before).size, 2);
+    await page.locator("#group-by").selectOption("tag");
+    assert.deepEqual(await page.locator("#compare-legend li").allTextContents(), ["#good (n = 2)", "no tag (n = 1)"]);
+    await page.locator("#group-by").selectOption("");
+    assert.equal(await page.locator("#compare-legend li").count(), 3);
+    await page.end();
+  });
+});
+
+describe("the selection", () => {
+  test("is one, of brushes on axes and in the scatter", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    // Upper half of the axis of learning rates.
+    await page.locator("#parallel").scrollIntoViewIfNeeded();
+    const axis = async (key) => page.locator(`#parallel [data-axis="${key}"]`).boundingBox();
+    const box = await axis("train.lr");
+    await page.mouse.move(box.x + 14, box.y + 12);
+    await page.mouse.down();
+    await page.mouse.move(box.x + 14, box.y + box.height / 2, { steps: 5 });
+    await page.mouse.up();
+    assert.equal(await selected(page), "fr");
+    assert.equal(await faint(page), "s");
+    assert.match(await page.locator("#selection-count").textContent(), /2 of 3 jobs selected/);
+    assert.equal(await page.locator("#results tr.out").count(), 1);
+    assert.deepEqual(await page.evaluate(() => window.lockstep.chart.layers().map(({ alpha }) => alpha)), [1, 1, 0.15]);
+    // In the scatter of loss by seed: only what is low.
+    await page.locator("#scatter-x").selectOption("train.seed");
+    await page.locator("#scatter-y").selectOption("result:loss");
+    assert.deepEqual([address(page).get("scatter-x"), address(page).get("scatter-y")], ["train.seed", "result:loss"]);
+    await page.locator("#scatter").scrollIntoViewIfNeeded();
+    const plot = await page.locator("#scatter").boundingBox();
+    const drag = async (from, to) => { await page.mouse.move(plot.x + from[0] * plot.width, plot.y + from[1] * plot.height); await page.mouse.down(); await page.mouse.move(plot.x + to[0] * plot.width, plot.y + to[1] * plot.height, { steps: 5 }); await page.mouse.up(); };
+    await drag([0.1, 0.7], [0.5, 0.9]);
+    assert.equal(await selected(page), "f", "both brushes count");
+    assert.equal(await page.locator("#parallel .brush").count(), 3, "what the scatter brushed is brushed on its axes, too");
+    await page.getByRole("button", { name: "Clear", exact: true }).click();
+    assert.equal(await selected(page), "frs");
+    assert.equal(await page.locator("#selection").isVisible(), false);
+    // By keyboard.
+    await page.locator('#parallel [data-axis="train.lr"]').focus();
+    await page.keyboard.press("ArrowUp");
+    assert.equal(await selected(page), "fr");
+    await page.keyboard.press("Escape");
+    assert.equal(await selected(page), "frs");
+    await page.locator("#scatter").focus();
+    await page.keyboard.press("ArrowRight");
+    await until("a job is told", () => page.locator("#scatter .tip").isVisible());
+    await page.keyboard.press("Enter");
+    assert.equal((await selected(page)).length, 1);
+    await page.getByRole("button", { name: "Compare only these" }).click();
+    await until("one is left", async () => address(page).get("jobs").split(",").length === 1);
+    await page.end();
+  });
+
+  test("has a scatter with the jobs' colours, saved as pictures and numbers", async () => {
+    const page = await browser.page(server, where("&scatter-x=train.lr&scatter-y=result%3Aloss"));
+    await drawn(page);
+    const legend = await page.locator("#compare-legend li").evaluateAll((all) => all.map((li) => getComputedStyle(li.querySelector("i")).backgroundColor));
+    for (const [i, colour] of legend.entries()) {
+      const line = page.locator(`#parallel .job[data-job="${made[i].id}"]`);
+      assert.equal(await line.evaluate((g) => getComputedStyle(g).color), colour);
+      assert.equal(await page.locator(`#picker li:has(input[value="${made[i].id}"]) i`).evaluate((node) => getComputedStyle(node).backgroundColor), colour);
+    }
+    const card = page.locator("section", { has: page.locator("#scatter") });
+    const saved = async (kind) => {
+      await card.locator("summary", { hasText: "Save" }).click();
+      const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: kind, exact: true }).click()]);
+      return readFile(await file.path());
+    };
+    const svg = (await saved("SVG")).toString();
+    for (const words of ["loss by train.lr", "train.lr", "loss", "fast", "slow", LONG]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+    for (const colour of legend) assert.ok(svg.includes(`fill="${colour}" opacity="0.9"`), `a point of ${colour}`);
+    assert.equal((await saved("PNG")).subarray(1, 4).toString(), "PNG");
+    const rows = (await saved("CSV")).toString().trim().split("\n");
+    assert.equal(rows[0], "id,name,train.lr,loss");
+    assert.equal(rows[1], `${made[0].id},fast,0.4,1`);
+    await page.end();
+  });
+});
+
+describe("on a phone and a screen", () => {
+  test("long names push nothing apart, all fits, and axe finds nothing", async () => {
+    for (const width of [390, 1024, 1440, 1920]) {
+      for (const colorScheme of ["dark", "light"]) {
+        for (const more of ["&metric=loss,val_loss,lr", "&metric=loss&group=train.lr"]) {
+          const page = await browser.page(server, where(more), { colorScheme, viewport: { width, height: 900 } });
+          await drawn(page);
+          await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+          await fits(page, `${more} at ${width}`);
+          const wide = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
+          assert.ok(wide <= 360, `a name is ${wide} wide at ${width}`);
+          await page.evaluate(() => { const { selection, jobs } = window.lockstep; selection.brushes.set("train.lr", { from: 0.3, to: 1 }); selection.dispatchEvent(new Event("change")); return jobs().length; });
+          if (width === 390 || width === 1440) await clean(page, `${more} at ${width}, ${colorScheme}`);
+          await fits(page, `${more} at ${width}, with a selection`);
+          await picture(page, `compare-${more.includes("group") ? "groups" : "charts"}-${width}-${colorScheme}`);
+          await page.end();
+        }
+      }
+    }
+  });
+});

@@ -1,0 +1,181 @@
+// The list by groups: means over all jobs of each, opened and closed, in the address and in views; and whose jobs are listed.
+
+import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { join as path } from "node:path";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { clean, fits, picture } from "./looks.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser;
+const sql = (text) => execFileSync("python3", ["-c", "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=30); db.executescript('BEGIN;' + sys.argv[2] + ';COMMIT;')", path(server.dir, "lockstep.db"), text]);
+/** Name, learning rate, seed, best accuracy, tags, owner. */
+const JOBS = [
+  ["a1", 0.1, 1, 0.80, ["base"], "ada"], ["a2", 0.1, 2, 0.82, ["base"], "ada"], ["a3", 0.1, 3, 0.90, ["base", "long"], "ben"],
+  ["b1", 0.4, 1, 0.60, [], "ben"], ["b2", 0.4, 2, null, [], null], ["c1", 0.2, 1, 0.95, ["long"], null],
+];
+
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  await join(browser.chromium, server, 1);
+  await server.ask("/jobs", { ...spec("holder", 1, 100), project: "held", train: { steps: 100, batch_size: 8, lr: 3 } });
+  for (const [name, lr, seed, best, tags, owner] of JOBS) {
+    const body = spec(name, 1, 100);
+    Object.assign(body.train, { lr, seed });
+    const { id } = await server.ask("/jobs", { ...body, project: "sweep", tags });
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await until("it is cancelled", async () => (await server.job(id)).state === "cancelled");
+    if (best !== null) sql(`UPDATE jobs SET best = '{"value":${best},"step":9,"epoch":1}', last = json_set(last, '$.loss', ${1 - best}) WHERE id = '${id}'`);
+    if (owner) sql(`UPDATE jobs SET owner = '${owner}' WHERE id = '${id}'`);
+  }
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+const address = (page) => new URL(page.url()).searchParams;
+const heads = (page) => page.locator(".group-head .group-name").allTextContents();
+const grouped = (page, expected) => until(`the groups are ${expected}`, async () => { const now = await heads(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
+const group = (page, name) => page.locator(".group", { has: page.locator(".group-name", { hasText: name }) });
+const rows = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
+
+describe("groups of the list", () => {
+  test("have means and spreads over all jobs, are sorted by them, open, and stand in the address and in views", async () => {
+    const page = await browser.page(server, "/jobs?project=sweep");
+    await page.locator(".grouping summary").click();
+    await page.getByLabel("Group by a setting").fill("train.lr");
+    await page.keyboard.press("Enter");
+    await page.keyboard.press("Escape");
+    // The newest first, as the list was.
+    await grouped(page, "train.lr 0.2,train.lr 0.4,train.lr 0.1");
+    assert.equal(address(page).get("group_by"), "train.lr");
+    const first = group(page, "train.lr 0.1"), cell = (name) => first.locator(`.group-head .${name}`);
+    assert.equal(await cell("c-state").textContent(), "3 jobs");
+    // (0.80 + 0.82 + 0.90) / 3 = 0.84; the squares of the distances are 16, 4 and 36 parts of 10000, over 2.
+    assert.equal(await cell("c-best").textContent(), "84.0 % ± 5.3");
+    assert.equal(await cell("c-best").getAttribute("title"), "mean of 3 jobs, standard deviation 5.3 %, 80.0 % to 90.0 %");
+    assert.equal(await group(page, "train.lr 0.4").locator(".group-head .c-best").textContent(), "60.0 % n 1", "one of two jobs has one");
+    assert.equal(await cell("c-progress").textContent(), "3 cancelled");
+    await page.getByRole("columnheader", { name: "Best accuracy" }).getByRole("button").click();
+    await grouped(page, "train.lr 0.2,train.lr 0.1,train.lr 0.4");
+    await page.getByRole("columnheader", { name: "Best accuracy" }).getByRole("button").click();
+    await grouped(page, "train.lr 0.4,train.lr 0.1,train.lr 0.2");
+    await first.getByRole("button", { name: "train.lr 0.1" }).click();
+    await until("its jobs are there, by the same order", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
+    assert.equal(address(page).get("open"), "[[0.1]]");
+    await page.reload();
+    await until("it is open again", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
+    assert.equal(await page.locator("#rows tr").count(), 0, "no job stands outside of its group");
+
+    await page.locator(".saved-views summary").click();
+    await page.getByLabel("Save what is shown now").fill("by rate");
+    await page.keyboard.press("Enter");
+    const kept = await page.getByRole("link", { name: "by rate" }).getAttribute("href");
+    await page.keyboard.press("Escape");
+    const other = await browser.page(server, kept);
+    await until("somebody else sees the same", async () => (await rows(other, "train.lr 0.1")).join() === "a1,a2,a3");
+    await other.end();
+
+    await first.getByRole("button", { name: "train.lr 0.1" }).click();
+    assert.deepEqual(await rows(page, "train.lr 0.1"), []);
+    assert.equal(address(page).get("open"), null);
+    await page.getByRole("button", { name: "Remove the grouping by train.lr" }).click();
+    await until("the jobs stand as before", async () => (await page.locator("#rows tr").count()) === 6 && (await page.locator(".group").count()) === 0);
+    await page.end();
+  });
+
+  test("are by project, owner, tag or several things, also for jobs that have none", async () => {
+    const page = await browser.page(server, "/jobs?group_by=project&sort=name");
+    await grouped(page, "held,sweep");
+    for (const [by, expected] of [["owner", "ada,ben,nobody’s"], ["tag", "base,long,no tag"], ["tag,train.lr", "base · train.lr 0.1,long · train.lr 0.1,long · train.lr 0.2,no tag · train.lr 0.4,no tag · train.lr 3"]]) {
+      await page.goto(`${server.url}/jobs?group_by=${by}&sort=name`);
+      await grouped(page, expected);
+    }
+    await page.goto(`${server.url}/jobs?group_by=tag&sort=name&project=sweep`);
+    await grouped(page, "base,long,no tag");
+    for (const [name, jobs] of [["base", "a1,a2,a3"], ["long", "a3,c1"], ["no tag", "b1,b2"]]) {
+      await group(page, name).getByRole("button", { name }).click();
+      await until(`${name} has ${jobs}`, async () => (await rows(page, name)).join() === jobs);
+    }
+    // One job in two groups is chosen in both.
+    await group(page, "long").getByLabel("Select a3").check();
+    assert.ok(await group(page, "base").getByLabel("Select a3").isChecked());
+    assert.match(await page.locator("#bulk-count").textContent(), /^1 job/);
+    await page.getByLabel("Select the jobs of base").check();
+    await until("all of the group are chosen", async () => /^3 jobs/.test(await page.locator("#bulk-count").textContent()));
+    await page.locator("[data-bulk=compare]").click();
+    await page.waitForURL(/compare\?jobs=/);
+    await page.end();
+  });
+
+  test("follow jobs that change, and say what is no group", async () => {
+    const page = await browser.page(server, "/jobs?group_by=project&sort=name&open=%5B%5B%22held%22%5D%5D", { expected: [/400/] });
+    await until("the held one is there", async () => (await rows(page, "held")).join() === "holder");
+    const { id } = await server.ask("/jobs", { ...spec("later", 1, 100), project: "held" });
+    await until("a new job is counted and shown", async () => (await rows(page, "held")).join() === "holder,later" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "2 jobs", 20_000);
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await until("its state changes", async () => /1 cancelled/.test(await group(page, "held").locator(".group-head .c-progress").textContent()), 20_000);
+    await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
+    await until("it is gone", async () => (await rows(page, "held")).join() === "holder" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "1 job", 20_000);
+    await page.goto(`${server.url}/jobs?group_by=train.lrr`);
+    await until("the nearest key is told", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
+    await page.goto(`${server.url}/jobs?group_by=train.lr&columns=best,model.arch,train.seed,val_loss&project=sweep&sort=name`);
+    await grouped(page, "train.lr 0.1,train.lr 0.2,train.lr 0.4");
+    const extra = await group(page, "train.lr 0.1").locator(".group-head .c-extra").allTextContents();
+    assert.deepEqual(extra, ["", "2 ± 1", ""], "a setting in words has no mean");
+    await page.end();
+  });
+
+  test("come a hundred at a time, each with all of its jobs", async () => {
+    sql(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
+      INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, best, created_at, finished_at, last_seq)
+      SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,
+        json_object('value', (i % 10) / 10.0, 'step', 9, 'epoch', 1), created_at - i, created_at, 1 FROM jobs, n WHERE jobs.name = 'a1'`);
+    const page = await browser.page(server, "/jobs?project=many&group_by=train.seed&sort=name");
+    await until("a hundred are there", async () => (await page.locator(".group").count()) === 100);
+    await page.getByRole("button", { name: "More groups" }).click();
+    await until("and the others", async () => (await page.locator(".group").count()) === 150 && !(await page.getByRole("button", { name: "More groups" }).isVisible()));
+    await page.goto(`${server.url}/jobs?project=many&group_by=train.lr&sort=name`);
+    await grouped(page, "train.lr 0.1,train.lr 1.1");
+    const even = group(page, "train.lr 0.1");
+    assert.equal(await even.locator(".group-head .c-state").textContent(), "750 jobs", "though none of them is loaded");
+    assert.equal(await even.locator(".group-head .c-best").textContent(), "40.0 % ± 28.3");
+    await even.getByRole("button", { name: "train.lr 0.1" }).click();
+    await even.getByRole("button", { name: "25 of 750: show more" }).click();
+    await until("more are shown", async () => (await rows(page, "train.lr 0.1")).length === 50);
+    await page.end();
+  });
+});
+
+describe("whose jobs", () => {
+  test("are chosen in the filter, and stand as a chip", async () => {
+    const page = await browser.page(server, "/jobs?project=sweep&sort=name");
+    await page.locator(".narrow summary").click();
+    const owner = page.getByLabel("Owner");
+    await until("owners are offered, those with the most jobs first", async () => (await owner.locator("option").allTextContents()).join() === "anybody,ben (2),ada (2)" || (await owner.locator("option").allTextContents()).join() === "anybody,ada (2),ben (2)");
+    await owner.selectOption("ben");
+    await until("his jobs are listed", async () => (await page.locator("#rows [data-f=name]").allTextContents()).join() === "a3,b1");
+    assert.equal(address(page).get("owner"), "ben");
+    await page.getByRole("button", { name: "Remove the filter of ben" }).click();
+    await until("all are listed", async () => (await page.locator("#rows tr").count()) === 6);
+    await page.end();
+  });
+});
+
+describe("on a phone and a screen", () => {
+  test("groups pass axe in both themes and fit", async () => {
+    for (const width of [390, 1024, 1440, 1920]) {
+      for (const colorScheme of ["dark", "light"]) {
+        const page = await browser.page(server, "/jobs?project=sweep&group_by=train.lr&sort=-best&columns=progress,loss,best,speed,age,train.seed&open=%5B%5B0.1%5D%5D", { colorScheme, viewport: { width, height: 900 } });
+        await until("they are there", async () => (await rows(page, "train.lr 0.1")).length === 3 && (await page.locator("#live").textContent()) === "live");
+        for (const open of ["", ".grouping", ".narrow"]) {
+          if (open) await page.locator(`${open} > summary`).click();
+          await fits(page, `${open} at ${width}`);
+          if (width === 390 || width === 1440) await clean(page, `${open} at ${width}, ${colorScheme}`);
+          await picture(page, `groups${open.replace(".", "-")}-${width}-${colorScheme}`);
+          if (open) await page.locator(`${open} > summary`).click();
+        }
+        await page.end();
+      }
+    }
+  });
+});

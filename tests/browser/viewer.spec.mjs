@@ -1,0 +1,95 @@
+// Who may only look is offered nothing that would be refused; and pages of errors know who is signed in.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { clean, fits, picture } from "./looks.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser, job;
+const password = (name) => `a password of ${name}`;
+/** A page of somebody who has signed in. */
+const as = async (name, path, options = {}) => {
+  const page = await browser.page(Object.assign(Object.create(server), { token: null }), "/login", options);
+  await page.locator("input[name=name]").fill(name);
+  await page.locator("input[name=password]").fill(password(name));
+  await page.locator("form", { has: page.locator("input[name=password]") }).locator("button").first().click();
+  await page.waitForURL(`${server.url}/jobs`);
+  await page.goto(server.url + path);
+  return page;
+};
+
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ slots: 1 }), Browser.open()]);
+  job = await server.submit({ name: "looked at", ranks: 1, train: { steps: 4 }, checkpoint: { every_steps: 2 } });
+  await until("it is over", async () => (await server.job(job.id)).state === "succeeded");
+  // The first person is an admin.
+  for (const [name, role] of [["ada", "admin"], ["vera", "viewer"], ["mona", "member"]]) await server.ask("/people", { name, role, password: password(name) });
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+describe("a viewer", () => {
+  test("is told once, and sees no button that would be refused", async () => {
+    const page = await as("vera", "/jobs");
+    const hidden = async (...selectors) => { for (const selector of selectors) assert.equal(await page.locator(selector).filter({ visible: true }).count(), 0, selector); };
+    await page.locator(`tr[data-id="${job.id}"]`).waitFor();
+    assert.match(await page.locator(".reads-only").textContent(), /^View only: /);
+    await page.getByLabel("Select looked at").check();
+    await hidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
+    assert.ok(await page.locator("[data-bulk=compare]").isVisible(), "comparing changes nothing");
+    await page.goto(`${server.url}/jobs/${job.id}`);
+    await until("its checkpoints are there", async () => (await page.locator("#checkpoints tr").count()) >= 1);
+    await hidden("#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
+    await page.getByRole("tab", { name: "Notes" }).click();
+    for (const label of ["Notes", "Tags", "Project", "Priority"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
+    assert.match(await page.locator("#note-status").textContent(), /Only its owner and admins/);
+    await clean(page, "a job");
+    await page.goto(`${server.url}/datasets`);
+    await page.locator(".dataset").first().waitFor();
+    await hidden("#add-dataset", "[data-remove]", "text=Train on it");
+    await page.goto(`${server.url}/jobs/new`);
+    await page.locator(".reads-only").waitFor();
+    await hidden(".send button[type=submit]");
+    for (const width of [390, 1440]) {
+      await page.setViewportSize({ width, height: 900 });
+      await page.goto(`${server.url}/jobs`);
+      await page.locator(`tr[data-id="${job.id}"]`).waitFor();
+      await fits(page, `the list at ${width}`);
+      await clean(page, `the list at ${width}`);
+      await picture(page, `viewer-${width}`);
+    }
+    await page.end();
+  });
+});
+
+describe("a member", () => {
+  test("may submit, and may not annotate what is somebody else's", async () => {
+    const page = await as("mona", "/jobs");
+    await page.locator(`tr[data-id="${job.id}"]`).waitFor();
+    assert.ok(await page.getByRole("link", { name: "New job" }).isVisible());
+    assert.equal(await page.locator(".reads-only").count(), 0);
+    await page.goto(`${server.url}/jobs/${job.id}`);
+    await until("its checkpoints are there", async () => (await page.locator("#checkpoints tr").count()) >= 1);
+    assert.ok(await page.locator("#fork").isVisible(), "forking is for whoever sees it");
+    await page.getByRole("tab", { name: "Notes" }).click();
+    assert.ok(await page.getByLabel("Tags", { exact: true }).evaluate((field) => field.readOnly));
+    await page.end();
+  });
+});
+
+describe("pages of errors", () => {
+  test("have the bar of who looks", async () => {
+    const page = await as("vera", "/nowhere", { expected: [/404/, /403/] });
+    for (const path of ["/nowhere", "/jobs/j00000000000000000000000000", "/docs/nowhere", "/people"]) {
+      const answer = await page.goto(server.url + path);
+      assert.ok([403, 404].includes(answer.status()), path);
+      assert.ok(await page.getByRole("button", { name: "Sign out" }).isVisible(), path);
+      assert.ok(await page.getByRole("link", { name: "Account" }).isVisible(), path);
+    }
+    await clean(page, "an error");
+    const stranger = await (await browser.chromium.newContext()).newPage();
+    await stranger.goto(`${server.url}/login`);
+    assert.equal(await stranger.getByRole("button", { name: "Sign out" }).count(), 0);
+    await stranger.context().close();
+    await page.end();
+  });
+});

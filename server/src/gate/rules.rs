@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 26] = [
+const RULES: [(Methods, &str, Needed); 27] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),

@@ -14,6 +14,7 @@
 #![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; turns are as said above.
 
 mod bucket_sum;
+mod kept;
 
 use super::{
     layout::{Layout, Slot},
@@ -216,35 +217,6 @@ impl State {
     /// This rank's gradients of a bucket.
     pub(super) fn gradient(&mut self, bucket: usize) -> &mut Bucket {
         &mut self.gradients[self.own][bucket]
-    }
-
-    /// Collective: has the next step keep its reduced gradients, if there is memory for them.
-    ///
-    /// # Errors
-    /// Another rank is gone.
-    pub(super) fn keep_gradients(&mut self, comm: &dyn ProcessGroup) -> Result<(), CommError> {
-        let len = self.weights.len();
-        if self.reduced.is_none() {
-            self.reduced = match &self.memory {
-                None => Some(vec![0.0; len].into()),
-                Some(_) => match comm.shared_memory(4 * len)? {
-                    // SAFETY: numbers, of which all bits are valid. Pieces of an update are written by whoever does them, and
-                    // read between two updates.
-                    Ok(memory) => Some(unsafe { memory.view(0, len) }),
-                    Err(why) => {
-                        tracing::warn!("gradients cannot be kept: {why}");
-                        None
-                    }
-                },
-            };
-        }
-        self.keeps_gradients = true;
-        Ok(())
-    }
-
-    /// Those gradients.
-    pub(super) fn reduced_gradients(&self) -> Option<&[f32]> {
-        self.reduced.as_deref()
     }
 
     /// Begins a step.

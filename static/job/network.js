@@ -49,7 +49,7 @@ export class Network {
       item.append(make("b", stage.name), make("span", shape(stage.layers.at(-1).output_shape)), make("small", plural(stage.layers.length, "layer")), make("small", plural(parameters, "parameter")));
       item.append(make("meter", "", { min: 0, max: Math.max(1, all), value: parameters, "aria-label": `Share of the parameters: ${percent(all ? parameters / all : 0)}`, title: "Share of the parameters" }));
       if (timed) {
-        item.append(make("small", time(took)));
+        item.append(make("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"));
         item.append(make("meter", "", { min: 0, max: whole || 1, value: took, "aria-label": `Share of the time: ${percent(whole ? took / whole : 0)}`, title: "Share of the time" }));
       }
       return item;

@@ -1,7 +1,7 @@
 // Panels: charts of a job's page that people put together. They are kept with the job on the server; a job without any of its own
 // shows its project's.
 
-import { ask, byId, text } from "../page.js";
+import { ask, byId, confirmThen, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { PanelForm, said } from "./panel-form.js";
 import { ALL, axisOf, quantity } from "./names.js";
@@ -122,6 +122,7 @@ export class Panels {
       if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(source(name)))).catch(() => {});
       this.charts.detail();
       this.charts.redraw(true);
+      return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
     };
     this.form.open(entry?.panel ?? null, put);
   }
@@ -204,9 +205,9 @@ export class Panels {
     } catch (error) { this.#say(said(error)); }
   }
 
-  async #fromProject() {
-    const { id } = this.job(), path = `/api/v1/jobs/${id}/panels`;
-    try {
+  #fromProject() {
+    const { id, project } = this.job(), path = `/api/v1/jobs/${id}/panels`;
+    const act = async () => {
       await ask(path, { method: "DELETE" });
       const { from, panels } = await ask(path);
       this.from = from;
@@ -214,7 +215,7 @@ export class Panels {
       this.#show(panels);
       await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
       this.charts.redraw(true);
-      byId("panel-add").focus();
-    } catch (error) { this.#say(said(error)); }
+    };
+    confirmThen({ title: "Take this job's own panels away?", detail: `It shows those of the project ${project} then.`, yes: "Take them away", act });
   }
 }

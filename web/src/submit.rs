@@ -8,7 +8,7 @@ use crate::{
     numbers::count,
 };
 use askama::Template;
-use fields::{Field, GROUPS, Kind, fields};
+use fields::{Field, GROUPS, Kind};
 use form::{DEFAULTS, recipe_values};
 use lockstep_protocol::{
     dataset::Dataset,
@@ -264,7 +264,7 @@ mod tests {
         let form = Form::from_spec(&spec);
         // `data` is the only mode, so there is nothing to choose.
         let missing: Vec<_> =
-            form.values.keys().filter(|k| *k != "parallel.mode" && !fields().any(|f| f.key == *k)).collect();
+            form.values.keys().filter(|k| *k != "parallel.mode" && !fields::fields().any(|f| f.key == *k)).collect();
         assert!(missing.is_empty(), "{missing:?}");
     }
 

@@ -86,7 +86,7 @@ async fn scenario(server: TestServer) {
     let of_step = ask(&server, &id, "?step=20&kind=gradient").await;
     assert_eq!(of_step["layers"], json!([{"name": "conv1.weight", "kind": "gradient"}]));
     let counts: Vec<u32> = (0..HISTOGRAM_BINS as u32).map(|n| n * 1000).collect();
-    let expected = json!([{"step": 20, "attempt": 1, "layer": "conv1.weight", "kind": "gradient", "min": -0.5, "max": 0.025_f32,
+    let expected = json!([{"step": 20, "attempt": 1, "layer": "conv1.weight", "kind": "gradient", "min": -0.5, "max": 0.025,
         "counts": counts}]);
     assert_eq!(of_step["histograms"], expected);
     assert_eq!(ask(&server, &id, "?step=20").await["histograms"].as_array().unwrap().len(), 3);

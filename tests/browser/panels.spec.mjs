@@ -91,7 +91,7 @@ describe("panels", () => {
     await page.getByRole("button", { name: "Edit Loss and rate" }).click();
     await dialog.getByLabel("Lines").selectOption("ranks");
     await dialog.getByLabel("Axis").selectOption("log");
-    await dialog.getByLabel("Smoothing").fill("0.5");
+    await dialog.getByLabel("Smoothed by").fill("0.5");
     await dialog.getByLabel("From", { exact: true }).fill("0.5");
     await dialog.getByLabel("To", { exact: true }).fill("4");
     await dialog.getByLabel("Width").selectOption("2");

@@ -196,8 +196,8 @@ describe("layers", () => {
   test("are a picture and a table of the network", async () => {
     const page = await open(`/jobs/${job.id}?tab=network`);
     await until("it is there", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 291,418 parameters · 7.9 ms a step");
-    assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1", "bn1", "layer1", "layer2", "layer3", "fc"]);
-    assert.match(await page.locator("#network-stages li").nth(3).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
+    assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1 to bn1", "layer1", "layer2", "layer3", "fc"]);
+    assert.match(await page.locator("#network-stages li").nth(2).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
     const row = page.locator("#network-rows tr").filter({ hasText: "layer3.2.conv1" });
     assert.deepEqual(await row.locator("th, td").allTextContents(), ["layer3.2.conv1", "conv 3x3", "64 × 8 × 8", "36,864", "632 µs"]);
     await page.end();

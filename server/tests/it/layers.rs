@@ -91,7 +91,7 @@ async fn scenario(server: TestServer) {
     assert_eq!(of_step["histograms"], expected);
     assert_eq!(ask(&server, &id, "?step=20").await["histograms"].as_array().unwrap().len(), 3);
     assert_eq!(ask(&server, &id, "?layer=none").await["histograms"], json!([]));
-    assert_eq!(ask(&server, &id, "?step=18446744073709551615&layer=a%00b").await["histograms"], json!([]));
+    assert_eq!(ask(&server, &id, "?step=18446744073709551615").await["histograms"], json!([]));
     assert_eq!(server.get(&format!("/jobs/{id}/histograms?kind=bias")).await.0, 400);
     let (_, known) = server.get(&format!("/jobs/{id}/network")).await;
     assert_eq!(known["layers"][0]["time_us"], 12.5);

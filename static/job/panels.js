@@ -87,6 +87,7 @@ export class Panels {
     edit.setAttribute("aria-label", `Edit ${panel.title}`);
     const entry = { panel, card, chart, key };
     handle.hidden = edit.hidden = !this.mayChange;
+    handle.title = "Drag it, or press an arrow key";
     edit.addEventListener("click", () => this.#edit(entry));
     handle.addEventListener("keydown", (event) => this.#key(event, entry));
     this.#draggable(handle, entry);

@@ -208,6 +208,9 @@ describe("layers", () => {
     const page = await browser.page(server, `/jobs/${id}?tab=network`);
     await until("its log is open instead", () => page.locator("#log-panel").isVisible());
     for (const name of ["Histograms", "Network"]) assert.equal(await page.getByRole("tab", { name }).isVisible(), false, name);
+    const groups = (hidden) => page.locator("#other-metric optgroup").evaluateAll((all, hidden) => all.filter((g) => g.hidden === hidden).map((g) => g.label), hidden);
+    await until("metrics that it cannot have are not offered", async () => (await groups(true)).join() === "float16,GPU");
+    assert.deepEqual(await groups(false), ["Training", "Time of a step", "Machine"]);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });

@@ -108,7 +108,7 @@ export function xAxis(view, low, high, wanted) {
 }
 
 /** Where each attempt but the first starts. */
-export function attemptStarts(parts) {
+function attemptStarts(parts) {
   const starts = new Map();
   for (const { segment, xs } of parts) {
     const before = starts.get(segment.attempt) ?? Infinity;
@@ -116,4 +116,10 @@ export function attemptStarts(parts) {
   }
   const sorted = [...starts].map(([attempt, at]) => ({ attempt, at })).sort((a, b) => a.attempt - b.attempt);
   return sorted.slice(1);
+}
+
+/** Where attempts start: of the job, with what is said of them in `marks`, or of each job with its name where layers are jobs. */
+export function startsOf(gathered, marks, colours) {
+  if (!gathered.some(({ layer }) => layer.marks)) return attemptStarts(gathered.flatMap((g) => g.parts)).map((start) => ({ ...start, why: marks.get(start.attempt) }));
+  return gathered.flatMap(({ layer, parts }) => attemptStarts(parts).map(({ attempt, at }) => ({ attempt, at, label: `${layer.marks}: attempt ${attempt}`, colour: colours[layer.colour] ?? layer.colour })));
 }

@@ -8,11 +8,11 @@
 // What the reader does is drawn at once. New data is drawn ten times a second at most, and one chart a frame, the
 // one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
 
-import { attemptStarts, drawAttempts, drawAxes, drawRight, labelWidth, within, xAxis } from "./axes.js";
+import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
 import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
-import { amount, vertical } from "./vertical.js";
+import { amount, span, vertical } from "./vertical.js";
 
 const DATA_FRAME_MS = 100;
 const charts = new Set();
@@ -151,9 +151,7 @@ export class Chart {
 
     if (!parts.length) return this.#nothing(ctx, width, height, colours);
 
-    let low = Infinity, high = -Infinity;
-    for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
-    if (!(high > -Infinity)) { low = 0; high = 1; }
+    let [low, high] = span(parts);
     [low, high] = view.zoom ?? [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high > low ? high : low + 1];
 
     const { shown, buckets, exact } = amount(gathered, low, high);
@@ -178,7 +176,7 @@ export class Chart {
     ctx.beginPath();
     ctx.rect(plot.left - 1, plot.top - 4, plot.right - plot.left + 6, plot.bottom - plot.top + 8);
     ctx.clip();
-    drawAttempts(ctx, plot, x, this.#starts(gathered, colours), colours);
+    drawAttempts(ctx, plot, x, startsOf(gathered, this.marks, colours), colours);
     for (const { layer, parts } of gathered) this.#drawLayer(ctx, layer, parts, colours);
     ctx.restore();
 
@@ -207,12 +205,6 @@ export class Chart {
     this.root.dataset.drawn = "0";
     this.root.dataset.empty = words;
     this.paintedAt = performance.now();
-  }
-
-  /** Where attempts start: of the job, or of each job with its name where layers are jobs. */
-  #starts(gathered, colours) {
-    if (!gathered.some(({ layer }) => layer.marks)) return attemptStarts(gathered.flatMap((g) => g.parts)).map((start) => ({ ...start, why: this.marks.get(start.attempt) }));
-    return gathered.flatMap(({ layer, parts }) => attemptStarts(parts).map(({ attempt, at }) => ({ attempt, at, label: `${layer.marks}: attempt ${attempt}`, colour: colours[layer.colour] ?? layer.colour })));
   }
 
   /** The vertical axis of a layer. */
@@ -389,8 +381,7 @@ export class Chart {
   }
 
   #zoomOut(at, span) {
-    let low = Infinity, high = -Infinity;
-    for (const { segment, xs } of this.gathered.flatMap((g) => g.parts)) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
+    const [low, high] = span(this.gathered.flatMap((g) => g.parts));
     const [a, b] = [at - span, at + span];
     if (a <= low && b >= high) this.view.setZoom(null);
     else this.view.setZoom([Math.max(a, Math.min(low, 0)), Math.min(b, high)]);

@@ -2,7 +2,7 @@
 
 import { labelWidth } from "./axes.js";
 import { onThemeChange, palette } from "./palette.js";
-import { linear, linearTicks, niceDomain } from "./scale.js";
+import { linear, linearTicks } from "./scale.js";
 
 const grouped = (v) => String(v).replace(/\B(?=(\d{3})+$)/g, ",");
 
@@ -50,7 +50,8 @@ export class Heat {
     ctx.clearRect(0, 0, width, height);
     this.edges = null;
     if (!all.length) return;
-    const [y0, y1] = niceDomain(Math.min(...all.map((h) => h.min)), Math.max(...all.map((h) => h.max)), "linear"), ticks = linearTicks(y0, y1, Math.max(2, Math.floor(height / 52)));
+    const lowest = Math.min(...all.map((h) => h.min)), highest = Math.max(...all.map((h) => h.max)), room = (highest - lowest) * 0.04 || Math.abs(lowest) * 0.1 || 0.5;
+    const [y0, y1] = [lowest - room, highest + room], ticks = linearTicks(y0, y1, Math.max(2, Math.floor(height / 52)));
     const plot = { top: 8, bottom: height - 26, left: labelWidth(ctx, ticks.map(this.format), colours, 24) + 10, right: width - 10 };
     const y = linear([y0, y1], [plot.bottom, plot.top]), first = all[0].step, last = all.at(-1).step, x = linear([first, last > first ? last : first + 1], [plot.left, plot.right]);
     // A column reaches half way to its neighbours.

@@ -1,9 +1,16 @@
-// The vertical axes of a chart: what they span, and their ticks. A chart has one at the left, and a second one at the right for
+// What the axes of a chart span, and the ticks of the vertical ones. A chart has one at the left, and a second one at the right for
 // layers of another quantity.
 
 import { visible } from "./lines.js";
 import { withoutOutliers } from "./range.js";
 import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
+
+/** From the first place to the last that anything has. */
+export function span(parts) {
+  let low = Infinity, high = -Infinity;
+  for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
+  return high > -Infinity ? [low, high] : [0, 1];
+}
 
 /** How much is shown between `low` and `high`: points and buckets of the layer with most of them, and whether all are exact. */
 export function amount(gathered, low, high) {

@@ -94,8 +94,7 @@ export class Charts {
   offers(name) {
     if (["loss_scale", "skipped_steps"].includes(name)) return this.extra.includes(name) || name === this.other;
     if (!name.startsWith("gpu_") || name === this.other) return true;
-    const { device } = this.job().spec.parallel;
-    return device === "cuda" || (device !== "cpu" && this.metrics.of("gpu_utilization").segments.length > 0);
+    return this.job().spec.parallel.device === "cuda" || this.metrics.of("gpu_utilization").segments.length > 0;
   }
 
   /** Takes groups of the list out that have nothing of this job. */

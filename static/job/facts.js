@@ -137,7 +137,7 @@ export class Facts {
       case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
       case "queued": return this.#waiting(reason);
       case "running": break;
-      case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: job.attempt ? "Resume continues from its newest checkpoint." : "Resume puts it back into the queue.", link: ["#cp-title", "Checkpoints"] };
+      case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;

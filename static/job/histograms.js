@@ -8,6 +8,8 @@ import { short } from "./names.js";
 
 /** Between two readings while the job trains. */
 const AGAIN_MS = 3000;
+/** Steps that the server keeps; as in protocol/src/limits.rs. */
+const KEPT = 200;
 /** Rows of the table that are drawn at once. */
 const ROWS = 100;
 const SVG = "http://www.w3.org/2000/svg";
@@ -76,7 +78,7 @@ export class Histograms {
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      text(byId("histogram-status"), names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
+      text(byId("histogram-status"), names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", as many as are kept, spread evenly over the run"}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#asked) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);

@@ -16,15 +16,16 @@ const make = (name, content = "", attributes = {}) => {
   return node;
 };
 
-/** Layers that follow each other and begin with the same part of a name: `{ name, layers }`. */
+/** Layers that follow each other and begin with the same part of a name, or are in no part: `{ name, layers }`. */
 export function stages(layers) {
   for (let depth = 1; ; depth++) {
     const found = [];
     for (const layer of layers) {
-      const parts = layer.name.split("."), name = parts.slice(0, Math.min(depth, Math.max(1, parts.length - 1))).join(".");
+      const parts = layer.name.split("."), name = parts.slice(0, Math.min(depth, parts.length - 1)).join(".");
       if (found.at(-1)?.name !== name) found.push({ name, layers: [] });
       found.at(-1).layers.push(layer);
     }
+    for (const stage of found) stage.name ||= [...new Set([stage.layers[0].name, stage.layers.at(-1).name])].join(" to ");
     if (depth === DEEPEST || found.every((stage) => stage.layers.length <= TOO_MUCH * layers.length)) return found;
   }
 }
@@ -49,7 +50,7 @@ export class Network {
       item.append(make("b", stage.name), make("span", shape(stage.layers.at(-1).output_shape)), make("small", plural(stage.layers.length, "layer")), make("small", plural(parameters, "parameter")));
       item.append(make("meter", "", { min: 0, max: Math.max(1, all), value: parameters, "aria-label": `Share of the parameters: ${percent(all ? parameters / all : 0)}`, title: "Share of the parameters" }));
       if (timed) {
-        item.append(make("small", time(took)));
+        item.append(make("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"));
         item.append(make("meter", "", { min: 0, max: whole || 1, value: took, "aria-label": `Share of the time: ${percent(whole ? took / whole : 0)}`, title: "Share of the time" }));
       }
       return item;

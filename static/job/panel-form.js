@@ -24,7 +24,7 @@ export class PanelForm {
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
-  /** Asks for a panel; `put(panel)` stores it, and null for `panel` removes it. */
+  /** Asks for a panel; `put(panel)` stores it, null removes it, and what it answers gets the focus. */
   open(panel, put) {
     const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false };
     text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
@@ -45,7 +45,7 @@ export class PanelForm {
     const store = (button, made) => async (event) => {
       event.preventDefault();
       button.disabled = true;
-      try { await put(made()); dialog.close("yes"); } catch (error) { text(field("error"), error instanceof Mistake ? error.message : said(error)); }
+      try { const next = await put(made()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), error instanceof Mistake ? error.message : said(error)); }
       button.disabled = false;
     };
     field("save").onclick = store(field("save"), () => this.#read(now));

@@ -1,7 +1,7 @@
 // Panels: charts of a job's page that people put together. They are kept with the job on the server; a job without any of its own
 // shows its project's.
 
-import { ask, byId, text } from "../page.js";
+import { ask, byId, confirmThen, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { PanelForm, said } from "./panel-form.js";
 import { ALL, axisOf, quantity } from "./names.js";
@@ -87,6 +87,7 @@ export class Panels {
     edit.setAttribute("aria-label", `Edit ${panel.title}`);
     const entry = { panel, card, chart, key };
     handle.hidden = edit.hidden = !this.mayChange;
+    handle.title = "Drag it, or press an arrow key";
     edit.addEventListener("click", () => this.#edit(entry));
     handle.addEventListener("keydown", (event) => this.#key(event, entry));
     this.#draggable(handle, entry);
@@ -122,6 +123,7 @@ export class Panels {
       if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(source(name)))).catch(() => {});
       this.charts.detail();
       this.charts.redraw(true);
+      return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
     };
     this.form.open(entry?.panel ?? null, put);
   }
@@ -204,9 +206,9 @@ export class Panels {
     } catch (error) { this.#say(said(error)); }
   }
 
-  async #fromProject() {
-    const { id } = this.job(), path = `/api/v1/jobs/${id}/panels`;
-    try {
+  #fromProject() {
+    const { id, project } = this.job(), path = `/api/v1/jobs/${id}/panels`;
+    const act = async () => {
       await ask(path, { method: "DELETE" });
       const { from, panels } = await ask(path);
       this.from = from;
@@ -214,7 +216,7 @@ export class Panels {
       this.#show(panels);
       await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
       this.charts.redraw(true);
-      byId("panel-add").focus();
-    } catch (error) { this.#say(said(error)); }
+    };
+    confirmThen({ title: "Take this job's own panels away?", detail: `It shows those of the project ${project} then.`, yes: "Take them away", act });
   }
 }

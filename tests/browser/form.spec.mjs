@@ -39,6 +39,8 @@ describe("the form", () => {
     }
     assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the part that hides it has opened");
     assert.match(await page.locator("#mistakes").textContent(), /things? to change/);
+    assert.deepEqual((await page.locator("#mistakes a").allTextContents()).sort(), ["Learning rate", "Ranks", "Seed"]);
+    assert.doesNotMatch(await page.locator("#spec-text").inputValue(), /private/, "what nobody has switched on is not written");
     assert.equal((await server.ask("/jobs")).jobs.length, 0);
     await page.end();
   });

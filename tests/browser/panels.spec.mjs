@@ -91,8 +91,8 @@ describe("panels", () => {
     await page.getByRole("button", { name: "Edit Loss and rate" }).click();
     await dialog.getByLabel("Lines").selectOption("ranks");
     await dialog.getByLabel("Axis").selectOption("log");
-    await dialog.getByLabel("Smoothing").fill("0.5");
-    await dialog.getByLabel("From").fill("0.5");
+    await dialog.getByLabel("Smoothed by").fill("0.5");
+    await dialog.getByLabel("From", { exact: true }).fill("0.5");
     await dialog.getByLabel("To", { exact: true }).fill("4");
     await dialog.getByLabel("Width").selectOption("2");
     await dialog.getByLabel("Height").selectOption("2");
@@ -162,6 +162,7 @@ describe("panels", () => {
     await until("it has its own", async () => (await titles(beside)).join() === "mine");
     assert.deepEqual(await stored(), ["for all"], "those of the other job stay");
     await beside.getByRole("button", { name: "Use the project's" }).click();
+    await beside.getByRole("button", { name: "Take them away" }).click();
     await until("and goes back", async () => (await titles(beside)).join() === "for all");
     await beside.end();
     await keep([], "/projects/default/panels");
@@ -194,9 +195,9 @@ describe("layers", () => {
 
   test("are a picture and a table of the network", async () => {
     const page = await open(`/jobs/${job.id}?tab=network`);
-    await until("it is there", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 196,058 parameters · 7.9 ms a step");
-    assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1", "bn1", "layer1", "layer2", "layer3", "fc"]);
-    assert.match(await page.locator("#network-stages li").nth(3).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
+    await until("it is there", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 291,418 parameters · 7.9 ms a step");
+    assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1 to bn1", "layer1", "layer2", "layer3", "fc"]);
+    assert.match(await page.locator("#network-stages li").nth(2).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
     const row = page.locator("#network-rows tr").filter({ hasText: "layer3.2.conv1" });
     assert.deepEqual(await row.locator("th, td").allTextContents(), ["layer3.2.conv1", "conv 3x3", "64 × 8 × 8", "36,864", "632 µs"]);
     await page.end();
@@ -207,6 +208,9 @@ describe("layers", () => {
     const page = await browser.page(server, `/jobs/${id}?tab=network`);
     await until("its log is open instead", () => page.locator("#log-panel").isVisible());
     for (const name of ["Histograms", "Network"]) assert.equal(await page.getByRole("tab", { name }).isVisible(), false, name);
+    const groups = (hidden) => page.locator("#other-metric optgroup").evaluateAll((all, hidden) => all.filter((g) => g.hidden === hidden).map((g) => g.label), hidden);
+    await until("metrics that it cannot have are not offered", async () => (await groups(true)).join() === "float16,GPU");
+    assert.deepEqual(await groups(false), ["Training", "Time of a step", "Machine"]);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });

@@ -87,7 +87,7 @@ pub(crate) struct EventList {
 #[into_params(parameter_in = Query)]
 pub(crate) struct EventsQuery {
     /// Only of these types, with commas between: `state`, `plan`, `metrics`, `log`, `checkpoint`, `checkpoint_removed`,
-    /// `evaluation`, `rank`.
+    /// `evaluation`, `rank`, `histograms`, `network`.
     #[serde(rename = "type")]
     types: Option<String>,
     /// At most so many: 1 to 1000; 100 when absent.

@@ -16,6 +16,13 @@ fn panels(titles: &[&str]) -> Value {
     json!({"panels": titles.iter().map(|title| panel(title, &["loss"])).collect::<Vec<_>>()})
 }
 
+/// An agent with slots, on which nothing starts.
+async fn idle_agent(server: &TestServer) -> Agent {
+    let agent = Agent::with_pictures(server, 2).await;
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    agent
+}
+
 /// Where they come from, and their titles.
 async fn shown(server: &TestServer, id: &str) -> (String, Vec<String>) {
     let (status, body) = server.get(&format!("/jobs/{id}/panels")).await;
@@ -37,7 +44,7 @@ impl TestServer {
 #[tokio::test]
 async fn a_job_has_its_own_panels_or_its_projects() {
     let server = TestServer::new().await;
-    let agent = Agent::with_pictures(&server, 0).await;
+    let _agent = idle_agent(&server).await;
     let one = server.submit(|_| {}).await.id.to_string();
     let two = server.submit(|_| {}).await.id.to_string();
     assert_eq!(shown(&server, &one).await, says("none", &[]));
@@ -87,14 +94,13 @@ async fn a_job_has_its_own_panels_or_its_projects() {
     while server.number(rows).await > 0 {
         assert!(since.elapsed() < DEADLINE, "they stay");
     }
-    agent.vanish();
     server.stop().await;
 }
 
 #[tokio::test]
 async fn as_many_panels_as_allowed_and_one_more() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 0).await;
+    let _agent = idle_agent(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let path = format!("/jobs/{id}/panels");
     let title = "ä".repeat(PANEL_TITLE_CHARS);
@@ -134,7 +140,7 @@ async fn as_many_panels_as_allowed_and_one_more() {
 #[tokio::test]
 async fn who_may_change_a_job_changes_its_panels_and_members_a_projects() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 0).await;
+    let _agent = idle_agent(&server).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
     }

@@ -5,6 +5,8 @@ import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
 import { count } from "./numbers.js";
 
+const readsOnly = document.body.dataset.readsOnly !== undefined;
+
 offerBundled();
 
 const CHECK_AFTER_MS = 250;
@@ -92,6 +94,7 @@ let written = false, writing = 0;
 
 /** Has the server read the text, in whichever notation it is, and puts what it says into the form. */
 async function readText() {
+  if (readsOnly) return;
   const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
   const seen = json ? "json" : "toml";
   if (seen !== notation) { notation = seen; press(notations, notations.find((b) => b.dataset.notation === seen)); }
@@ -200,6 +203,8 @@ function checkSoon() {
 }
 
 async function check() {
+  // Who may start no job is not told what is wrong with one, either.
+  if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. The file beside can be copied.");
   checking?.abort();
   const mine = checking = new AbortController();
   try {

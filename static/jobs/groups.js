@@ -251,6 +251,11 @@ export class Groups {
   }
 
   readSoon() {
-    this.#again ||= setTimeout(() => { this.#again = 0; if (this.on) this.load().catch(() => {}); }, AGAIN_MS);
+    this.#again ||= setTimeout(() => {
+      this.#again = 0;
+      // Nobody sees a hidden page: it is read once it is shown.
+      if (document.hidden) return document.addEventListener("visibilitychange", () => this.readSoon(), { once: true });
+      if (this.on) this.load().catch(() => {});
+    }, AGAIN_MS);
   }
 }

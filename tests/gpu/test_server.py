@@ -111,8 +111,8 @@ class Job:
         """The next event; their numbers must follow each other."""
         while True:
             frame = self.stream.frame()
-            # What has no number is of the moment: `live`, `progress`, `changed`.
-            if "seq" not in frame:
+            # No events: `live` names the last one, `progress` and `changed` have no number.
+            if frame["type"] == "live" or "seq" not in frame:
                 continue
             last = self.events[-1]["seq"] if self.events else 0
             expect(frame["seq"] == last + 1, f"event {frame['seq']} after {last}")

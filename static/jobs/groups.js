@@ -60,10 +60,7 @@ export class Groups {
   }
 
   /** Reads them again, and the jobs of those that are open. */
-  async load() {
-    this.#texts.clear();
-    await this.#read(null);
-  }
+  load() { return this.#read(null); }
 
   #sort(metrics) {
     const now = order(), sign = now.startsWith("-") ? "-" : "", by = now.replace(/^-/, ""), mean = NO_MEAN[by] ?? by;
@@ -86,8 +83,8 @@ export class Groups {
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
         // A column that holds words has no mean: the others have.
         const said = error instanceof Problem && error.status === 400 ? error.message : "";
-        const words = [...metrics.keys()].filter((key) => !(key in OWN)).find((key) => said.includes(metrics.get(key))) ?? (said.includes(by) ? by : null);
-        if (!words || this.#texts.has(words)) throw error;
+        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => said.includes(metrics.get(key))) ?? (names.has(by) && said.includes(by) ? by : null);
+        if (!words) throw error;
         this.#texts.add(words);
       }
     }
@@ -148,8 +145,8 @@ export class Groups {
     if (!spread || spread.mean === null) return;
     const { n, mean, std, min, max } = spread;
     cell.append(make("b", { textContent: write(mean) }));
-    if (std !== null) cell.append(make("span", { className: "spread", textContent: ` ± ${write(std).replace(/ %$/, "")}` }));
-    if (n !== jobs) cell.append(make("small", { className: "muted", textContent: ` n ${n}` }));
+    if (std !== null) cell.append(" ", make("span", { className: "spread", textContent: `± ${write(std).replace(/ %$/, "")}` }));
+    if (n !== jobs) cell.append(" ", make("small", { className: "muted", textContent: `n ${n}` }));
     cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${write(std)}`}, ${write(min)} to ${write(max)}`;
   }
 

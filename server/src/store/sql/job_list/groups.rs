@@ -13,7 +13,7 @@ use crate::store::{
 use futures_util::TryStreamExt;
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
-use std::collections::HashMap;
+use std::{collections::HashMap, slice};
 
 /// What jobs are grouped by as SQL; tags are read apart from it.
 fn grouped_by(by: GroupBy) -> String {
@@ -85,10 +85,8 @@ fn values(row: &DbRow, by: GroupBy, column: &str) -> Result<Vec<GroupValue>> {
 /// Every choice of one value of each.
 fn combined(each: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
     each.into_iter().fold(vec![Vec::new()], |done, values| {
-        let with = |value: &GroupValue| {
-            let value = value.clone();
-            done.iter().map(move |before| [before.as_slice(), &[value.clone()]].concat())
-        };
+        let with =
+            |value| done.iter().map(move |before| [before.as_slice(), slice::from_ref(value)].concat());
         values.iter().flat_map(with).collect()
     })
 }

@@ -263,8 +263,11 @@ mod tests {
         spec.checkpoint.every_steps = Some(1);
         let form = Form::from_spec(&spec);
         // `data` is the only mode, so there is nothing to choose.
-        let missing: Vec<_> =
-            form.values.keys().filter(|k| *k != "parallel.mode" && !fields::fields().any(|f| f.key == *k)).collect();
+        let missing: Vec<_> = form
+            .values
+            .keys()
+            .filter(|k| *k != "parallel.mode" && !fields::fields().any(|f| f.key == *k))
+            .collect();
         assert!(missing.is_empty(), "{missing:?}");
     }
 

@@ -148,11 +148,11 @@ describe("views", () => {
     await page.goto(`${server.url}/jobs`);
     await page.locator(".saved-views summary").click();
     await link.click();
-    await listed(page, "carl,anna,berta");
+    await listed(page, "carl,anna,berta,holder");
     assert.deepEqual([...address(page)].sort(), [["columns", "loss,train.lr"], ["sort", "-loss"], ["where", "train.lr>0.05"]]);
     // Somebody else's browser, which has kept nothing, shows the same.
     const other = await browser.page(server, kept);
-    await listed(other, "carl,anna,berta");
+    await listed(other, "carl,anna,berta,holder");
     assert.ok(await other.getByRole("columnheader", { name: "train.lr" }).isVisible());
     await other.end();
     await page.locator(".saved-views summary").click();

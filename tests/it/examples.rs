@@ -102,7 +102,8 @@ fn stage(folder: &Path, readme: &str) {
 fn run(server: &Server, folder: &Path, page: &str, block: &str, passed_over: &mut [bool]) {
     let mut script = String::from(
         "set -eu -o pipefail\ntrap 'echo \"this failed: $BASH_COMMAND\" >&2' ERR\n\
-         curl() { command curl --fail-with-body --silent --show-error \"${@//http:\\/\\/127.0.0.1:7070/$LOCKSTEP_SERVER}\"; }\n",
+         curl() { command curl --fail-with-body --silent --show-error \"${@//http:\\/\\/127.0.0.1:7070/$LOCKSTEP_SERVER}\"; }\n\
+         JOB=$(lockstep list --json | grep -o -m 1 'j[0-9a-z]\\{26\\}' | head -n 1 || true)\n",
     );
     for line in block.lines() {
         match NOT_HERE.iter().position(|(begin, _)| line.starts_with(begin)) {

@@ -208,7 +208,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
     for (path, words) in [
         (
             "/jobs?bogus=1".to_owned(),
-            "\"bogus\" here; the parameters are state, name, q, where, owner, project, tag, created_after",
+            "\"bogus\" here; the parameters are state, name, q, where, owner, project, tag, by, group, created_after",
         ),
         ("/jobs?stat=queued".to_owned(), "did you mean \"state\"?"),
         (of_job("logs?Limit=5"), "did you mean \"limit\"?"),

@@ -68,18 +68,24 @@ impl Address {
         &self.request
     }
 
+    /// Where the server is; an IPv6 address without brackets.
+    pub(super) fn host_and_port(&self) -> (&str, u16) {
+        let uri = self.request.uri();
+        let usual = if uri.scheme_str() == Some("wss") { 443 } else { 80 };
+        (uri.host().unwrap_or_default().trim_matches(['[', ']']), uri.port_u16().unwrap_or(usual))
+    }
+
     /// The accounts that listen where the server is to be, when that is this machine's loopback; none where nobody does, or
     /// the server is elsewhere.
     pub(super) fn listeners(&self) -> Vec<u32> {
-        let uri = self.request.uri();
-        let addresses: Vec<IpAddr> = match uri.host().unwrap_or_default().trim_matches(['[', ']']) {
+        let (host, port) = self.host_and_port();
+        let addresses: Vec<IpAddr> = match host {
             // Either may be connected to.
             host if host.eq_ignore_ascii_case("localhost") => {
                 vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
             }
             host => host.parse().ok().filter(IpAddr::is_loopback).into_iter().collect(),
         };
-        let port = uri.port_u16().unwrap_or(if uri.scheme_str() == Some("wss") { 443 } else { 80 });
         addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect()
     }
 }

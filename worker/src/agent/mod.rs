@@ -160,9 +160,12 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
 const COMPLAINTS: usize = 16;
 
 /// Whether those who listen where the server was are its account, or root: another account of this machine may have taken the port of a
-/// server that is away, and gets no token.
+/// server that is away, and gets no token. Where nobody listens, somebody may begin to before the connection is there.
 fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
     const ROOT: u32 = 0;
+    if listeners.is_empty() && !owners.is_empty() {
+        return Err("nothing listens there".into());
+    }
     match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
         None => Ok(()),
         Some(uid) => {
@@ -221,10 +224,15 @@ impl Agent {
         let mut owners = Vec::new();
         loop {
             let asked = Instant::now();
-            let listeners = request.listeners();
+            let mut listeners = request.listeners();
             let connecting = async {
-                same_account(&listeners, &owners)?;
-                Session::connect(request).await
+                let is_safe = |listeners: &[u32]| same_account(listeners, &owners);
+                is_safe(&listeners)?;
+                let stream = session::reach(request).await?;
+                // Who listens may have changed meanwhile. The one whom this reached is told nothing yet.
+                listeners = request.listeners();
+                is_safe(&listeners)?;
+                Session::connect(request, stream).await
             };
             let session = tokio::select! {
                 session = connecting => session,

@@ -61,13 +61,28 @@ pub(super) struct Session {
     socket: Socket,
 }
 
+/// A connection to the server over which nothing was sent.
+///
+/// # Errors
+/// Why there is none.
+pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
+    match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
+        Err(_) => Err("it does not answer".into()),
+        Ok(Err(error)) => Err(format!("IO error: {error}")),
+        Ok(Ok(stream)) => {
+            stream.set_nodelay(true).map_err(|error| error.to_string())?;
+            Ok(stream)
+        }
+    }
+}
+
 impl Session {
     /// # Errors
     /// Why there is no connection.
-    pub(super) async fn connect(address: &Address) -> Result<Self, String> {
+    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, String> {
         let connector = Some(address.connector()?);
         let request = address.request().clone();
-        let connecting = tokio_tungstenite::connect_async_tls_with_config(request, None, true, connector);
+        let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".into()),
             Ok(Ok((socket, _))) => Ok(Self { socket }),

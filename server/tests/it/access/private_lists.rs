@@ -296,8 +296,8 @@ async fn what_people_change_on_a_job_is_streamed_to_those_who_see_it() {
     let frames = lists[1].until(|frame| frame["job"]["project"] == "later").await;
     assert!(frames.iter().all(|frame| frame["type"] != "job_deleted"), "{frames:?}");
     let (_, list) = server.as_who(&otto, "GET", "/jobs", None).await;
-    assert!(list["jobs"][0].get("notes").is_none() && list["jobs"][0]["tags"] == json!(["shown"]), "{list}");
+    assert!(list["jobs"][0].get("notes").is_none() && list["jobs"][0]["tags"] == json!(["later"]), "{list}");
     let (_, list) = server.as_who(&otto, "GET", "/jobs?fields=id,notes", None).await;
-    assert_eq!(list["jobs"], json!([{"id": open, "notes": "shown"}]));
+    assert_eq!(list["jobs"], json!([{"id": open, "notes": "later"}]));
     server.stop().await;
 }

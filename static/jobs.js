@@ -37,7 +37,7 @@ const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id),
 const known = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const tagsOf = () => new Set(known().flatMap((job) => job.tags));
 const columns = new Columns({ refill: () => { fillAll(); heads(); if (groups?.on) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
-groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { empty(); bulk.draw(); } });
+groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { empty(); bulk.forgetUnshown(); }, ended: tellEnd });
 const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
@@ -67,7 +67,7 @@ async function load() {
   if (rowOf.size <= answer.jobs.length) next = answer.next;
   heads();
   empty();
-  bulk.draw();
+  bulk.forgetUnshown();
 }
 
 const read = () => load().then(() => narrow.refused(""), (error) => {
@@ -78,6 +78,7 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   groups.clear();
   groups.none = true;
   empty();
+  bulk.forgetUnshown();
   narrow.refused(sentence(error));
 });
 
@@ -117,11 +118,15 @@ function hear(job) {
   readSoon();
 }
 
+function tellEnd(before, job) {
+  if (!FINAL.includes(before.state) && FINAL.includes(job.state)) notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
+}
+
 function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
-  if (known && !FINAL.includes(known.state) && FINAL.includes(job.state)) notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
+  if (known) tellEnd(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
   if (!row) {

@@ -46,6 +46,9 @@ impl NetworkDescription {
                     "a layer's name or kind is longer than {LAYER_NAME_BYTES} bytes, which is the most"
                 ));
             }
+            if name.chars().chain(layer.kind.chars()).any(char::is_control) {
+                return Err("a layer's name or kind has characters that cannot be shown".into());
+            }
             if layer.output_shape.len() > DIMENSIONS {
                 let count = layer.output_shape.len();
                 return Err(format!("the output of {name} has {count} dimensions; {DIMENSIONS} are allowed"));
@@ -84,6 +87,10 @@ mod tests {
         assert_eq!(of(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
         assert!(of(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
         assert!(of(LayerDescription { kind: more, ..layer() }).check().is_err());
+        for text in ["a\0b", "a\n", "\u{1b}[31m"] {
+            assert!(of(LayerDescription { name: text.into(), ..layer() }).check().is_err(), "{text:?}");
+            assert!(of(LayerDescription { kind: text.into(), ..layer() }).check().is_err(), "{text:?}");
+        }
         assert_eq!(of(LayerDescription { output_shape: vec![1; DIMENSIONS], ..layer() }).check(), Ok(()));
         assert!(of(LayerDescription { output_shape: vec![1; DIMENSIONS + 1], ..layer() }).check().is_err());
     }

@@ -58,21 +58,33 @@ pub fn frames<T: Serialize>(
 }
 
 /// Parts of one connection that wait for the rest of their messages.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Unfinished {
     messages: HashMap<u64, Vec<u8>>,
     bytes: usize,
+    most: usize,
+}
+
+impl Default for Unfinished {
+    fn default() -> Self {
+        Self::at_most(MESSAGE_BYTES)
+    }
 }
 
 impl Unfinished {
+    /// Of messages that have so many bytes together.
+    pub fn at_most(most: usize) -> Self {
+        Self { messages: HashMap::new(), bytes: 0, most }
+    }
+
     /// Takes a part in; the whole message when it was the last.
     ///
     /// # Errors
     /// A sentence: too many messages at once, or too long ones.
     pub fn add(&mut self, part: Part) -> Result<Option<Vec<u8>>, String> {
         self.bytes += part.bytes.len();
-        if self.bytes > MESSAGE_BYTES {
-            return Err(format!("a message of more than {} MiB", MESSAGE_BYTES >> 20));
+        if self.bytes > self.most {
+            return Err(format!("a message of more than {} MiB", self.most >> 20));
         }
         let message = self.messages.entry(part.message).or_default();
         message.extend_from_slice(&part.bytes);

@@ -380,9 +380,9 @@ export class Chart {
     }
   }
 
-  #zoomOut(at, span) {
+  #zoomOut(at, reach) {
     const [low, high] = span(this.gathered.flatMap((g) => g.parts));
-    const [a, b] = [at - span, at + span];
+    const [a, b] = [at - reach, at + reach];
     if (a <= low && b >= high) this.view.setZoom(null);
     else this.view.setZoom([Math.max(a, Math.min(low, 0)), Math.min(b, high)]);
   }

@@ -50,8 +50,8 @@ export function quantity(name) {
   return name.endsWith("_bytes_per_second") ? "bytes/s" : "bytes";
 }
 
-/** What one of the numbers that people write is on the axis of a metric: accuracies are written in percent. */
-export const unitOf = (name) => (quantity(name) === "accuracy" ? 0.01 : 1);
+/** What one of the numbers that people write is on the axis of a metric: accuracies and utilisations are written in percent. */
+export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 
 /** The axis of a quantity, by one of its metrics. */
 export function axisOf(name) {

@@ -37,6 +37,12 @@ export class Bulk {
 
   forget(id) { if (this.#chosen.delete(id)) this.draw(); }
 
+  /** Forgets those that have no row any more: nothing is done to a job that is not shown as chosen. */
+  forgetUnshown() {
+    for (const id of this.#chosen) if (!this.rows.querySelector(`tr[data-id="${id}"] [data-f=choose]:checked`)) this.#chosen.delete(id);
+    this.draw();
+  }
+
   #jobs(what) { return [...this.#chosen].map((id) => this.find(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
 
   draw() {

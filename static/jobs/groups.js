@@ -34,12 +34,15 @@ export class Groups {
   #next = null;
   #loads = 0;
   #again = 0;
+  #pause = AGAIN_MS;
+  #hidden = false;
   /** Added columns that no mean can be had of. */
   #texts = new Set();
 
-  /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. */
-  constructor(table, { fill, extra, changed }) {
-    Object.assign(this, { table, fill, extra, changed });
+  /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. `ended(before, job)`: of a
+   *  job that is shown, with every change. */
+  constructor(table, { fill, extra, changed, ended }) {
+    Object.assign(this, { table, fill, extra, changed, ended });
     this.more = make("tbody", { className: "group-more", hidden: true }, make("tr", {}, make("td", { colSpan: 100 }, make("button", { type: "button", className: "quiet", textContent: "More groups" }))));
     this.more.querySelector("button").addEventListener("click", () => this.#read(this.#next));
     table.append(this.more);
@@ -91,7 +94,9 @@ export class Groups {
   }
 
   async #read(cursor) {
-    const mine = ++this.#loads, answer = await this.#ask(cursor);
+    const mine = ++this.#loads, began = performance.now(), answer = await this.#ask(cursor);
+    // A server that takes long for them is asked less often.
+    this.#pause = Math.max(AGAIN_MS, 4 * (performance.now() - began));
     if (mine !== this.#loads || !this.on) return;
     const open = opened(), seen = new Set();
     for (const group of answer.groups) {
@@ -238,6 +243,7 @@ export class Groups {
   hear(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
+      this.ended(known, job);
       this.jobs.set(job.id, job);
       for (const { rows, group } of this.#shown.values()) {
         const row = rows.find((row) => row.dataset.id === job.id);
@@ -251,8 +257,12 @@ export class Groups {
     this.#again ||= setTimeout(() => {
       this.#again = 0;
       // Nobody sees a hidden page: it is read once it is shown.
-      if (document.hidden) return document.addEventListener("visibilitychange", () => this.readSoon(), { once: true });
+      if (document.hidden) {
+        if (!this.#hidden) document.addEventListener("visibilitychange", () => { this.#hidden = false; this.readSoon(); }, { once: true });
+        this.#hidden = true;
+        return;
+      }
       if (this.on) this.load().catch(() => {});
-    }, AGAIN_MS);
+    }, this.#pause);
   }
 }

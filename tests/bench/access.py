@@ -33,6 +33,8 @@ def free_port():
 
 
 class Served:
+    running = []
+
     def __init__(self, program, directory, *options):
         self.port, self.directory = free_port(), directory
         self.process = subprocess.Popen(
@@ -41,6 +43,7 @@ class Served:
             stderr=subprocess.DEVNULL,
         )
         self.headers = {}
+        self.running.append(self)
         wait(20, "the server answers", self._answers)
 
     def _answers(self):
@@ -144,9 +147,9 @@ def main():
                     took[has].append((time.perf_counter() - began) * 1000)
             asked, free = (statistics.median(took[has][1:]) for has in (True, False))
             print(json.dumps({"case": case, "n": given.rounds, "with_ms": round(asked, 2), "without_ms": round(free, 2), "ratio": round(asked / free, 3)}), flush=True)
-        asks.stop()
-        open_.stop()
     finally:
+        for server in Served.running:
+            server.stop()
         shutil.rmtree(work, ignore_errors=True)
 
 

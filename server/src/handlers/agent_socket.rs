@@ -133,7 +133,8 @@ fn read(
 
 async fn serve(app: App, caller: Caller, socket: WebSocket) {
     let (mut to, mut from) = socket.split();
-    let mut unfinished = Unfinished::default();
+    // Pictures go to agents alone. What comes from them takes up to forty times its bytes while it is decoded.
+    let mut unfinished = Unfinished::at_most(MESSAGE_BYTES);
     let hello_by = tokio::time::Instant::now() + PATIENCE;
     let first = loop {
         let message = match tokio::time::timeout_at(hello_by, from.next()).await {

@@ -128,9 +128,13 @@ async fn make(
     caller: &Caller,
     source: &Job,
     from: CheckpointRow,
-    spec: JobSpec,
+    mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(axum::http::StatusCode, Job)> {
+    // Others see the fork: it does not tell them the name of what they do not see.
+    if source.spec.private && !spec.private && spec.name == fork_name(&source.name) {
+        "fork".clone_into(&mut spec.name);
+    }
     let new = JobId::generate();
     let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));
     let folder = format!("{}-{}", from.info.epoch, from.info.step);

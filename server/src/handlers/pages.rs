@@ -198,9 +198,8 @@ pub(crate) async fn job(
         .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
         .collect();
     let attempts = app.store.attempts(&id).await?;
-    let may_change = !app.access.has_people()
-        || caller.sees_all()
-        || (caller.may(Scope::Submit) && caller.owns(job.owner.as_deref()));
+    let may_change = caller.may(Scope::Submit)
+        && (!app.access.has_people() || caller.sees_all() || caller.owns(job.owner.as_deref()));
     let panels = panels::of_job(&app, &id, &job.project).await?;
     let has_histograms = !app.store.histogram_index(&id).await?.steps.is_empty();
     let has_network = app.store.network(&id).await?.is_some();

@@ -57,6 +57,10 @@ fn row(group: &Group) -> [String; 5] {
     let value = |value: &Value| match value {
         Value::Null => "none".to_owned(),
         Value::String(text) => text.clone(),
+        Value::Number(number) => number
+            .as_f64()
+            .filter(|n| n.fract() == 0.0 && n.abs() < 1e15)
+            .map_or_else(|| number.to_string(), |n| format!("{n:.0}")),
         other => other.to_string(),
     };
     let of = |name: &str, scale: f64, digits: usize, unit: &str| {

@@ -46,6 +46,8 @@ pub struct DataSource {
     seed: u64,
     form: Form,
     mixing: Mixing,
+    /// No engine keeps a copy of the pictures.
+    stays: bool,
     device: Option<Arc<OnDevice>>,
     /// The threads that make pictures, which keep their buffers from epoch to epoch; with them the number of threads asked
     /// for last, and whether there was a device.
@@ -105,6 +107,12 @@ impl DataSource {
         self.mixing = mixing;
     }
 
+    /// Keeps the pictures from engines that would hold a copy in their memory if they fit: so what a run computes does not depend on
+    /// how much of it is free.
+    pub fn stay(&mut self) {
+        self.stays = true;
+    }
+
     /// Has JPEG files decoded by `decoder`, alone or together with cores; without a decoder by cores alone. Batches that are
     /// being made keep the decoder that they began with.
     pub fn set_decoder(&mut self, decoder: Option<Arc<dyn DeviceDecoder>>, sharing: Sharing) {
@@ -155,7 +163,7 @@ impl DataSource {
         };
         let Crop::Padded(crop_padding) = self.evaluation.crop else { return None };
         let Transform { height, width, .. } = *self.evaluation;
-        if !self.evaluation.is_padded_crop_and_flip() {
+        if self.stays || !self.evaluation.is_padded_crop_and_flip() {
             return None;
         }
         let (train, validation) = (memory(&self.train)?, memory(&self.validation)?);

@@ -47,6 +47,13 @@ impl Layers {
         training.observer.event(&AttemptEvent::Network(description.clone()));
         Self { description: description.layers, outputs, timed: step + TIMED_STEP }
     }
+
+    /// Where a parameter stands in the network: its layer's place, and a bias after its weight.
+    fn place(&self, parameter: &str) -> (usize, bool) {
+        let (layer, tensor) = parameter.rsplit_once('.').unwrap_or((parameter, ""));
+        let place = self.description.iter().position(|of| of.name == layer);
+        (place.unwrap_or(self.description.len()), tensor == "bias")
+    }
 }
 
 impl Run<'_> {
@@ -95,7 +102,8 @@ impl Run<'_> {
         self.drain()?;
         if self.is_first() {
             let (weights, gradients) = (self.engine.parameters()?, self.engine.gradients()?);
-            let found = histograms(self.step, &weights, &gradients, self.training.threads);
+            let mut found = histograms(self.step, &weights, &gradients, self.training.threads);
+            found.layers.sort_by_cached_key(|of| self.layers.place(&of.name));
             self.training.observer.event(&AttemptEvent::Histograms(found));
         }
         Ok(())

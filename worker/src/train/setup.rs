@@ -98,7 +98,12 @@ impl Plan {
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
     let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
-    data.set_mixing(Mixing::from(&spec.train));
+    let mixing = Mixing::from(&spec.train);
+    data.set_mixing(mixing);
+    // A GPU mixes in float32 what it holds, the host in bytes what it sends: the same bits in every run are one of the two.
+    if spec.train.deterministic && mixing.is_on() {
+        data.stay();
+    }
     let skipped = &data.shape.skipped;
     if training.group.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;

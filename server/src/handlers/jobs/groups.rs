@@ -18,7 +18,8 @@ use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
+use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -28,6 +29,10 @@ const MOST_GROUPS: usize = 10_000;
 const MOST_METRICS: usize = 16;
 /// Bytes of a group's values in a cursor; longer ones are there by their hash.
 const ID_BYTES: usize = 600;
+
+/// Requests that are grouped at the same time: each reads all jobs that match, and readers of the database are few.
+static AT_ONCE: Semaphore = Semaphore::const_new(2);
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Which groups of which jobs. What narrows the jobs is as at `GET /jobs`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -208,6 +213,8 @@ pub(crate) async fn list(
         created_before: query.created_before,
         ..ListQuery::default()
     };
+    let turn = tokio::time::timeout(PATIENCE, AT_ONCE.acquire()).await;
+    let _turn = turn.map_err(|_| Error::Unavailable("others are grouping jobs; try again".into()))?;
     let found = app.store.job_groups(&jobs.filter(&caller)?, &by, &metrics, MOST_GROUPS).await?;
     let Some(found) = found else {
         return Err(Error::BadRequest(format!(

@@ -1,6 +1,6 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects.
 
-use super::{Connection, SqlStore};
+use super::{Connection, SqlStore, purge};
 use crate::store::{
     Annotation, Result, StoreError,
     quarantine::readable,
@@ -64,6 +64,7 @@ impl SqlStore {
             .bind(job.as_str())
             .execute(&mut *db)
             .await?;
+        purge::forget_projects(&mut db).await?;
         Ok(db.commit().await?)
     }
 }

@@ -213,9 +213,16 @@ async fn store_report(
         if row.fencing_token.is_none() {
             break; // The attempt has ended; nothing comes after that.
         }
-        if source == Source::Rank(0) {
-            layers::keep(db, &attempt.job, attempt.attempt, &event).await?;
+        // Rank 0 alone tells of layers, and of steps that there are.
+        let is_told = match &event {
+            AttemptEvent::Histograms(found) => source == Source::Rank(0) && found.step <= row.job.total_steps,
+            AttemptEvent::Network(_) => source == Source::Rank(0),
+            _ => true,
+        };
+        if !is_told {
+            continue;
         }
+        layers::keep(db, &attempt.job, attempt.attempt, &event).await?;
         // Only these move a job, and only a move can be refused half way.
         let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
         let before = moves.then(|| row.clone());

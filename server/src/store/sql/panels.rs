@@ -22,7 +22,11 @@ impl SqlStore {
         let query = format!("SELECT panels FROM {table} WHERE {key} = $1");
         let found: Option<String> =
             sqlx::query_scalar(AssertSqlSafe(query)).bind(name).fetch_optional(&self.reader).await?;
-        found.map(|text| from_json(&text)).transpose()
+        // Another version's may have what this one does not know: then the page shows none.
+        Ok(found.and_then(|text| {
+            let panels = from_json(&text);
+            panels.inspect_err(|error| tracing::warn!(table, %error, "panels that cannot be read")).ok()
+        }))
     }
 
     pub(super) async fn write_panels(&self, of: PanelsOf<'_>, panels: Option<&[Panel]>) -> Result<()> {

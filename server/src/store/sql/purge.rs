@@ -1,7 +1,7 @@
 //! What is left of deleted jobs, and points that are in chunks, removed bit by bit: a run of a week has millions of rows, and one statement that removes
 //! them all would hold up every other writer, or run into the database's time limit.
 
-use super::{SOME_METRIC_CHUNKS, SqlStore};
+use super::{Connection, SOME_METRIC_CHUNKS, SqlStore};
 use crate::store::{Result, StoreError, values::uint};
 use jiff::Timestamp;
 use lockstep_protocol::JobId;
@@ -98,12 +98,17 @@ impl SqlStore {
         let done = sqlx::query(sources).bind(id).execute(&mut *db).await?;
         if done.rows_affected() == 0 {
             sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
-            // A project exists while a job has its name.
-            let projects = "DELETE FROM project_panels WHERE NOT EXISTS \
-                (SELECT 1 FROM jobs WHERE jobs.project = project_panels.project)";
-            sqlx::query(projects).execute(&mut *db).await?;
+            forget_projects(&mut db).await?;
         }
         db.commit().await?;
         Ok(())
     }
+}
+
+/// Deletes what was kept of projects that are no more: a project exists while a job has its name.
+pub(super) async fn forget_projects(db: &mut Connection) -> Result<()> {
+    let projects = "DELETE FROM project_panels WHERE NOT EXISTS \
+        (SELECT 1 FROM jobs WHERE jobs.project = project_panels.project)";
+    sqlx::query(projects).execute(db).await?;
+    Ok(())
 }

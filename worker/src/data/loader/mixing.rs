@@ -40,7 +40,7 @@ impl From<&TrainSpec> for Mixing {
 }
 
 impl Mixing {
-    pub(super) fn is_on(self) -> bool {
+    pub fn is_on(self) -> bool {
         self.mixup > 0.0 || self.cutmix > 0.0
     }
 

@@ -175,6 +175,7 @@ impl DataSource {
             validation: Arc::new(validation),
             form: Form::default(),
             mixing: Mixing::default(),
+            stays: false,
             device: None,
             workers: Mutex::default(),
         }

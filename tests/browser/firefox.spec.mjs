@@ -1,0 +1,112 @@
+// The same pages in a real Firefox, over WebDriver BiDi: what one browser alone understands shows here. The details are tested in Chromium.
+
+import assert from "node:assert/strict";
+import { existsSync } from "node:fs";
+import { after, before, describe, test } from "node:test";
+import puppeteer from "puppeteer-core";
+import { TestServer, until } from "./test-server.mjs";
+
+const FIREFOX = process.env.FIREFOX ?? ["/usr/bin/firefox-esr", "/usr/bin/firefox"].find((path) => existsSync(path));
+const skip = FIREFOX ? false : "there is no Firefox on this machine: install firefox-esr, or name one as FIREFOX";
+let server, firefox, jobs;
+before(async () => {
+  if (skip) return;
+  [server, firefox] = await Promise.all([
+    TestServer.open(),
+    puppeteer.launch({ browser: "firefox", executablePath: FIREFOX, headless: true, args: ["--no-remote"] }),
+  ]);
+  jobs = [await server.submit({ name: "first", tags: ["a"], train: { lr: 0.05 } }), await server.submit({ name: "second", tags: ["b"], train: { lr: 0.1 } })];
+  for (const { id } of jobs) await until("it has trained", async () => (await server.job(id)).state === "succeeded");
+  const page = await firefox.newPage();
+  await page.goto((await server.ask("/login-links", {})).url);
+  await page.close();
+});
+after(async () => { await firefox?.close(); await server?.close(); });
+
+/** A page that fails the test for what it reports as wrong. */
+async function open(path, width = 1440) {
+  const page = await firefox.newPage(), faults = [];
+  page.on("console", (message) => { if (["error", "warn"].includes(message.type())) faults.push(message.text()); });
+  page.on("pageerror", (error) => faults.push(String(error)));
+  await page.setViewport({ width, height: 1000 });
+  await page.goto(server.url + path);
+  return { page, end: async () => { await page.close(); assert.deepEqual(faults, [], `what ${path} did wrong`); } };
+}
+
+const text = (page, selector) => page.$eval(selector, (node) => node.textContent.trim());
+const names = (page) => page.$$eval("#rows tr [data-f=name]", (links) => links.map((a) => a.title || a.textContent).join());
+const live = (page) => until("the stream is live", async () => (await text(page, "#live")) === "live");
+/** Whether anything but the background is drawn on a canvas. */
+const drawn = (page, selector) => page.$eval(selector, (canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size > 1;
+});
+
+describe("Firefox", { skip }, () => {
+  test("shows every page whole, wide and on a phone", async () => {
+    for (const path of ["/jobs", "/jobs?group_by=tag", `/jobs/${jobs[0].id}`, `/compare?jobs=${jobs.map((job) => job.id).join(",")}`, "/datasets", "/machines", "/jobs/new", "/people", "/audit", "/docs"]) {
+      for (const width of [390, 1440]) {
+        const { page, end } = await open(path, width);
+        await until(`${path} has a heading`, () => page.$("main h1, main h2"));
+        const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+        assert.ok(over <= 0, `${path} is ${over} pixels too wide at ${width}`);
+        await end();
+      }
+    }
+  });
+
+  test("sorts and filters the list, which follows new jobs", async () => {
+    const { page, end } = await open("/jobs?columns=loss,train.lr");
+    await live(page);
+    assert.equal(await names(page), "second,first");
+    await page.click("th[data-key='train.lr'] button");
+    await until("it is sorted", async () => (await names(page)) === "first,second");
+    assert.equal(await page.$eval("th[data-key='train.lr']", (th) => th.getAttribute("aria-sort")), "ascending");
+    await page.goto(`${server.url}/jobs?where=train.lr%3E0.07`);
+    await until("one is left", async () => (await names(page)) === "second");
+    await live(page);
+    const { id } = await server.submit({ name: "third", train: { lr: 0.2 } });
+    await until("a new one comes in by itself", async () => (await names(page)) === "third,second");
+    await until("and changes", async () => (await text(page, `tr[data-id="${id}"] [data-f=state]`)) === "succeeded");
+    await end();
+  });
+
+  test("draws a job's charts, and follows it while it trains", async () => {
+    const { page, end } = await open(`/jobs/${jobs[0].id}`);
+    await until("the chart is drawn", () => drawn(page, "#loss-chart canvas"));
+    await page.click("#spec-title");
+    await until("its tab opens", () => page.$eval("#spec-panel", (panel) => panel.checkVisibility()));
+    await end();
+    const { id } = await server.submit({ name: "watched", train: { steps: 100_000 } });
+    const watched = await open(`/jobs/${id}`);
+    const facts = () => text(watched.page, "#facts");
+    await until("it trains", async () => (await server.job(id)).step > 0);
+    const before = await facts();
+    await until("its numbers change", async () => (await facts()) !== before);
+    await until("its loss is drawn", () => drawn(watched.page, "#loss-chart canvas"));
+    await watched.page.click("#cancel");
+    await until("it asks", () => watched.page.$eval("#confirm", (dialog) => dialog.open));
+    await watched.page.click("#confirm-yes");
+    await until("it is cancelled", async () => (await text(watched.page, "#state")) === "cancelled");
+    await watched.end();
+  });
+
+  test("compares jobs", async () => {
+    const { page, end } = await open(`/compare?jobs=${jobs.map((job) => job.id).join(",")}`);
+    await until("curves are drawn", () => drawn(page, "main canvas"));
+    await end();
+  });
+
+  test("submits a job by the form", async () => {
+    const { page, end } = await open("/jobs/new");
+    await until("its dataset is chosen", async () => (await page.$eval("[name='data.dataset']", (field) => field.value)) === "fashion-mnist");
+    await page.$eval("[name=name]", (field) => { field.value = ""; });
+    await page.type("[name=name]", "by the form");
+    await page.click("#send");
+    await until("its page is there", () => /\/jobs\/j\w+$/.test(page.url()));
+    const id = page.url().split("/").at(-1);
+    assert.equal((await server.job(id)).name, "by the form");
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await end();
+  });
+});

@@ -1,10 +1,11 @@
 // Results to sort by, and settings side by side.
 
+import { settings, title } from "./names.js";
 import { byId, text } from "../page.js";
 import { cut } from "../cut.js";
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
-import { flat, written } from "../settings.js";
+import { written } from "../settings.js";
 
 export const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date().toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
 /** Name, number to sort by, how it is written. */
@@ -14,13 +15,7 @@ const COLUMNS = [
   ["images/s", (j) => j.images_per_second ?? NaN, rate], ["steps", (j) => j.step, count], ["time", took, clock],
 ];
 
-export { written };
-
-/** Settings by key, each with its value for every job; names do not count. */
-export function settings(jobs) {
-  const specs = jobs.map((j) => new Map(flat(j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
-  return keys.map((key) => ({ key, values: specs.map((s) => s.get(key)) })).map((row) => ({ ...row, different: new Set(row.values.map(written)).size > 1 }));
-}
+export { settings, written };
 
 export class Tables {
   #all = false;
@@ -42,7 +37,7 @@ export class Tables {
     mark.className = `swatch bg-${this.colour(job.id)}`;
     const link = Object.assign(document.createElement("a"), { href: `/jobs/${job.id}` });
     name.className = "job-name";
-    cut(link, job.name);
+    cut(link, title(job, this.jobs()));
     name.append(mark, link);
     return name;
   }
@@ -82,7 +77,7 @@ export class Tables {
         row.append(cell);
       });
       const cell = document.createElement("td"), button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "Leave out" });
-      button.setAttribute("aria-label", `Leave out ${job.name}`);
+      button.setAttribute("aria-label", `Leave out ${title(job, this.jobs())}`);
       button.addEventListener("click", () => this.remove(job.id));
       cell.className = "num";
       cell.append(button);

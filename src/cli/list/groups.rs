@@ -37,7 +37,14 @@ pub(super) fn run(
     as_json: bool,
 ) -> anyhow::Result<()> {
     query.push(("by", by.to_owned()));
-    query.push(("metrics", METRICS.join(",")));
+    let mut metrics = METRICS.to_vec();
+    // What groups are sorted by is asked for, too.
+    let sort = query.iter().find(|(key, _)| *key == "sort").map(|(_, sort)| sort.clone()).unwrap_or_default();
+    let by_metric = sort.trim_start_matches('-');
+    if !["", "group", "jobs", "newest"].contains(&by_metric) && !metrics.contains(&by_metric) {
+        metrics.push(by_metric);
+    }
+    query.push(("metrics", metrics.join(",")));
     let groups = block_on(api.all("/jobs/groups", "groups", &query, limit.map(|limit| limit as usize)))?;
     if as_json {
         return output::json(&groups);

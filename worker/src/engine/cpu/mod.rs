@@ -251,7 +251,9 @@ impl Engine for CpuEngine {
     fn exchange(&self) -> String {
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
-            (None, _) => "ranks share memory: weights are there once, gradients travel no way".into(),
+            (None, _) => {
+                "ranks share memory: weights are there once, and gradients are added up in place".into()
+            }
             (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),
         }
     }

@@ -1,6 +1,6 @@
 // A chart for each chosen metric, with a line a job (the mean over its ranks) or a line and a band a group of jobs.
 
-import { title } from "./names.js";
+import { titleOf } from "./names.js";
 import { ask, byId, text } from "../page.js";
 import { cut, middle } from "../cut.js";
 import { bytes, clock, count, millis, percent, rate, value } from "../numbers.js";
@@ -72,7 +72,7 @@ export class Curves {
     });
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
-    const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => title(j, this.jobs())).join(", "));
+    const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
     head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`), saveMenu(chart, () => `compare-${metric}`, () => `${metric}, ${of()}`)));
     byId("curves").append(root);
     return chart;
@@ -81,7 +81,7 @@ export class Curves {
   #layers(metric) {
     const chosen = this.chosen(), some = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isOn) => (some && !isOn ? 0.15 : 1);
     if (!this.groupBy) {
-      return this.jobs().map((job) => ({ label: title(job, this.jobs()), colour: this.colour(job.id), series: this.#series(job, metric), marks: middle(title(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: this.colour(job.id), series: this.#series(job, metric), marks: middle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
     }
     return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({
       label: `${label} (n = ${jobs.length})`, colour: this.colour(id), series: this.#mean(id, metric, jobs), band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
@@ -157,7 +157,7 @@ export class Curves {
       cut(name, label);
       return li;
     };
-    const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(this.colour(id), `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(this.colour(job.id), title(job, this.jobs()), `/jobs/${job.id}`));
+    const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(this.colour(id), `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(this.colour(job.id), titleOf(job, this.jobs()), `/jobs/${job.id}`));
     byId("compare-legend").replaceChildren(...lines);
     const band = this.band === "std" ? "one standard deviation (of a sample) to either side" : "the lowest to the highest value";
     text(byId("group-note"), this.groupBy ? `Line: mean over the n jobs of a group. Band: ${band}.` : "");

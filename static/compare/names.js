@@ -27,4 +27,4 @@ function titles(jobs) {
   return titles;
 }
 
-export const title = (job, jobs) => titles(jobs).get(job.id) ?? job.name;
+export const titleOf = (job, jobs) => titles(jobs).get(job.id) ?? job.name;

@@ -1,7 +1,7 @@
 // Parallel coordinates: an axis for every setting that differs and for what came of it, a line a job. Dragging along an axis
 // selects the jobs that cross it there.
 
-import { title } from "./names.js";
+import { titleOf } from "./names.js";
 import { columns } from "./columns.js";
 
 const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
@@ -80,8 +80,8 @@ export class Parallel {
     const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });
     jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
       const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), told = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
-      const line = make("g", { class: `job stroke-${this.colour(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${title(job, jobs)}: ${told.join(", ")}` });
-      line.append(make("title", {}, `${title(job, jobs)}\n${told.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
+      const line = make("g", { class: `job stroke-${this.colour(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${told.join(", ")}` });
+      line.append(make("title", {}, `${titleOf(job, jobs)}\n${told.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });
     axes.forEach((axis, i) => {

@@ -1,6 +1,6 @@
 // A point a job in the plane of any two columns: settings or results. Dragging a rectangle selects the jobs in it.
 
-import { title } from "./names.js";
+import { titleOf } from "./names.js";
 import { byId, text } from "../page.js";
 import { read, write } from "../address.js";
 import { labelWidth } from "../chart/axes.js";
@@ -45,7 +45,7 @@ export class Scatter {
   yName() { return this.y?.name ?? ""; }
 
   /** Names and colours of what is drawn, for saved pictures. */
-  get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: title(job, this.jobs()), colour: colours[this.colour(job.id)] })); }
+  get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colours[this.colour(job.id)] })); }
 
   /** A row a job. */
   csv() {
@@ -172,7 +172,7 @@ export class Scatter {
     if (!point) return;
     const line = (label, words) => { const p = document.createElement("p"), name = document.createElement("span"), v = document.createElement("b"); name.textContent = label; v.textContent = words; p.append(name, v); return p; };
     const head = document.createElement("p");
-    head.textContent = title(point.job, this.jobs());
+    head.textContent = titleOf(point.job, this.jobs());
     this.tip.replaceChildren(head, line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
     const wide = this.tip.offsetWidth, left = point.x + 12 + wide > this.plot.right ? point.x - 12 - wide : point.x + 12;
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;

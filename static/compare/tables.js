@@ -1,6 +1,6 @@
 // Results to sort by, and settings side by side.
 
-import { settings, title } from "./names.js";
+import { settings, titleOf } from "./names.js";
 import { byId, text } from "../page.js";
 import { cut } from "../cut.js";
 import { clock, count, percent, rate, value } from "../numbers.js";
@@ -37,7 +37,7 @@ export class Tables {
     mark.className = `swatch bg-${this.colour(job.id)}`;
     const link = Object.assign(document.createElement("a"), { href: `/jobs/${job.id}` });
     name.className = "job-name";
-    cut(link, title(job, this.jobs()));
+    cut(link, titleOf(job, this.jobs()));
     name.append(mark, link);
     return name;
   }
@@ -77,7 +77,7 @@ export class Tables {
         row.append(cell);
       });
       const cell = document.createElement("td"), button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "Leave out" });
-      button.setAttribute("aria-label", `Leave out ${title(job, this.jobs())}`);
+      button.setAttribute("aria-label", `Leave out ${titleOf(job, this.jobs())}`);
       button.addEventListener("click", () => this.remove(job.id));
       cell.className = "num";
       cell.append(button);

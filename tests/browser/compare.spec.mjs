@@ -66,6 +66,21 @@ describe("charts", () => {
     await page.end();
   });
 
+  test("are zoomed in and out by keys", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    const shown = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
+    await page.locator("#curves .chart").focus();
+    await page.keyboard.press("ArrowRight");
+    const whole = await shown();
+    await page.keyboard.press("+");
+    await until("half of it is shown", async () => (await shown()) < 0.6 * whole);
+    const part = await shown();
+    await page.keyboard.press("-");
+    await until("more is shown again", async () => (await shown()) > 1.5 * part);
+    await page.end();
+  });
+
   test("are saved each by itself", async () => {
     const page = await browser.page(server, where("&metric=loss,val_loss"));
     await drawn(page);
@@ -73,6 +88,23 @@ describe("charts", () => {
     await card.locator("summary", { hasText: "Save" }).click();
     const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
     assert.match(await readFile(await file.path(), "utf8"), />validation loss \(cross-entropy\)<\/text>/);
+    await page.end();
+  });
+});
+
+describe("jobs of one name", () => {
+  test("are told apart by what they differ in, or by their ids", async () => {
+    const ids = [];
+    for (const lr of [0.3, 0.6, 0.6]) {
+      const body = spec("twin", 1, 100);
+      Object.assign(body.train, { lr });
+      ids.push((await server.ask("/jobs", body)).id);
+    }
+    const page = await browser.page(server, `/compare?jobs=${ids.join(",")}`);
+    const names = () => page.locator("#compare-legend li").allTextContents();
+    await until("they are listed", async () => (await names()).length === 3);
+    assert.deepEqual(await names(), ["twin · lr 0.3", ...ids.slice(1).map((id) => `twin · lr 0.6, ${id.slice(-5)}`)]);
+    for (const id of ids) await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 });

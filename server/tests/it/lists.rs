@@ -21,6 +21,14 @@ pub async fn jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<Strin
         });
         ids.push(job.await.id.to_string());
     }
+    // Nothing of them changes any more once it is said what they wait for.
+    for id in &ids {
+        server
+            .stream(id, 0)
+            .await
+            .until(|frame| frame["type"] == "state" && !frame["reason"].is_null())
+            .await;
+    }
     ids
 }
 

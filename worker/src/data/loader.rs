@@ -8,9 +8,10 @@ use super::{
 use std::sync::{Arc, Mutex};
 
 pub use super::shard::EpochPlan;
-pub use batch::{Batch, DrawnMix, Form};
+pub use batch::{Batch, Form};
 pub use epoch::Batches;
-pub use mixing::{Mix, Mixing};
+pub use mix::{DrawnMix, Mix};
+pub use mixing::Mixing;
 pub use shape::Shape;
 
 use batch::Maker;
@@ -23,6 +24,7 @@ mod batch;
 mod broken;
 mod demand;
 mod epoch;
+mod mix;
 mod mixing;
 mod on_device;
 mod open;

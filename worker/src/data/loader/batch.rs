@@ -2,7 +2,7 @@
 
 use super::{
     demand::Demand,
-    mixing::Mix,
+    mix::DrawnMix,
     on_device::{self, Begun},
     part::Part,
     workers::{Scratch, Work, Workers},
@@ -25,16 +25,6 @@ pub enum Form {
     Bytes,
     /// [`Batch::draws`]: the engine has all pictures in its memory and augments them itself.
     Draws,
-}
-
-/// How an engine mixes the pictures of a batch of [`Form::Draws`]: each with the one before it in the batch.
-#[derive(Debug, Clone, PartialEq)]
-pub struct DrawnMix {
-    pub mix: Mix,
-    /// The picture that the first one is mixed with: its position in its split, as in [`Batch::indices`].
-    pub before_index: u64,
-    /// Its augmentation parameters, as in [`Batch::draws`].
-    pub before_draw: u32,
 }
 
 /// A batch ready for an engine, in one [`Form`].

@@ -6,10 +6,9 @@
 //! follow each other there, so it opens one picture more for each micro-batch, the one before its first. How they are mixed
 //! is drawn once for a step, from (seed, epoch, the step's first place in the epoch's order).
 
-use super::{Batch, DrawnMix};
+use super::{Batch, DrawnMix, Mix};
 use crate::data::random::Random;
 use lockstep_protocol::spec::TrainSpec;
-use std::ops::Range;
 
 /// What a random stream is for (see `shard.rs` and `transform/params.rs` for the others).
 const MIXING: u64 = 9;
@@ -22,15 +21,6 @@ const ONE: u32 = 1 << 16;
 pub struct Mixing {
     pub mixup: f64,
     pub cutmix: f64,
-}
-
-/// How the pictures of one step are mixed.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Mix {
-    /// The share that a picture has of itself, from 0 to 1: with cutmix of its pixels.
-    pub lambda: f32,
-    /// cutmix: the rows and columns that are the other picture's. mixup has none.
-    pub cut: Option<[Range<usize>; 2]>,
 }
 
 impl From<&TrainSpec> for Mixing {

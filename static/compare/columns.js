@@ -2,7 +2,9 @@
 // lowest and the highest.
 
 import { clock, count, percent, rate, value } from "../numbers.js";
-import { settings, took, written } from "./tables.js";
+import { written } from "../settings.js";
+import { settings } from "./names.js";
+import { took } from "./tables.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Key in the address, name, value of a job, how it is written. */

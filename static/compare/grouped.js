@@ -2,7 +2,7 @@
 
 import { Series } from "../chart/series.js";
 import { setting, written } from "../settings.js";
-import { settings } from "./tables.js";
+import { settings } from "./names.js";
 
 /** Places along the axis that a mean is computed at, at most. */
 const PLACES = 1000;

@@ -15,8 +15,6 @@ const COLUMNS = [
   ["images/s", (j) => j.images_per_second ?? NaN, rate], ["steps", (j) => j.step, count], ["time", took, clock],
 ];
 
-export { settings, written };
-
 export class Tables {
   #all = false;
 

@@ -28,6 +28,8 @@ async function open(path, width = 1440) {
   const page = await firefox.newPage(), faults = [];
   page.on("console", (message) => { if (["error", "warn"].includes(message.type())) faults.push(message.text()); });
   page.on("pageerror", (error) => faults.push(String(error)));
+  // Ranks take both cores.
+  page.setDefaultNavigationTimeout(120_000);
   await page.setViewport({ width, height: 1000 });
   await page.goto(server.url + path);
   return { page, end: async () => { await page.close(); assert.deepEqual(faults, [], `what ${path} did wrong`); } };
@@ -77,7 +79,7 @@ describe("Firefox", { skip }, () => {
     await page.click("#spec-title");
     await until("its tab opens", () => page.$eval("#spec-panel", (panel) => panel.checkVisibility()));
     await end();
-    const { id } = await server.submit({ name: "watched", train: { steps: 100_000 } });
+    const { id } = await server.submit({ name: "watched", ranks: 1, train: { steps: 100_000 } });
     const watched = await open(`/jobs/${id}`);
     const facts = () => text(watched.page, "#facts");
     await until("it trains", async () => (await server.job(id)).step > 0);

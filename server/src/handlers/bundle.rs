@@ -60,8 +60,11 @@ fn import(line: &str) -> Option<(&str, &str)> {
     line.strip_prefix("import {")?.strip_suffix("\";")?.split_once("} from \"")
 }
 
-/// The name in `const name`, `class name`, `function name` or `async function name`.
+/// The name in `const name`, `class name`, `function name` or `async function name`; none in a list of names.
 fn declared(declaration: &str) -> Option<&str> {
+    if declaration.starts_with('{') {
+        return None;
+    }
     let words = declaration.strip_prefix("async ").unwrap_or(declaration);
     let (_, rest) = words.split_once(' ')?;
     rest.split(|c: char| !c.is_alphanumeric() && c != '_' && c != '$').next().filter(|name| !name.is_empty())
@@ -108,5 +111,7 @@ mod tests {
         assert!(text.contains("const { one: first, two } = m1;\n") && text.contains("return { one, two };"));
         assert!(text.contains("\nasync function go() {}\nreturn { go };"), "{text}");
         assert!(page("nowhere", &source).is_none());
+        let listed = |_: &str| Some("const a = 1;\nexport { a };\n".to_owned());
+        assert!(page("page", &listed).is_none(), "it would lose every name but the first");
     }
 }

@@ -214,7 +214,7 @@ byId("tag-filter").addEventListener("click", (event) => { event.preventDefault()
 byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); change({ project: "" }); });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); marked(); anew = true; read(); });
 setInterval(fillAll, 15_000);
-// The observer tells changes alone: rows that come, and a reader who goes on to their end, may be one frame and no change.
+// The observer tells changes alone: rows that come, and a reader who scrolls to their end, may be one frame and no change.
 addEventListener("scroll", () => { if (nearEnd()) more(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;

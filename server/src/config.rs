@@ -72,7 +72,7 @@ pub struct ServeConfig {
     pub body_patience: Duration,
     /// Everybody who reaches the server may do everything. For loopback addresses alone.
     pub no_auth: bool,
-    /// The OpenID provider that signs people in, beside passwords.
+    /// The OpenID provider that signs people in, in addition to passwords.
     pub oidc: Option<OidcConfig>,
     /// Folders that datasets may come from, on the machines that have them. Empty: any folder where only this machine reaches the
     /// server; elsewhere only admins register datasets.
@@ -300,7 +300,7 @@ pub enum ServeError {
         "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
     )]
     Token(#[source] std::io::Error),
-    /// It ran, and then could not go on.
+    /// It ran, and then could not continue.
     #[error("the server stopped: {0}")]
     Stopped(#[source] std::io::Error),
 }

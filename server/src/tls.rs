@@ -1,5 +1,5 @@
 //! TLS of the server: the certificate that it serves, from files or from an authority of its own, and how it follows the files
-//! when certificates are renewed. Connections go on with what they began with.
+//! when certificates are renewed. Open connections keep what they began with.
 
 mod accept;
 pub mod ca;

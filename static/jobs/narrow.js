@@ -1,4 +1,4 @@
-// What narrows the list beside states and the search: conditions on settings, days, and what a link brought. Each is shown as a
+// What narrows the list in addition to states and the search: conditions on settings, days, and what a link brought. Each is shown as a
 // chip that takes it away.
 
 import { ask, byId, text } from "../page.js";

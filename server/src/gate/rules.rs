@@ -87,7 +87,7 @@ pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
 }
 
 /// Whether a request is carried out to its end, and into the audit log, also when its client hangs up: it may change something, as
-/// the way back from an OpenID provider does, which adds people.
+/// the return from an OpenID provider does, which adds people.
 pub(super) fn is_carried_out(method: &Method, route: Option<&str>) -> bool {
     is_recorded(method, route) || signs_in(route)
 }

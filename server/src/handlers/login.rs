@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, time::Duration};
 use utoipa::ToSchema;
 
-/// Longest way back, in bytes.
+/// Longest address to return to, in bytes.
 const NEXT_BYTES: usize = 2000;
 const LINK_LIFE: Duration = Duration::from_secs(600);
 
@@ -56,7 +56,7 @@ pub(crate) struct LoginForm {
     next: Option<String>,
 }
 
-/// A page of this server, whatever the address says: the way back must not lead elsewhere.
+/// A page of this server, whatever the address says: nobody is sent elsewhere after signing in.
 pub(super) fn way_back(next: Option<&str>) -> &str {
     let is_ours = |next: &&str| {
         let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');

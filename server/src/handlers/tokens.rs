@@ -166,7 +166,7 @@ pub(super) async fn make(app: &App, caller: &Caller, new: NewToken) -> Result<Ma
         let detail = "must end no later than the token that you make it with; sign in with your password to make others";
         return mistake("/expires_in_secs", detail.into());
     }
-    // A machine's is nobody's: it goes on when a person leaves.
+    // A machine's is nobody's: it stays valid when a person leaves.
     let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
     let _one_at_a_time = app.access.changing.lock().await;
     if let Some(owner) = &owner

@@ -182,7 +182,7 @@ impl IntoIterator for Kernel {
 pub(super) enum StreamId {
     /// On which a step begins and ends.
     Main,
-    /// Weight gradients, beside the backward pass.
+    /// Weight gradients, concurrently with the backward pass.
     Side,
     /// Gradients on their way over all ranks.
     Collectives,

@@ -33,7 +33,7 @@ pub(super) struct Choice {
     knobs: Vec<(i64, i64)>,
 }
 
-/// Library handles: one for the main stream, and one for weight gradients, which may run beside it; what a
+/// Library handles: one for the main stream, and one for weight gradients, which may run concurrently; what a
 /// handle keeps for itself must not be used by two streams at once.
 pub(super) struct Cudnn {
     main: sys::cudnnHandle_t,

@@ -1,4 +1,4 @@
-//! What ranks add up on their GPUs: gradients by NCCL, beside backward; batch norm's sums through each
+//! What ranks add up on their GPUs: gradients by NCCL, concurrently with backward; batch norm's sums through each
 //! other's memory over NVLink where that is possible, else by NCCL, too.
 
 #![allow(unsafe_code)] // NCCL takes addresses; they are ranges of the engine's own buffers.
@@ -56,7 +56,7 @@ pub(super) struct Reducer {
     memory: Memory,
     /// Not 0: nobody waits for others any more.
     abort: Arc<Pinned>,
-    /// For gradients, beside the backward pass.
+    /// For gradients, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
     /// By bucket: its gradients are there.
     pub(super) ready: Vec<Event>,

@@ -56,7 +56,7 @@ pub(in crate::engine::cuda) enum Reduce {
     /// The statistics are of this rank's pictures.
     Local,
     /// The pass stops with the sums, float32 `[2, C]`, in `sums`; `norm_finish` or `norm_backward_finish`
-    /// goes on from there.
+    /// continues from there.
     Leave { sums: Operand },
     /// Ranks add theirs through each other's memory inside the kernel (`peers.cu`). `peers`: struct
     /// Peers in device memory. `at`: this site's byte offset in every rank's exchange buffer, with room for
@@ -150,7 +150,7 @@ const SMALL_ROWS_PER_THREAD: u32 = 4;
 /// Groups of 8 channels of a block there, at most; `SMALL_GROUPS` of `norm_forward.cu`.
 const SMALL_GROUPS: u32 = 4;
 /// Multiprocessors that a launch leaves free while it waits for other ranks, so that a collective on
-/// another stream can run to its end beside it: NCCL uses up to 32 blocks.
+/// another stream can run to its end concurrently: NCCL uses up to 32 blocks.
 const LEFT_FREE: u32 = 32;
 
 impl Ops {

@@ -35,7 +35,7 @@ impl Gradients {
 
 /// Norm of the gradients and what follows from it, into the scaler:
 /// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply; u32 updates; u32 0`, of which the host
-/// sets `scale` (1 without scaling) and zeros, and `updates` of a run that goes on.
+/// sets `scale` (1 without scaling) and zeros, and `updates` of a run that continues.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) gradients: Gradients,

@@ -5,7 +5,7 @@ import { ask, byId, text } from "./page.js";
 const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
   ["/", "search"], ["g then j, c, d, m", "Jobs, Compare, Datasets, Machines"], ["n", "new job"],
-  ["] and [", "next and previous job"], ["1 to 6", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
+  ["] and [", "next and previous job"], ["1 to 8", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
   ["+ − 0", "in a chart: zoom in, out, show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];
 
@@ -71,7 +71,7 @@ document.addEventListener("keydown", (event) => {
   const act = {
     "/": () => { search?.focus(); search?.select(); }, "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
-  }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => document.querySelectorAll("#panels [role=tab]")[event.key - 1]?.click()));
+  }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => document.querySelectorAll("#panels [role=tab]:not([hidden])")[event.key - 1]?.click()));
   if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
   // A chart has keys of its own.
   if (!act || event.target.closest?.(".chart")) return;

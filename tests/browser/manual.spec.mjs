@@ -181,7 +181,7 @@ describe("a run", () => {
     await until("it trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("it is paused", async () => (await state()) === "paused");
-    await until("the reason stands there", async () => /Paused\./.test(await page.locator("#banner").textContent()));
+    await until("the reason stands there", async () => /^Paused/.test(await page.locator("#banner-what").textContent()));
     const { step } = await server.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
     await until("it continues from there", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
@@ -314,8 +314,12 @@ describe("the keyboard", () => {
     await page.waitForURL(/\/jobs$/);
     await page.goto(`${server.url}/jobs/${done[1].id}`);
     await until("its scripts have run", () => page.locator("#keys").isVisible());
-    await page.keyboard.press("4");
-    assert.ok(await page.locator("#spec-panel").isVisible());
+    const tabs = page.getByRole("tab");
+    for (const place of [4, await tabs.count()]) {
+      await page.keyboard.press(`${place}`);
+      assert.equal(await tabs.nth(place - 1).getAttribute("aria-selected"), "true", `panel ${place}`);
+    }
+    assert.ok(await page.locator("#history-panel").isVisible(), "the last is the history");
     const before = page.url().split("?")[0];
     await page.keyboard.press("]");
     await until("the next job", async () => page.url().split("?")[0] !== before && /\/jobs\/j/.test(page.url()));

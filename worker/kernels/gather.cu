@@ -127,6 +127,25 @@ __device__ __forceinline__ u32 to_bytes(const int (&sum)[3], u32 shift) {
     return min(sum[0] >> shift, 255) | min(sum[1] >> shift, 255) << 8 | min(sum[2] >> shift, 255) << 16;
 }
 
+// Output rows first..end of one picture, scaled vertically: its source rows are read into `source`, the result is in `scaled`
+// (both rows of the picture's width). By the whole block, which may read `scaled` afterwards.
+__device__ __forceinline__ void scale_vertically(const Source& s, const Cut& cut, const Taps& rows, u32 first, u32 end,
+                                                 u32* source, u32* scaled) {
+    u32 t = threadIdx.x, threads = blockDim.x, width = s.width;
+    u32 from = rows.at(first)[0], until = rows.at(end - 1)[0] + rows.at(end - 1)[1];
+    for (u32 i = t; i < (until - from) * width; i += threads) source[i] = cut.pixel(s, from + i / width, i % width);
+    __syncthreads();
+    for (u32 i = t; i < (end - first) * width; i += threads) {
+        u32 y = i / width, x = i - y * width;
+        const int* w = rows.at(first + y);
+        const u32* column = source + (w[0] - from) * width + x;
+        int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
+        for (int k = 0; k < w[1]; k++) add_weighted(column[k * width], w[2 + k], sum);
+        scaled[i] = to_bytes(sum, rows.shift);
+    }
+    __syncthreads();
+}
+
 // With scaling. A block makes `band` output rows (blockIdx.x) of one picture (blockIdx.y). Shared memory: the
 // source rows that they need (source_rows x width pixels), then the band scaled vertically (band x width).
 extern "C" __global__ void __launch_bounds__(256)
@@ -147,19 +166,7 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     keep_table(table, channels, kept);
-    Cut cut(s, control, batch, n);
-    u32 from = rows.at(first)[0], until = rows.at(end - 1)[0] + rows.at(end - 1)[1];
-    for (u32 i = t; i < (until - from) * width; i += threads) source[i] = cut.pixel(s, from + i / width, i % width);
-    __syncthreads();
-    for (u32 i = t; i < (end - first) * width; i += threads) {
-        u32 y = i / width, x = i - y * width;
-        const int* w = rows.at(first + y);
-        const u32* column = source + (w[0] - from) * width + x;
-        int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
-        for (int k = 0; k < w[1]; k++) add_weighted(column[k * width], w[2 + k], sum);
-        scaled[i] = to_bytes(sum, rows.shift);
-    }
-    __syncthreads();
+    scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, scaled);
     // A thread keeps its column, and with it its weights, over the band's rows.
     u32 x = t % side, lane = t / side, lanes = threads / side;
     if (lanes == 0) lanes = 1;

@@ -73,21 +73,8 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     keep_table(table, channels, kept);
-    u32 from = rows.at(first)[0], until = rows.at(end - 1)[0] + rows.at(end - 1)[1];
-    for (u32 which = 0; which < 2; which++) {
-        Cut cut = which ? other_of(s, control, batch, n) : Cut(s, control, batch, n);
-        for (u32 i = t; i < (until - from) * width; i += threads) source[i] = cut.pixel(s, from + i / width, i % width);
-        __syncthreads();
-        for (u32 i = t; i < (end - first) * width; i += threads) {
-            u32 y = i / width, x = i - y * width;
-            const int* w = rows.at(first + y);
-            const u32* column = source + (w[0] - from) * width + x;
-            int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
-            for (int k = 0; k < w[1]; k++) add_weighted(column[k * width], w[2 + k], sum);
-            bands[which * band * width + i] = to_bytes(sum, rows.shift);
-        }
-        __syncthreads();
-    }
+    scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, bands);
+    scale_vertically(s, other_of(s, control, batch, n), rows, first, end, source, bands + band * width);
     for (u32 i = t; i < (end - first) * side; i += threads) {
         u32 y = i / side, x = i % side;
         const u32 *own = bands + y * width, *other = own + band * width;

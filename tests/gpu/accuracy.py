@@ -10,9 +10,9 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
-import time
+
+import watched
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
@@ -63,37 +63,15 @@ every_epochs = 0
 every_epochs = 1000
 keep = 2
 """)
-began = time.monotonic()
-command = [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
-log = folder / "out" / "attempts" / "1" / "rank.0.log"
-printed = open(folder / "printed", "w+")
-process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, text=True)
-# Training is from the first loss line to the last (at most ten are written a second, and the last of
-# each epoch): starting, evaluating and writing left out.
-first = last = None
-lines = 0
-while process.poll() is None:
-    time.sleep(0.02)
-    seen = log.read_text(errors="replace").count("loss is") if log.exists() else 0
-    # The evaluation's line also has a loss in it, but comes after the last step's.
-    if seen > lines:
-        now = time.monotonic()
-        first = first or now
-        if "validation accuracy" not in log.read_text(errors="replace"):
-            last = now
-        lines = seen
-secs = time.monotonic() - began
-text = log.read_text(errors="replace") if log.exists() else ""
-printed.seek(0)
-print(printed.read()[-3000:], text[-1500:], sep="\n")
-if process.returncode != 0:
+status, printed, text, secs = watched.train(a.program, folder / "job.toml", folder / "out")
+print(printed[-3000:], text[-1500:], sep="\n")
+if status != 0:
     sys.exit(1)
 accuracy = float(re.findall(r"validation accuracy is ([0-9.]+) %", text)[-1])
 row = {
     "epochs": a.epochs, "seed": a.seed, "ranks": a.ranks, "global_batch": a.batch, "precision": a.precision,
-    "sync_batch_norm": a.sync_batch_norm == "true", "accuracy": accuracy, "whole_secs": round(secs, 2),
-    "train_secs": round(last - first, 2) if first and last else None,
-    "start_secs": round(first - began, 2) if first else None,
+    "sync_batch_norm": a.sync_batch_norm == "true", "accuracy": accuracy, "whole_secs": secs["whole"],
+    "train_secs": secs["train"], "start_secs": secs["start"],
 }
 with open(a.out, "a") as out:
     out.write(json.dumps(row) + "\n")

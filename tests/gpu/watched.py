@@ -1,0 +1,41 @@
+"""Runs `lockstep train` and measures its training time from outside, by rank 0's log."""
+
+import pathlib
+import subprocess
+import time
+
+
+def train(program, job, out, *arguments):
+    """Trains the job file and returns (exit status, what was printed, rank 0's log, seconds).
+
+    The seconds are a dict: `whole`; `start`, up to the first loss in the log; and `train`, from the first loss to the last one.
+    Losses are logged at most ten times a second, and for the last step of each epoch.
+    """
+    out = pathlib.Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    log = out / "attempts" / "1" / "rank.0.log"
+    began, first, last, lines = time.monotonic(), None, None, 0
+    with open(out.parent / "printed", "w+") as printed:
+        command = [program, "train", str(job), "--out", str(out), *arguments]
+        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, text=True)
+        while process.poll() is None:
+            time.sleep(0.02)
+            text = log.read_text(errors="replace") if log.exists() else ""
+            seen = text.count("loss is")
+            if seen > lines:
+                now = time.monotonic()
+                first = first or now
+                # The evaluation's line also has a loss in it, but comes after the last step's.
+                if "validation accuracy" not in text:
+                    last = now
+                lines = seen
+        whole = time.monotonic() - began
+        printed.seek(0)
+        said = printed.read()
+    text = log.read_text(errors="replace") if log.exists() else ""
+    secs = {
+        "whole": round(whole, 2),
+        "start": round(first - began, 2) if first else None,
+        "train": round(last - first, 2) if first and last else None,
+    }
+    return process.returncode, said, text, secs

@@ -1,0 +1,94 @@
+//! The job files in `examples/`: each is right, and that for eight GPUs trains on eight CPU ranks with a smaller network.
+
+use crate::{
+    pictures::{Pictures, SIDE},
+    server::turn,
+};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+fn lockstep(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_lockstep")).args(arguments).output().expect("it starts")
+}
+
+fn examples() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples")
+}
+
+/// The bundled pictures as files of CIFAR-10's binary version: grey as three channels, in the middle of 32x32 pixels.
+fn as_cifar10(folder: &Path, pictures_a_file: usize) {
+    fs::create_dir(folder).expect("a folder");
+    let names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
+    fs::write(folder.join("batches.meta.txt"), names.join("\n")).expect("names");
+    let (training, test) = (Pictures::bundled("train"), Pictures::bundled("t10k"));
+    let record = |pictures: &Pictures, index: usize| {
+        let mut plane = vec![0; 32 * 32];
+        for (y, row) in pictures.pixels_of(index).chunks(SIDE).enumerate() {
+            plane[(y + 2) * 32 + 2..][..SIDE].copy_from_slice(row);
+        }
+        [vec![pictures.label_of(index)], plane.repeat(3)].concat()
+    };
+    let write = |name: &str, pictures: &Pictures, first: usize| {
+        let records: Vec<u8> = (first..first + pictures_a_file).flat_map(|i| record(pictures, i)).collect();
+        fs::write(folder.join(name), records).expect("a batch");
+    };
+    for file in 0..5 {
+        write(&format!("data_batch_{}.bin", file + 1), &training, file * pictures_a_file);
+    }
+    write("test_batch.bin", &test, 0);
+}
+
+#[test]
+fn each_example_is_a_job_without_mistakes() {
+    let files: Vec<_> = fs::read_dir(examples()).expect("examples/").flatten().map(|e| e.path()).collect();
+    assert!(!files.is_empty());
+    for file in files {
+        let told = lockstep(&["validate", &file.display().to_string()]);
+        assert!(told.status.success(), "{}: {}", file.display(), String::from_utf8_lossy(&told.stderr));
+    }
+}
+
+#[tokio::test]
+async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let dataset = folder.path().join("cifar10");
+    as_cifar10(&dataset, 410);
+    let job = examples().join("cifar10-resnet50.toml").display().to_string();
+    let out = folder.path().join("out");
+    let dataset = format!("data.dataset={}", dataset.display());
+    let told = lockstep(&[
+        "train",
+        &job,
+        "--out",
+        &out.display().to_string(),
+        "--set",
+        &dataset,
+        "--set",
+        "model.arch=resnet20",
+        "--set",
+        "data.image_size=32",
+        "--set",
+        "train.epochs=2",
+        "--set",
+        "log.every_steps=1",
+    ]);
+    let printed = String::from_utf8_lossy(&told.stdout);
+    assert!(told.status.success(), "{printed}{}", String::from_utf8_lossy(&told.stderr));
+    assert!(printed.contains("8 ranks (CPU, 1 thread) x batch 32 x accumulate 1 = 256 pictures a step"), "{printed}");
+    // 2,050 pictures are eight whole steps an epoch. Every rank has told the loss of its own 32 pictures in each.
+    for rank in 0..8 {
+        let log = fs::read_to_string(out.join(format!("attempts/1/rank.{rank}.log"))).expect("its log");
+        let steps: Vec<_> = log.lines().filter(|line| line.contains("step: ")).collect();
+        assert_eq!(steps.len(), 16, "rank {rank}: {log}");
+        let loss = |line: &str| -> f64 {
+            line.rsplit(' ').next().and_then(|number| number.parse().ok()).expect("a loss at the end")
+        };
+        let mean = |lines: &[&str]| lines.iter().map(|line| loss(line)).sum::<f64>() / lines.len() as f64;
+        let (first, last) = (mean(&steps[..8]), mean(&steps[8..]));
+        assert!(last < first, "rank {rank} learns: {first} in the first epoch, {last} in the second");
+    }
+}

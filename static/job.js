@@ -1,6 +1,6 @@
 // The job page: history over REST, then the stream from where the history ended.
 
-import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -22,8 +22,6 @@ const FAR_BEHIND = 20_000;
 const FACTS_EVERY_MS = 200;
 
 const data = JSON.parse(byId("data").textContent);
-/** The server's clock less this one's. */
-const skew = Date.parse(data.now) - Date.now();
 let job = data.job;
 
 const metrics = new Metrics(job.id, job.ranks, (name) => charts.points(name));
@@ -157,7 +155,7 @@ function onFrame(frame) {
     return void actions.annotated();
   }
   if (!facts.live && frame.at) {
-    const secs = Math.floor((Date.now() + skew - Date.parse(frame.at)) / 1000);
+    const secs = Math.floor((serverNow() - Date.parse(frame.at)) / 1000);
     if (secs !== behindAt) { behindAt = secs; showLive(secs > 1 ? `${clockWords(secs)} behind` : "live"); }
   }
   apply(frame);

@@ -2,6 +2,12 @@
 
 export const byId = (id) => document.getElementById(id);
 
+/** The server's clock less this one's, from when the page was made. */
+const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
+
+/** Now, in milliseconds by the server's clock: what ages and times left are told by. */
+export const serverNow = () => Date.now() + skew;
+
 /** Sets text only when it differs, so that a live value never disturbs a selection or the layout. */
 export function text(node, value) {
   if (node && node.textContent !== value) node.textContent = value;

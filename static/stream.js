@@ -7,8 +7,10 @@ import { signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
-/** A timer this late means that the machine slept: the old socket may be dead without knowing it. */
-const SLEPT_MS = 15_000;
+/** The server sends a heartbeat every 20 s: after two without one the connection is dead, and nobody has told the browser. */
+const SILENT_MS = 45_000;
+/** A timer this late means that the machine slept, or that the page is in the background: one missing heartbeat is enough then. */
+const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
 
 export class Stream {
   #socket = null;
@@ -17,6 +19,8 @@ export class Stream {
   #closed = false;
   #pulse = 0;
   #online = null;
+  /** When the newest frame came, or the connection was begun. */
+  #heard = 0;
 
   /**
    * `path(seq)`: address for what comes after `seq`. `onFrame(frame)`: each frame, events already
@@ -28,8 +32,8 @@ export class Stream {
     this.#open();
     let beat = Date.now();
     this.#pulse = setInterval(() => {
-      const now = Date.now();
-      if (now - beat > SLEPT_MS) this.reconnect();
+      const now = Date.now(), silent = now - this.#heard;
+      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) this.reconnect();
       beat = now;
     }, 5000);
     addEventListener("online", this.#online = () => this.reconnect());
@@ -42,11 +46,14 @@ export class Stream {
     url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
     const socket = this.#socket = new WebSocket(url);
     let opened = false;
+    this.#heard = Date.now();
     socket.onmessage = ({ data }) => {
       if (socket !== this.#socket) return;
       opened = true;
+      this.#heard = Date.now();
       this.#delay = FIRST_DELAY_MS;
       const frame = JSON.parse(data);
+      if (frame.type === "heartbeat") return;
       if (frame.seq !== undefined && frame.type !== "live") {
         if (frame.seq <= this.seq) return;
         this.seq = frame.seq;

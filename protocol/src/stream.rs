@@ -8,6 +8,9 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// Seconds between two heartbeats of a stream.
+pub const HEARTBEAT_SECS: u64 = 20;
+
 /// A frame of a stream.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -26,6 +29,12 @@ pub enum Frame {
     /// On a job's stream only, once it is live: somebody changed what people write on the job. `notes` may have changed, too;
     /// `GET /jobs/{id}` has them. It is no event and has no number.
     Changed(Labels),
+    /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's clock: a reader that hears nothing for twice as long has a dead
+    /// connection, whatever its system believes, and should make another one. It is no event and has no number.
+    Heartbeat {
+        #[schema(value_type = String)]
+        at: jiff::Timestamp,
+    },
     #[serde(untagged)]
     Event(Event),
 }

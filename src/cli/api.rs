@@ -6,7 +6,10 @@ use super::{
 };
 use anyhow::{Context, anyhow, bail};
 use futures_util::StreamExt;
-use lockstep_protocol::{Job, stream::Frame};
+use lockstep_protocol::{
+    Job,
+    stream::{Frame, HEARTBEAT_SECS},
+};
 use lockstep_worker::tls;
 use reqwest::{
     Client, Method, Response, StatusCode,
@@ -367,25 +370,28 @@ pub(crate) fn mistake(pointer: &str, detail: &str) -> String {
     if key.is_empty() { detail.to_owned() } else { format!("{key}: {detail}") }
 }
 
+/// A stream that is silent for longer is dead, also when nobody has said so: two heartbeats are missing.
+const SILENT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
+
 /// A job's stream.
 pub(crate) struct Stream(WebSocketStream<MaybeTlsStream<TcpStream>>);
 
 impl Stream {
-    /// The next frame; none when the server has closed the stream.
+    /// The next frame that is no heartbeat; none when the server has closed the stream.
     ///
     /// # Errors
-    /// The connection broke.
+    /// The connection broke, or not even heartbeats come.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Frame>> {
         loop {
-            match self.0.next().await {
+            let message = tokio::time::timeout(SILENT, self.0.next()).await;
+            match message.map_err(|_| anyhow::anyhow!("nothing was heard of the server for {SILENT:?}"))? {
                 None | Some(Ok(Message::Close(_))) => return Ok(None),
                 Some(Err(error)) => return Err(error.into()),
-                Some(Ok(Message::Text(text))) => {
+                Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
                     // A frame of a type that this version does not know is passed over.
-                    if let Ok(frame) = serde_json::from_str(&text) {
-                        return Ok(Some(frame));
-                    }
-                }
+                    Ok(Frame::Heartbeat { .. }) | Err(_) => {}
+                    Ok(frame) => return Ok(Some(frame)),
+                },
                 Some(Ok(_)) => {}
             }
         }

@@ -3,6 +3,7 @@
 use super::{
     api::{Api, ServerArgs, list},
     block_on, output,
+    watch::PATIENCE,
 };
 use lockstep_protocol::{
     Job,
@@ -11,7 +12,10 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 /// Print a job's log
 #[derive(clap::Args)]
@@ -53,6 +57,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let mut since = job.last_seq;
         print_history(&api, &job, &mut printer).await?;
         let mut over = !args.follow || job.state.is_final();
+        let mut away_since = None;
         while !over {
             if let Ok(mut stream) = api.stream(&job, since).await {
                 while let Ok(Some(frame)) = stream.next().await {
@@ -81,8 +86,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             if !over {
                 tokio::time::sleep(Duration::from_millis(500)).await;
-                let now: Job = api.get(&format!("/jobs/{}", job.id)).await?;
-                over = now.state.is_final() && now.last_seq <= since;
+                over = match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
+                    Ok(now) => {
+                        away_since = None;
+                        now.state.is_final() && now.last_seq <= since
+                    }
+                    // A server that restarts is back in a moment.
+                    Err(error)
+                        if !error.is::<super::WrongRequest>()
+                            && away_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
+                    {
+                        false
+                    }
+                    Err(error) => return Err(error),
+                };
             }
         }
         Ok(())

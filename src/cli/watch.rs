@@ -29,7 +29,7 @@ const LINE_EVERY: Duration = Duration::from_secs(2);
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// How long a server may be away before watching it is given up.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Watches a job.
 ///

@@ -1,7 +1,7 @@
 // A chart for each chosen metric, with a line a job (the mean over its ranks) or a line and a band a group of jobs.
 
 import { titleOf } from "./names.js";
-import { ask, byId, text } from "../page.js";
+import { ask, byId, serverNow, text } from "../page.js";
 import { cut, middle } from "../cut.js";
 import { bytes, clock, count, millis, percent, rate, value } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
@@ -110,7 +110,7 @@ export class Curves {
     if (!job) return segment.steps;
     if (this.axis === "epoch") return segment.steps.map((s) => s / (job.steps_per_epoch || 1));
     // Time as the whole run took it: steps are as long as each other, near enough to compare by.
-    const secs = job.started_at ? (Date.parse(job.finished_at ?? new Date().toISOString()) - Date.parse(job.started_at)) / 1000 : 0;
+    const secs = job.started_at ? (Date.parse(job.finished_at ?? new Date(serverNow()).toISOString()) - Date.parse(job.started_at)) / 1000 : 0;
     return segment.steps.map((s) => s * secs / Math.max(1, job.step));
   }
 

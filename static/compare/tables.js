@@ -1,13 +1,13 @@
 // Results to sort by, and settings side by side.
 
 import { settings, titleOf } from "./names.js";
-import { byId, text } from "../page.js";
+import { byId, serverNow, text } from "../page.js";
 import { cut } from "../cut.js";
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { written } from "../settings.js";
 
-export const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date().toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
+export const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date(serverNow()).toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
 /** Name, number to sort by, how it is written. */
 const COLUMNS = [
   ["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v],

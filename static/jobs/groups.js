@@ -1,7 +1,7 @@
 // The list by groups: a row for each with the mean and the spread of every column over all its jobs, which the server knows; its
 // jobs stand below it once it is opened. What is open stands in the address.
 
-import { ask, Problem, text } from "../page.js";
+import { ask, Problem, serverNow, text } from "../page.js";
 import { age, count, percent, plural, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { filter, parameters } from "./query.js";
@@ -168,7 +168,7 @@ export class Groups {
       cell.dataset.label = key;
       at("c-age").before(cell);
     }
-    text(at("c-age"), age(Date.parse(group.newest_at), Date.now()));
+    text(at("c-age"), age(Date.parse(group.newest_at), serverNow()));
     at("c-age").title = `The newest: ${group.newest_at}`;
     body.setAttribute("aria-label", words);
   }

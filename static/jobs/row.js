@@ -1,6 +1,6 @@
 // A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
 
-import { byId, text } from "../page.js";
+import { byId, serverNow, text } from "../page.js";
 import { cut } from "../cut.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
@@ -34,7 +34,7 @@ export function fill(row, job) {
   text(at("loss"), job.last.loss == null ? "" : value(job.last.loss));
   text(at("best"), job.best ? percent(job.best.value) : "");
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
-  text(at("age"), age(Date.parse(job.created_at), Date.now()));
+  text(at("age"), age(Date.parse(job.created_at), serverNow()));
   at("age").title = job.created_at;
   const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;

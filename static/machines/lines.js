@@ -1,6 +1,6 @@
 // The lines of the last hours: a machine's history, read again each minute, drawn next to the numbers.
 
-import { ask } from "../page.js";
+import { ask, serverNow } from "../page.js";
 
 /** Minutes, and in how many stretches: none shorter than what the server keeps of that time. */
 export const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
@@ -26,7 +26,7 @@ export class Lines {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
       if (known && performance.now() - known.read < Math.min(EVERY_MS, this.#range[0] * 1000)) continue;
-      const range = this.#range, [minutes, points] = range, since = new Date(Date.now() - minutes * 60_000).toISOString();
+      const range = this.#range, [minutes, points] = range, since = new Date(serverNow() - minutes * 60_000).toISOString();
       const answer = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
       if (range !== this.#range) return;
       this.#history.set(id, { ...answer, read: performance.now() });

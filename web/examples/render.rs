@@ -151,7 +151,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }],
         size_bytes: Some(566_000_000),
         server_url: URL.into(),
-        now,
         may_change: true,
         viewer: VIEWER,
         panels: job::Panels { from: "none", panels: vec![] },

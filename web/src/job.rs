@@ -5,7 +5,6 @@ use crate::{
     numbers::{bytes, clock, count, percent, plural, rate, value},
 };
 use askama::Template;
-use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
@@ -61,8 +60,6 @@ pub struct JobPage {
     pub size_bytes: Option<u64>,
     /// This server's address as the browser sees it, for commands to copy.
     pub server_url: String,
-    /// What ages are counted from.
-    pub now: Timestamp,
     /// Who looks.
     pub viewer: Viewer,
     /// Whether who looks may change it.
@@ -88,7 +85,6 @@ impl JobPage {
             checkpoints: &'a [Checkpoint],
             panels: &'a Panels,
             may_change: bool,
-            now: Timestamp,
         }
         let data = data_block(&Data {
             job: &self.job,
@@ -96,7 +92,6 @@ impl JobPage {
             checkpoints: &self.checkpoints,
             panels: &self.panels,
             may_change: self.may_change,
-            now: self.now,
         })?;
         JobTemplate { facts: Facts::new(&self.job), page: self, job: &self.job, data }.render()
     }

@@ -17,6 +17,11 @@ pub(crate) fn assets() -> &'static str {
     ASSETS.get().map_or("/static", String::as_str)
 }
 
+/// The server's clock, by which pages tell ages: that of a reader's machine may be off.
+pub(crate) fn now() -> jiff::Timestamp {
+    jiff::Timestamp::now()
+}
+
 /// The entry of the navigation that a page belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nav {

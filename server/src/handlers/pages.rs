@@ -213,7 +213,6 @@ pub(crate) async fn job(
             attempts,
             size_bytes,
             server_url,
-            now: crate::now(),
             viewer: viewer(&caller),
             may_change,
             panels: panels.into(),

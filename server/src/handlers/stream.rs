@@ -19,7 +19,7 @@ use axum::{
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use lockstep_protocol::Job;
-use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, Pace};
+use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, HEARTBEAT_SECS, Pace};
 use serde::Deserialize;
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -28,8 +28,9 @@ use std::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
-/// Pings detect proxies and sleeping laptops whose connection is dead.
-const PING_EVERY: Duration = Duration::from_secs(20);
+/// The server notices by pings that a reader is gone, and the reader by heartbeats that its connection is dead: scripts do not see
+/// pings, and a connection that was cut without a word stays open until something is sent.
+const HEARTBEAT: Duration = Duration::from_secs(HEARTBEAT_SECS);
 /// Events read from the store at a time.
 const REPLAY: u32 = 500;
 /// What a browser may send: nothing but pongs and a close.
@@ -59,7 +60,8 @@ fn accept(
 /// A job's events, live
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
-/// `progress` with the job's speed and time left, and `changed` when somebody changes its tags, notes, priority or project.
+/// `progress` with the job's speed and time left, `changed` when somebody changes its tags, notes, priority or project, and
+/// `heartbeat` every 20 seconds.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
@@ -191,8 +193,10 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    async fn ping(&mut self) -> std::result::Result<(), Gone> {
-        self.send(Message::Ping(bytes::Bytes::new()), None).await
+    /// A ping, which the reader's system answers, and a heartbeat, which its script sees.
+    async fn heartbeat(&mut self) -> std::result::Result<(), Gone> {
+        self.send(Message::Ping(bytes::Bytes::new()), None).await?;
+        self.frame(&Frame::Heartbeat { at: crate::now() }).await
     }
 
     /// Answers the end of the reader's half.
@@ -248,6 +252,7 @@ async fn follow(
     reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
     let (mut told, mut due) = (Some(pace), Instant::now());
+    let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
         if let Some(events) = subscription.after(reader.sent) {
             for event in &events {
@@ -316,7 +321,10 @@ async fn follow(
                     return Ok(());
                 }
                 () = tokio::time::sleep_until(due), if news.is_some() => {}
-                () = tokio::time::sleep(PING_EVERY) => reader.ping().await?,
+                () = tokio::time::sleep_until(heartbeat) => {
+                    reader.heartbeat().await?;
+                    heartbeat = Instant::now() + HEARTBEAT;
+                }
             }
         }
     }
@@ -325,7 +333,8 @@ async fn follow(
 /// All jobs, live
 ///
 /// A websocket of JSON text frames: `live` once changes are being sent, then `job` with a job's newest state
-/// (at most four times a second each) and `job_deleted`. Read the list after `live`, and nothing is missed.
+/// (at most four times a second each) and `job_deleted`, and `heartbeat` every 20 seconds. Read the list after `live`, and nothing
+/// is missed.
 #[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
 pub(crate) async fn list_stream(
     State(app): State<App>,
@@ -347,6 +356,7 @@ pub(crate) async fn list_stream(
 async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(), Gone> {
     let mut list = app.hub.list();
     reader.frame(&Frame::Live { seq: 0 }).await?;
+    let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
         tokio::select! {
             frame = list.recv() => match frame {
@@ -377,7 +387,10 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
                 reader.close(1001, "the server is stopping").await;
                 return Ok(());
             }
-            () = tokio::time::sleep(PING_EVERY) => reader.ping().await?,
+            () = tokio::time::sleep_until(heartbeat) => {
+                reader.heartbeat().await?;
+                heartbeat = Instant::now() + HEARTBEAT;
+            }
         }
     }
 }

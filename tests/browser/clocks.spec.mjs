@@ -1,0 +1,186 @@
+// Clocks that are wrong, laptops that sleep, connections that die without a word: pages show all there is, and need no reload.
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { readdirSync } from "node:fs";
+import { connect, createServer } from "node:net";
+import { join as path } from "node:path";
+import { after, afterEach, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { BINARY, Browser, TestServer, losses, until } from "./test-server.mjs";
+
+const MINUTES = 60_000, RANKS = 2;
+let browser;
+before(async () => { browser = await Browser.open(); });
+after(() => browser.close());
+
+/** The library that gives a process another clock. */
+function faketime() {
+  for (const folder of readdirSync("/usr/lib")) {
+    const found = path("/usr/lib", folder, "faketime/libfaketime.so.1");
+    try { readdirSync(path(found, "..")); return found; } catch { /* not there */ }
+  }
+  assert.fail("libfaketime is not installed; tests/run installs it");
+}
+
+describe("a machine whose clock is ten minutes off", () => {
+  for (const [which, machine, reader] of [["ahead, and the reader's behind", "+10m", -10], ["behind, and the reader's ahead", "-10m", 10]]) {
+    test(`${which}: its job is followed live, whole and with true times`, async () => {
+      const server = await TestServer.open({ agent: false, dataset: false });
+      const agent = spawn(BINARY, ["agent", "--server", server.url, "--name", "off", "--cpu-slots", "2", "--data-dir", path(server.dir, "agent")], {
+        env: { ...process.env, LD_PRELOAD: faketime(), FAKETIME: machine, FAKETIME_DONT_FAKE_MONOTONIC: "1" }, stdio: "ignore",
+      });
+      try {
+        await until("it has joined", async () => (await server.ask("/agents")).agents.some((a) => a.online));
+        await server.register();
+        const page = await browser.page(server, "/docs");
+        // The clock alone: what the page measures by performance.now() and its timers go on as ever.
+        await page.addInitScript((off) => {
+          const Real = Date;
+          window.Date = class extends Real {
+            constructor(...given) { given.length ? super(...given) : super(Real.now() + off); }
+            static now() { return Real.now() + off; }
+          };
+        }, reader * MINUTES);
+        const { id } = await server.submit({ name: "clocks", train: { steps: 60 } });
+        await page.goto(`${server.url}/jobs/${id}`);
+        await page.evaluate(() => { window.sameDocument = true; });
+        const live = page.locator("#live"), shown = [];
+        await until("it is over", async () => { shown.push(await live.textContent()); return (await page.locator("#state").textContent()) === "succeeded"; });
+        assert.ok(shown.every((status) => !/min|[1-9]\d s/.test(status)), `it was never called behind: ${[...new Set(shown)]}`);
+        for (const rank of [0, 1]) await until("every loss", async () => (await losses(page))[`rank ${rank}`]?.points === 60);
+        const { logs } = await server.ask(`/jobs/${id}/logs?limit=1000`).then((found) => ({ logs: found.lines }));
+        await until("the last line", async () => (await page.locator("#log-lines").innerText()).includes(logs.at(-1).text));
+        await until("it took seconds, and not ten minutes", async () => /^0?[01]:\d\d$|^\d+(\.\d+)? s$/.test(await page.locator("#left").textContent()));
+        const job = await server.job(id), secs = (Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000;
+        assert.ok(secs > 0 && secs < 120, `${secs} s`);
+        assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+
+        await page.goto(`${server.url}/jobs`);
+        await until("the list says a true age", async () => /^(just now|\d+ s( ago)?|[01] min( ago)?)$/.test((await page.locator("#rows [data-f=age]").first().innerText()).trim()));
+        await page.goto(`${server.url}/machines`);
+        await until("the machine is online", async () => /online/.test(await page.locator(".machine .pill").first().textContent()));
+        await page.end();
+      } finally {
+        agent.kill("SIGKILL");
+        await server.close();
+      }
+    });
+  }
+});
+
+describe("a connection that dies without a word", () => {
+  let server, agent, line, open = null;
+  before(async () => {
+    server = await TestServer.open({ dataset: false, agent: false });
+    agent = await join(browser.chromium, server, RANKS);
+    line = await Line.open(server.port);
+  });
+  afterEach(async () => {
+    if (open) await agent.evaluate(async (id) => window.it.end(await window.it.attempt(id), 20), open.id);
+    open = null;
+  });
+  after(async () => { line?.close(); await server?.close(); });
+
+  async function running(name) {
+    const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
+    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]), job.id);
+    await tell(job, 1, 10);
+    return job;
+  }
+  const tell = (job, first, last) => agent.evaluate(async ([id, ranks, first, last]) => {
+    const attempt = await window.it.attempt(id), steps = Array.from({ length: last - first + 1 }, (_, i) => first + i), at = new Date().toISOString();
+    for (let rank = 0; rank < ranks; rank++) {
+      await window.it.report(attempt, rank, [
+        { type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] },
+        { type: "log", rank, lines: steps.map((s) => ({ number: s, at, text: `rank ${rank} did step ${s}` })) },
+      ]);
+    }
+  }, [job.id, RANKS, first, last]);
+  /** A page whose clock the test moves, live, over the line that the test cuts. */
+  async function reading(at) {
+    const page = await browser.page({ url: line.url }, "/docs", { expected: [/WebSocket/] });
+    await page.clock.install();
+    await page.goto(line.url + at);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.evaluate(() => { window.sameDocument = true; });
+    return page;
+  }
+  async function isWhole(page, steps) {
+    for (let rank = 0; rank < RANKS; rank++) await until(`every loss of rank ${rank}`, async () => (await losses(page))[`rank ${rank}`]?.points === steps);
+    for (const step of [1, 10, 11, steps]) await until(`the line of step ${step}`, async () => (await page.locator("#log-lines").innerText()).includes(`rank 1 did step ${step}\n`) || (await page.locator("#log-lines").innerText()).endsWith(`did step ${step}`));
+    assert.equal((await page.locator("#log-lines").innerText()).split("rank 0 did step 11\n").length, 2, "once");
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+  }
+
+  test("while a laptop sleeps is noticed when it wakes up, and nothing is missing", async () => {
+    const job = await running("asleep"), page = await reading(`/jobs/${job.id}`);
+    line.forget();
+    await tell(job, 11, 20);
+    await page.clock.fastForward("08:00:00");
+    await isWhole(page, 20);
+    await page.end();
+  });
+
+  test("under a page that is awake is noticed by the missing heartbeats", async () => {
+    const job = await running("cut"), page = await reading(`/jobs/${job.id}`);
+    line.forget();
+    await tell(job, 11, 20);
+    await page.clock.runFor(40_000);
+    assert.equal((await losses(page))["rank 0"].points, 10, "a heartbeat may be late");
+    await page.clock.runFor(10_000);
+    await isWhole(page, 20);
+    await page.end();
+  });
+
+  test("under the list is noticed, too", async () => {
+    const job = await running("first"), page = await reading("/jobs");
+    await until("it is there", async () => (await page.locator("#rows").innerText()).includes("first"));
+    line.forget();
+    await server.ask("/jobs", spec("came while nobody heard", RANKS, 10)).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
+    await page.clock.runFor(50_000);
+    await until("the new job", async () => (await page.locator("#rows").innerText()).includes("came while nobody heard"));
+    assert.ok(await page.evaluate(() => window.sameDocument) && job.id, "without being loaded again");
+    await page.end();
+  });
+
+  test("is not seen in one that is quiet: heartbeats come", async () => {
+    const job = await running("quiet"), page = await browser.page({ url: line.url }, `/jobs/${job.id}`), sockets = [];
+    page.on("websocket", (socket) => sockets.push(socket));
+    const heard = new Promise((done) => page.on("websocket", (socket) => socket.on("framereceived", ({ payload }) => { if (/"type":"heartbeat"/.test(payload)) done(JSON.parse(payload)); })));
+    await page.reload();
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    const { at } = await heard;
+    assert.ok(Math.abs(Date.parse(at) - Date.now()) < 5000, "with the server's time");
+    assert.equal(sockets.length, 1);
+    await page.end();
+  });
+});
+
+/** A line between browser and server that can go dead: connections stay open, and nothing comes through any more. */
+class Line {
+  static async open(port) {
+    const line = new Line();
+    line.ends = new Set();
+    line.server = createServer((from) => {
+      const to = connect(port, "127.0.0.1"), ends = [from, to], pair = { dead: false, ends };
+      line.ends.add(pair);
+      for (const [one, other] of [[from, to], [to, from]]) {
+        one.on("data", (bytes) => { if (!pair.dead) other.write(bytes); });
+        one.on("close", () => { if (!pair.dead) other.destroy(); });
+        one.on("error", () => {});
+      }
+    });
+    await new Promise((done) => line.server.listen(0, "127.0.0.1", done));
+    line.url = `http://127.0.0.1:${line.server.address().port}`;
+    return line;
+  }
+
+  /** Every connection there is goes dead; new ones work. */
+  forget() { for (const pair of this.ends) pair.dead = true; }
+
+  close() {
+    for (const { ends } of this.ends) for (const end of ends) end.destroy();
+    this.server.close();
+  }
+}

@@ -21,7 +21,7 @@ try {
     train: { epochs: 2, global_batch_size: 64, lr: 0.1, schedule: "one_cycle", weight_decay: 0.0005, ...train }, parallel: { ranks, device: "cpu" }, ...more,
   });
   const over = (id) => until("it has finished", async () => (await server.job(id)).state === "succeeded", 540_000);
-  const first = await job("fashion-resnet20", 2, {});
+  const first = await job("fashion-resnet20", 2, {}, { log: { histograms: 20 } });
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
   for (const { id } of [first, ...others]) await over(id);
   await server.ask(`/jobs/${first.id}`, undefined);
@@ -56,12 +56,15 @@ try {
   const evaluated = async (page) => (await page.locator("#behind figure").count()) > 10;
   for (const scheme of ["light", "dark"]) {
     await shot(`job-${scheme}`, `/jobs/${first.id}?lines=mean&smooth=0.9`, { scheme, clip: 1250, ready: drawn(100) });
+    await shot(`histograms-${scheme}`, `/jobs/${first.id}?tab=histograms`, { scheme, clip: 1700, ready: async (page) => (await page.locator("#histogram-chart").count()) === 1 });
+    await shot(`network-${scheme}`, `/jobs/${first.id}?tab=network`, { scheme, clip: 1900, ready: async (page) => (await page.locator("#network-panel tbody tr").count()) > 5 });
+    await shot(`groups-${scheme}`, "/jobs?group_by=tag", { scheme, ready: async (page) => (await page.getByText("sweep").count()) > 0 });
     await shot(`evaluation-${scheme}`, `/jobs/${first.id}?tab=evaluation`, { scheme, clip: 1800, ready: evaluated });
     await shot(`compare-${scheme}`, compared, { scheme, clip: 1300, ready: async (page) => (await page.locator("#parallel .job").count()) === 3 && (await page.locator("#compare-note").textContent()) !== "" });
     await shot(`datasets-${scheme}`, "/datasets?pictures=fashion-mnist", { scheme, clip: 1000, ready: async (page) => (await page.locator("[data-g=grid] figure").count()) > 40 });
     await shot(`new-job-${scheme}`, "/jobs/new", { scheme, clip: 1000, ready: async (page) => (await page.locator("#plan").textContent()) !== "" });
   }
-  for (const [name, path] of [["jobs", "/jobs"], ["job", `/jobs/${first.id}`], ["evaluation", `/jobs/${first.id}?tab=evaluation`], ["compare", compared], ["datasets", "/datasets?pictures=fashion-mnist"], ["machines", "/machines"], ["new-job", "/jobs/new"]]) {
+  for (const [name, path] of [["jobs", "/jobs"], ["job", `/jobs/${first.id}`], ["evaluation", `/jobs/${first.id}?tab=evaluation`], ["groups", "/jobs?group_by=tag"], ["network", `/jobs/${first.id}?tab=network`], ["compare", compared], ["datasets", "/datasets?pictures=fashion-mnist"], ["machines", "/machines"], ["new-job", "/jobs/new"]]) {
     await shot(`phone-${name}`, path, { viewport: PHONE, clip: 2400, ready: name === "evaluation" ? evaluated : undefined });
   }
 } finally {

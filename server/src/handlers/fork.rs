@@ -82,6 +82,8 @@ pub(crate) async fn fork(
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;
+    // It stays in its parent's groups.
+    set(&mut document, "tags", source.tags.clone().into())?;
     let gives_validation = request.set.contains_key("data.validation")
         || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
     let mut given = BTreeMap::new();
@@ -131,9 +133,14 @@ async fn make(
     mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(axum::http::StatusCode, Job)> {
-    // Others see the fork: it does not tell them the name of what they do not see.
-    if source.spec.private && !spec.private && spec.name == fork_name(&source.name) {
-        "fork".clone_into(&mut spec.name);
+    // Others see the fork: it does not tell them the name and the tags of what they do not see.
+    if source.spec.private && !spec.private {
+        if spec.name == fork_name(&source.name) {
+            "fork".clone_into(&mut spec.name);
+        }
+        if spec.tags == source.tags {
+            spec.tags.clear();
+        }
     }
     let new = JobId::generate();
     let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));

@@ -197,6 +197,51 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
 }
 
 #[tokio::test]
+async fn a_fork_has_its_parent_s_tags_unless_others_are_given_or_would_tell_of_what_is_private() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    for private in [false, true] {
+        let job = server
+            .submit(|spec| {
+                spec["tags"] = json!(["sweep", "seed-1"]);
+                spec["private"] = json!(private);
+            })
+            .await;
+        let start = agent.started().await;
+        write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
+        let written = CheckpointInfo {
+            epoch: 1,
+            step: 50,
+            val_accuracy: None,
+            val_loss: None,
+            best: false,
+            size_bytes: 1,
+        };
+        let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
+        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+        // As they are now, and not as they were submitted.
+        let path = format!("/jobs/{}", job.id);
+        let change = server.http.patch(server.url(&format!("/api/v1{path}")));
+        let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
+        assert_eq!(status, 200, "{body}");
+        for (set, tags) in [
+            (json!({}), json!(["sweep", "seed-2"])),
+            (json!({"tags": ["other"]}), json!(["other"])),
+            (json!({"tags": []}), json!([])),
+            (json!({"private": false}), if private { json!([]) } else { json!(["sweep", "seed-2"]) }),
+        ] {
+            let (status, body) = server.post(&format!("{path}/fork"), &json!({ "set": set })).await;
+            assert_eq!((status, &body["tags"]), (201, &tags), "private {private}, {set}: {body}");
+            let fork = body["id"].as_str().unwrap();
+            server.post(&format!("/jobs/{fork}/cancel"), &json!({})).await;
+        }
+        agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+        server.until(job.id.as_str(), JobState::Failed).await;
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;

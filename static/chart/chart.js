@@ -1,6 +1,6 @@
 // A chart: layers of series on a canvas, with a crosshair, a zoom and a keyboard.
 //
-// A layer is `{ label, colour, series, band, rings, smoothing, alpha }`: every attempt of one series as a
+// A layer is `{ label, labelAt, colour, series, band, rings, smoothing, alpha }` (`labelAt(k)`: what it is called at a point, if that differs): every attempt of one series as a
 // line. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
 // ring at every value, for what is measured now and then. `smoothing` overrides the chart's. `side`: 1 for the axis at
 // the right.
@@ -287,7 +287,7 @@ export class Chart {
       const newest = near.reduce((a, b) => (b.segment.attempt > a.segment.attempt ? b : a));
       const { segment, k } = newest;
       const format = layer.side && this.second ? this.second.format : this.format;
-      rows.push({ label: layer.label, colour: layer.colour, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]], y: this.#axis(layer), format });
+      rows.push({ label: layer.labelAt?.(k) ?? layer.label, colour: layer.colour, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]], y: this.#axis(layer), format });
     }
     return rows;
   }

@@ -83,8 +83,8 @@ export class Curves {
     if (!this.groupBy) {
       return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: this.colour(job.id), series: this.#series(job, metric), marks: middle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
     }
-    return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({
-      label: `${label} (n = ${jobs.length})`, colour: this.colour(id), series: this.#mean(id, metric, jobs), band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
+    return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#mean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
+      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: this.colour(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
     }));
   }
 

@@ -50,10 +50,14 @@ function between({ at, values }, x, from) {
   return values[i - 1] + share * (values[i] - values[i - 1]);
 }
 
-/** Mean and band of several curves, along the axis: at each place over those that have come so far. `band`: `std` or `range`. */
+/**
+ * Mean and band of several curves, along the axis: at each place over those that have come so far, and `counts` says how many these are.
+ * `band`: `std` or `range`.
+ */
 export function mean(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), places = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
   const stride = Math.max(1, places.length / PLACES), series = new Series("mean", null, PLACES + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
+  series.counts = [];
   for (let k = 0; k < places.length; k += stride) {
     const x = places[Math.floor(k)], values = curves.map((c, i) => between(c, x, from[i])).filter(Number.isFinite), n = values.length;
     if (!n) continue;
@@ -61,6 +65,7 @@ export function mean(all, xs, band) {
     const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - middle) ** 2, 0) / (n - 1)) : 0;
     const [low, high] = band === "std" ? [middle - std, middle + std] : [Math.min(...values), Math.max(...values)];
     segment.push(x, low, high, middle);
+    series.counts.push(n);
   }
   return series;
 }

@@ -141,6 +141,18 @@ describe("groups", () => {
     assert.deepEqual(await page.locator("#compare-legend li").allTextContents(), ["#good (n = 2)", "no tag (n = 1)"]);
     await page.locator("#group-by").selectOption("");
     assert.equal(await page.locator("#compare-legend li").count(), 3);
+
+    // One that is further than the others: the crosshair says over how many the mean is.
+    await train(made[2].of, 5, 51, 90);
+    await page.goto(`${server.url}${where("&group=model.arch")}`);
+    await drawn(page);
+    const box = await page.locator("#curves .chart").first().boundingBox(), tip = page.locator("#curves .tip").first();
+    await until("the mean of all at the left, of one at the right", async () => {
+      await page.mouse.move(box.x + box.width * 0.4, box.y + box.height / 2);
+      const left = await tip.innerText();
+      await page.mouse.move(box.x + box.width * 0.95, box.y + box.height / 2);
+      return /\(n = 3\)/.test(left) && /\(n = 1 of 3\)/.test(await tip.innerText());
+    }, 20_000);
     await page.end();
   });
 });

@@ -1,6 +1,9 @@
 //! People: add, list, change, remove; and the own password.
 
-use super::extract::{Body, Path};
+use super::{
+    extract::{Body, Path, Query},
+    list::{List, ListParams, Listed},
+};
 use crate::{
     access::{Caller, NotSignedIn, Password, PasswordError, SignsInAs},
     app::App,
@@ -51,10 +54,29 @@ pub(crate) struct PersonChange {
 
 /// Everybody.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct PersonList {
-    /// By name.
+    /// By name, unless `sort` says otherwise.
     people: Vec<Person>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: people on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Person> = List {
+    name: "people",
+    fields: &["name", "role", "created_at", "disabled_at", "identity"],
+    sorts: &[
+        ("name", |person| person.name.as_str().into()),
+        ("role", |person| person.role.as_str().into()),
+        ("created", |person| person.created_at.into()),
+    ],
+    default_sort: "name",
+    id: |person| &person.name,
+    created: Some(|person| person.created_at),
+};
 
 /// A password of one's own.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -87,9 +109,15 @@ impl From<PasswordError> for Error {
 }
 
 /// List people
-#[utoipa::path(get, path = "/people", tag = "access", responses((status = 200, body = PersonList)))]
-pub(crate) async fn list(State(app): State<App>) -> Json<PersonList> {
-    Json(PersonList { people: app.access.people() })
+///
+/// `sort`: `name`, `role`, `created`.
+#[utoipa::path(get, path = "/people", tag = "access", params(ListParams),
+    responses((status = 200, body = PersonList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<Listed<Person>>> {
+    Ok(Json(LIST.page(app.access.people(), &params)?))
 }
 
 /// Add a person

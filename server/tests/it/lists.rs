@@ -185,6 +185,9 @@ async fn every_list_has_pages_fields_and_a_count() {
     let ids = jobs(&server, &[("a", 0.1, "vision"), ("b", 0.1, "")]).await;
     for name in ["one", "two"] {
         server.make_token(&json!({"name": name, "scope": "read"})).await;
+        let person = json!({"name": name, "role": "viewer", "password": "correct horse"});
+        let (status, body) = server.post("/people", &person).await;
+        assert_eq!(status, 201, "{body}");
     }
     let events = format!("/jobs/{}/events", ids[0]);
     for (path, list, fields, total) in [
@@ -193,6 +196,7 @@ async fn every_list_has_pages_fields_and_a_count() {
         ("/datasets", "datasets", "name,path", 1),
         ("/agents", "agents", "id,slots", 1),
         ("/tokens", "tokens", "id,name", 4),
+        ("/people", "people", "name,role", 2),
         ("/audit", "entries", "at,id", 0),
         (&events, "events", "seq,type", 0),
     ] {

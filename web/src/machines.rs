@@ -112,8 +112,12 @@ impl AgentCard {
             Some(left) => format!(" · its attempts' lease ends in {left:.0} s"),
             None => String::new(),
         };
+        let address = m.address.as_ref().map_or(String::new(), |address| {
+            let interface = m.interface.as_ref().map_or(String::new(), |name| format!(" ({name})"));
+            format!(" · ranks at {address}{interface}")
+        });
         format!(
-            "{} · {} · {} memory · version {}{connected}{lease}",
+            "{} · {} · {} memory · version {}{address}{connected}{lease}",
             m.cpu,
             plural(m.cores.into(), "core"),
             bytes(m.memory_bytes),

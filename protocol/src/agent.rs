@@ -83,6 +83,13 @@ pub enum FromAgent {
     Sample(Box<MachineSample>),
     /// What `doctor`'s quick checks found when the agent started; to a server whose `Welcome` takes it.
     Findings { findings: Vec<MachineWarning> },
+    /// The check before the start is done here, of an attempt over several machines. Its ranks start at `Launch`. Said again on
+    /// every connection.
+    Ready {
+        attempt: AttemptRef,
+        /// Where rank 0 will listen; only its own agent says that.
+        port: Option<u16>,
+    },
     /// An orderly stop: no new work, please.
     Leaving { reason: String },
     /// A part of any of these that is too long to go at once.
@@ -138,6 +145,12 @@ pub enum ToAgent {
     /// Stored, on disk.
     Ack(Acknowledged),
     Start(Box<StartAttempt>),
+    /// All machines of an attempt are `Ready`: start the ranks.
+    Launch {
+        attempt: AttemptRef,
+        /// Where rank 0 listens.
+        master_port: u16,
+    },
     /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`.
     Stop {
         attempt: AttemptRef,
@@ -166,7 +179,7 @@ pub struct StartAttempt {
     pub world_size: u32,
     /// The ranks to start here: global rank and slot index.
     pub ranks: Vec<(u32, u32)>,
-    /// Where rank 0 listens. Port 0 (single machine): the agent picks a free one.
+    /// Where rank 0 listens. Port 0: the agent of rank 0 picks a free one.
     pub master_addr: String,
     pub master_port: u16,
     /// Shared secret of the attempt, hexadecimal.
@@ -175,4 +188,24 @@ pub struct StartAttempt {
     pub job_dir: Option<String>,
     /// Checkpoint to continue from: its folder's name, `<epoch>-<step>`.
     pub resume: Option<String>,
+    /// How ranks of other machines reach these; absent where all of them meet at loopback.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<RankNetwork>,
+}
+
+impl StartAttempt {
+    /// Whether other agents have ranks of it, too.
+    pub fn is_shared(&self) -> bool {
+        u32::try_from(self.ranks.len()).is_ok_and(|here| here < self.world_size)
+    }
+}
+
+/// The network of an attempt's ranks on one machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankNetwork {
+    /// The machine's address.
+    pub address: String,
+    /// The interface that has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface: Option<String>,
 }

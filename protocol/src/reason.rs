@@ -54,9 +54,12 @@ pub struct Facts {
     pub slots_needed: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_free: Option<u32>,
-    /// The machine that comes nearest.
+    /// Of the machine that comes nearest, or of several that can share the job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_total: Option<u32>,
+    /// Several machines that `slots_total` counts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machines: Option<u32>,
     /// What only the place where it happened could say, for a person.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,

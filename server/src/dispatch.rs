@@ -3,23 +3,29 @@
 use crate::{
     agents::Online,
     app::App,
-    leases::Lease,
-    lifecycle,
+    leases::Expired,
+    lifecycle::{self, PlaceEnd},
     store::{AttemptRow, JobRow, Result, quarantine},
 };
-use ends::{end_attempt, wanted};
+use ends::{end_attempt, end_place, wanted};
 use lockstep_protocol::{
     agent::ToAgent,
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
 use place::{place, store_wait_reason};
-use std::{collections::HashSet, time::Duration};
+use slots::Round;
+use std::time::Duration;
 
 mod ends;
+mod gang;
 mod place;
+mod slots;
 
-pub(crate) use place::{device_for, is_checkpoint_id, slots_for};
+pub(crate) use ends::{ended_at, leaves, ready};
+pub(crate) use gang::most_slots;
+pub(crate) use place::is_checkpoint_id;
+pub(crate) use slots::device_for;
 
 /// The queue is checked this often even without a notification.
 const POLL: Duration = Duration::from_millis(500);
@@ -27,7 +33,15 @@ const POLL: Duration = Duration::from_millis(500);
 /// At start, gives every attempt that may write one full lease, within which its agent must report.
 pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
-        app.leases.hold(attempt, places);
+        let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
+        app.leases.hold(attempt.clone(), places);
+        if agents.len() > 1
+            && let Some(row) = app.store.job(&attempt.job).await?
+        {
+            for agent in agents.iter().filter(|agent| lifecycle::has_ended_at(&row, agent)) {
+                app.leases.ended_at(&attempt, agent, false);
+            }
+        }
     }
     Ok(())
 }
@@ -46,16 +60,16 @@ pub(crate) async fn run(app: App) {
 }
 
 async fn round(app: &App) -> Result<()> {
-    for lease in app.leases.expired() {
-        let job = lease.attempt.job.clone();
-        skip_permanent_error(&job, expire(app, lease).await)?;
+    for expired in app.leases.expired() {
+        let job = expired.attempt.job.clone();
+        skip_permanent_error(&job, expire(app, expired).await)?;
     }
-    let mut reserved = HashSet::new();
+    let mut round = Round::begin(app);
     let waiting = app.store.waiting().await?;
     app.wait_reasons.keep(&waiting.iter().map(|row| row.job.id.clone()).collect());
     for row in waiting {
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
-            let placed = place(app, &row, &mut reserved).await;
+            let placed = place(app, &row, &mut round).await;
             if let Err(error) = &placed
                 && !error.may_pass()
             {
@@ -81,41 +95,44 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
     }
 }
 
-/// Fences an attempt whose lease has expired. Its job is restarted or, without restarts left, fails.
-async fn expire(app: &App, lease: Lease) -> Result<()> {
-    let online: Vec<_> = app.agents.online().into_iter().map(|o| o.row.id).collect();
-    let names: Vec<_> = lease.places.iter().map(|p| p.agent.as_str()).collect();
-    let secs = app.leases.duration.as_secs_f64();
-    let code = if lease.places.iter().all(|p| online.contains(&p.agent_id)) {
-        ReasonCode::AgentWithoutRanks
-    } else {
-        ReasonCode::AgentLost
-    };
+/// Fences an attempt whose lease has expired on one of its agents. Its job is restarted or, without restarts left, fails: of several
+/// agents once the others have ended their ranks.
+async fn expire(app: &App, expired: Expired) -> Result<()> {
+    let Expired { attempt, place, places } = expired;
+    let is_online = app.agents.online().iter().any(|o| o.row.id == place.agent_id);
+    let code = if is_online { ReasonCode::AgentWithoutRanks } else { ReasonCode::AgentLost };
     let facts = Facts {
-        agent: Some(names.join(", ")),
-        attempt: Some(lease.attempt.attempt),
-        secs: (code == ReasonCode::AgentLost).then_some(secs),
+        agent: Some(place.agent.clone()),
+        attempt: Some(attempt.attempt),
+        secs: (code == ReasonCode::AgentLost).then_some(app.leases.duration.as_secs_f64()),
         ..Facts::default()
     };
-    let Lease { attempt, places, .. } = lease;
-    end_attempt(app, &attempt, move |row| {
-        let facts = Facts { step: Some(row.job.step), ..facts.clone() };
-        lifecycle::lost(row, &Reason::new(code.clone(), facts), crate::now())
-    })
-    .await?;
-    for place in &places {
-        let reason = "its lease ran out".into();
-        app.agents.send(&place.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
+    let why =
+        move |row: &JobRow| Reason::new(code.clone(), Facts { step: Some(row.job.step), ..facts.clone() });
+    if places > 1 {
+        end_place(app, &attempt, (&place, places), move |row| PlaceEnd::Lost(why(row))).await?;
+    } else {
+        end_attempt(app, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
     }
+    let reason = "its lease ran out".into();
+    app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient: false });
     Ok(())
 }
 
 /// An agent that was stopped in an orderly way has disconnected: the attempts that it did not finish go back to the queue.
 pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> {
     app.inbox.flush().await;
-    for attempt in app.leases.of_agent(&agent.row.id) {
+    for (attempt, held) in app.leases.of_agent(&agent.row.id) {
         let why = leaving_reason(&agent.row.name, reason);
-        end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
+        let places = app.leases.places(&attempt);
+        let mine = held.iter().find(|place| place.agent_id == agent.row.id);
+        if places > 1
+            && let Some(place) = mine
+        {
+            end_place(app, &attempt, (place, places), move |_| PlaceEnd::Left(why.clone())).await?;
+        } else {
+            end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
+        }
     }
     Ok(())
 }

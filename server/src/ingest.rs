@@ -3,11 +3,12 @@
 
 use crate::{
     app::App,
+    dispatch,
     inbox::{Queue, Work},
     store::{Changed, EventRow, Ingested, Report, Result},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, ToAgent},
+    agent::{AttemptEvent, Ending, ToAgent},
     job::JobId,
 };
 use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
@@ -40,7 +41,13 @@ async fn store(app: &App, batch: Vec<Work>) {
     for work in batch {
         match work {
             Work::Report { agent, connection, report, reservation } => {
-                from.push((agent, connection, report.attempt.clone()));
+                // How the attempt ended there, if it says that: whether its other agents have to know.
+                let failed = report.events.iter().find_map(|event| match event {
+                    AttemptEvent::Ended(Ending::Succeeded { .. } | Ending::Stopped) => Some(false),
+                    AttemptEvent::Ended(_) => Some(true),
+                    _ => None,
+                });
+                from.push((agent, connection, report.attempt.clone(), failed));
                 reservations.push(reservation);
                 reports.push(*report);
             }
@@ -50,15 +57,18 @@ async fn store(app: &App, batch: Vec<Work>) {
     let answers = if reports.is_empty() { Some((Vec::new(), false)) } else { store_all(app, reports).await };
     let Some((answers, tried_again)) = answers else { return };
     if tried_again {
-        catch_up(app, from.iter().map(|(_, _, attempt)| &attempt.job).collect()).await;
+        catch_up(app, from.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
     }
-    for ((agent, connection, attempt), answer) in from.into_iter().zip(answers) {
+    for ((agent, connection, attempt, failed), answer) in from.into_iter().zip(answers) {
         match answer {
             Ingested::Stored { mut acknowledged, changed } => {
                 if let Some(changed) = changed {
                     let events = changed.events.iter().map(EventRow::count).sum();
                     app.events_stored.fetch_add(events, Ordering::Relaxed);
                     app.announce(&changed);
+                }
+                if let Some(failed) = failed {
+                    dispatch::ended_at(app, &attempt, &agent, failed);
                 }
                 acknowledged.watched = app.hub.is_watched(&attempt.job);
                 app.agents.send(&agent, ToAgent::Ack(acknowledged));

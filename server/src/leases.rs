@@ -31,17 +31,49 @@ pub(crate) struct Leases {
     pub(crate) wake: Notify,
 }
 
-/// An attempt, the slots of its ranks, and until when it holds them.
-#[derive(Debug, Clone)]
-pub(crate) struct Lease {
-    pub(crate) attempt: AttemptRef,
-    pub(crate) places: Vec<Place>,
+/// An attempt and the slots of its ranks.
+#[derive(Debug)]
+struct Lease {
+    attempt: AttemptRef,
+    holds: Vec<Hold>,
+}
+
+/// The slots of an attempt on one agent.
+#[derive(Debug)]
+struct Hold {
+    place: Place,
     until: Instant,
+    state: Held,
+    /// The check before the start is done here, of an attempt over several agents; rank 0's agent says the port.
+    ready: Option<Option<u16>>,
+}
+
+/// Whether an agent has ranks of an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Held {
+    Yes,
+    /// It says that they have ended. Other agents still have some.
+    Ended,
+    /// Its lease ran out.
+    Lost,
+}
+
+/// The part of an attempt on an agent whose lease ran out.
+#[derive(Debug)]
+pub(crate) struct Expired {
+    pub(crate) attempt: AttemptRef,
+    pub(crate) place: Place,
+    /// Agents that the attempt was given to.
+    pub(crate) places: usize,
 }
 
 impl Lease {
-    fn is_at(&self, agent_id: &str) -> bool {
-        self.places.iter().any(|p| p.agent_id == agent_id)
+    fn held(&self) -> impl Iterator<Item = &Hold> {
+        self.holds.iter().filter(|hold| hold.state == Held::Yes)
+    }
+
+    fn held_at(&self, agent_id: &str) -> Option<&Hold> {
+        self.held().find(|hold| hold.place.agent_id == agent_id)
     }
 }
 
@@ -61,7 +93,9 @@ impl Leases {
 
     pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
         let until = Instant::now() + self.duration;
-        self.by_job().insert(attempt.job.clone(), Lease { attempt, places, until });
+        let hold = |place| Hold { place, until, state: Held::Yes, ready: None };
+        let holds = places.into_iter().map(hold).collect();
+        self.by_job().insert(attempt.job.clone(), Lease { attempt, holds });
     }
 
     /// An attempt of a job holds no slots any more. A later attempt may: its hold stays.
@@ -74,54 +108,100 @@ impl Leases {
         self.poke();
     }
 
+    /// The ranks of an attempt have ended on an agent, as it says or (`lost`) because its lease ran out: its slots are free. Returns
+    /// the other agents that still have ranks of it.
+    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, lost: bool) -> Vec<Place> {
+        let mut leases = self.by_job();
+        let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
+            return Vec::new();
+        };
+        for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
+            hold.state = if lost { Held::Lost } else { Held::Ended };
+        }
+        let others = lease.held().map(|hold| hold.place.clone()).collect();
+        drop(leases);
+        self.poke();
+        others
+    }
+
     /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
         let mut leases = self.by_job();
-        attempts
-            .iter()
-            .filter(|attempt| match leases.get_mut(&attempt.job) {
-                Some(lease) if lease.attempt == **attempt && lease.is_at(agent_id) => {
-                    lease.until = until;
-                    false
+        let mut is_theirs = |attempt: &AttemptRef| {
+            let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);
+            let mut holds = lease.into_iter().flat_map(|lease| lease.holds.iter_mut());
+            match holds.find(|hold| hold.place.agent_id == agent_id) {
+                Some(hold) if hold.state != Held::Lost => {
+                    hold.until = until;
+                    true
                 }
-                _ => true,
-            })
-            .cloned()
+                _ => false,
+            }
+        };
+        attempts.iter().filter(|attempt| !is_theirs(attempt)).cloned().collect()
+    }
+
+    /// An agent has done the check before the start. Once all have, returns them and the port where rank 0 will listen.
+    pub(crate) fn ready(
+        &self,
+        attempt: &AttemptRef,
+        agent_id: &str,
+        port: Option<u16>,
+    ) -> Option<(u16, Vec<Place>)> {
+        let mut leases = self.by_job();
+        let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
+        let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
+        // Another agent's word on the port counts for nothing.
+        hold.ready = Some(port.filter(|_| hold.place.ranks.iter().any(|(rank, _)| *rank == 0)));
+        let ready: Vec<_> = lease.holds.iter().filter_map(|hold| hold.ready).collect();
+        let port = ready.iter().flatten().next().copied()?;
+        let all = ready.len() == lease.holds.len() && lease.held().count() == ready.len();
+        all.then(|| (port, lease.holds.iter().map(|hold| hold.place.clone()).collect()))
+    }
+
+    /// Live attempts on an agent, each with all places that hold ranks of it.
+    pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
+        self.by_job()
+            .values()
+            .filter(|lease| lease.held_at(agent_id).is_some())
+            .map(|lease| (lease.attempt.clone(), lease.held().map(|hold| hold.place.clone()).collect()))
             .collect()
     }
 
-    /// Live attempts on an agent.
-    pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<AttemptRef> {
-        self.by_job()
-            .values()
-            .filter(|lease| lease.is_at(agent_id))
-            .map(|lease| lease.attempt.clone())
-            .collect()
+    /// Agents that an attempt was given to; none when it is over.
+    pub(crate) fn places(&self, attempt: &AttemptRef) -> usize {
+        let leases = self.by_job();
+        leases
+            .get(&attempt.job)
+            .filter(|lease| lease.attempt == *attempt)
+            .map_or(0, |lease| lease.holds.len())
     }
 
     /// How long the attempts on an agent may continue without word from it: the one that has least; none: there is no attempt.
     pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
         let leases = self.by_job();
-        let held = leases.values().filter(|lease| lease.is_at(agent_id));
-        held.map(|lease| lease.until.saturating_duration_since(now)).min()
+        let held = leases.values().filter_map(|lease| lease.held_at(agent_id));
+        held.map(|hold| hold.until.saturating_duration_since(now)).min()
     }
 
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
         let leases = self.by_job();
-        let places =
-            leases.values().flat_map(|lease| lease.places.iter().map(move |p| (&lease.attempt.job, p)));
-        places
-            .filter(|(_, p)| p.agent_id == agent_id)
-            .flat_map(|(job, p)| p.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank))))
+        let holds = leases.values().filter_map(|lease| Some((&lease.attempt.job, lease.held_at(agent_id)?)));
+        holds
+            .flat_map(|(job, hold)| {
+                hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
+            })
             .collect()
     }
 
     /// Agents that hold a job's ranks.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
-        self.by_job().get(job).map(|lease| lease.places.clone()).unwrap_or_default()
+        let leases = self.by_job();
+        let held = leases.get(job).into_iter().flat_map(Lease::held);
+        held.map(|hold| hold.place.clone()).collect()
     }
 
     /// Whether a restarting job still waits for its backoff. The clock starts at the first call after its attempt failed.
@@ -140,9 +220,19 @@ impl Leases {
         now < start.1
     }
 
-    pub(crate) fn expired(&self) -> Vec<Lease> {
+    pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
-        self.by_job().values().filter(|lease| lease.until <= now).cloned().collect()
+        let expired = |lease: &Lease| -> Vec<Expired> {
+            let holds = lease.held().filter(|hold| hold.until <= now);
+            holds
+                .map(|hold| Expired {
+                    attempt: lease.attempt.clone(),
+                    place: hold.place.clone(),
+                    places: lease.holds.len(),
+                })
+                .collect()
+        };
+        self.by_job().values().flat_map(expired).collect()
     }
 }
 

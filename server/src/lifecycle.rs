@@ -11,10 +11,14 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
+mod gang;
+mod place_end;
 mod progress;
 mod reports;
 mod row;
 
+pub use gang::{has_ended_at, is_ending, place_ended};
+pub use place_end::PlaceEnd;
 pub use progress::Progress;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
@@ -109,6 +113,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 /// The next attempt was claimed: the caller has set attempt, fencing token and agents.
 pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
+    row.progress.ends.clear();
     Ok(vec![go(row, JobState::Starting, None, None, at)?])
 }
 

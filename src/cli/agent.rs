@@ -36,6 +36,14 @@ pub(crate) struct Args {
     /// and end
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     spool_mib: u64,
+    /// Address or name by which the ranks of other machines reach this one, for jobs over several machines [default: the
+    /// address of --interface, or the one with which this machine reaches the server]
+    #[arg(long, value_name = "ADDRESS")]
+    advertise: Option<String>,
+    /// Network interface for jobs over several machines: for the ranks' own connections and, unless NCCL_SOCKET_IFNAME is
+    /// set, for NCCL
+    #[arg(long, value_name = "NAME")]
+    interface: Option<String>,
     /// Run only this job, and exit when it ends
     #[arg(long, value_name = "ID")]
     job: Option<JobId>,
@@ -61,6 +69,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         cpu_slots: args.cpu_slots,
         gpus: args.gpus,
         only_job: args.job,
+        advertise: args.advertise,
+        interface: args.interface,
         program: None,
         spool_bytes: args.spool_mib.saturating_mul(1 << 20),
         follow_parent: args.follow_parent,

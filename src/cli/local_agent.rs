@@ -51,6 +51,8 @@ pub(crate) struct Settings {
     /// The agent's folder.
     pub(crate) dir: PathBuf,
     pub(crate) slots: Slots,
+    /// As `--advertise` takes it: the agent itself sees loopback alone.
+    pub(crate) advertise: Option<String>,
     /// Holds its token, unless it needs none. The token itself is in no argument and no variable, which other accounts could read
     /// and ranks would inherit.
     pub(crate) token_file: Option<PathBuf>,
@@ -128,6 +130,9 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
     }
     if let Some(path) = &settings.token_file {
         command.arg("--token-file").arg(path);
+    }
+    if let Some(address) = &settings.advertise {
+        command.args(["--advertise", address]);
     }
     match &settings.slots {
         Slots::Found => {}

@@ -75,6 +75,10 @@ pub(crate) struct Args {
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
+    /// Address or name by which ranks of other machines reach those of this one, for jobs over several machines [default: the
+    /// address of --listen, where that is one]
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "no_local_agent")]
+    advertise: Option<String>,
     /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
         value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
@@ -128,6 +132,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::line(format_args!("sign in: {}", server.login_link()?))?;
         }
         if local_agent {
+            server.advertise = args.advertise.or(server.advertise);
             server.start_agent(slots, false).await?;
         }
         tokio::select! {
@@ -177,6 +182,8 @@ pub(crate) struct Server {
     /// When it ends, wanted or not.
     pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
+    /// How ranks of other machines reach those of this one.
+    advertise: Option<String>,
 }
 
 impl Server {
@@ -220,7 +227,10 @@ impl Server {
         match is_ready.await {
             Ok(running) => {
                 let local = local_listener.unwrap_or_else(|| reachable(running.address()));
-                Ok(Self { running, local, data_dir, shutdown: Some(shutdown), ended, agent: None })
+                let ip = running.address().ip();
+                let advertise = (!ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
+                let shutdown = Some(shutdown);
+                Ok(Self { running, local, data_dir, shutdown, ended, agent: None, advertise })
             }
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
@@ -260,7 +270,8 @@ impl Server {
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
         let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
-        let settings = Settings { server: self.url(), dir, slots, quiet, token_file };
+        let settings =
+            Settings { server: self.url(), dir, advertise: self.advertise.clone(), slots, quiet, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

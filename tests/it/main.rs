@@ -28,6 +28,7 @@ mod examples;
 mod faults;
 mod finetune;
 mod first_loss;
+mod gangs;
 mod join;
 mod life;
 mod manners;

@@ -253,6 +253,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             memory_bytes: 1_082_000_000_000,
             disk_free_bytes: 3_400_000_000_000,
             version: "0.1.0".into(),
+            address: None,
+            interface: None,
+            network_id: None,
         },
         slots: (0..4)
             .map(|index| {

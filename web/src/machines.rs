@@ -112,8 +112,12 @@ impl AgentCard {
             Some(left) => format!(" · its attempts' lease ends in {left:.0} s"),
             None => String::new(),
         };
+        let address = m.address.as_ref().map_or(String::new(), |address| {
+            let interface = m.interface.as_ref().map_or(String::new(), |name| format!(" ({name})"));
+            format!(" · ranks at {address}{interface}")
+        });
         format!(
-            "{} · {} · {} memory · version {}{connected}{lease}",
+            "{} · {} · {} memory · version {}{address}{connected}{lease}",
             m.cpu,
             plural(m.cores.into(), "core"),
             bytes(m.memory_bytes),
@@ -189,6 +193,9 @@ mod tests {
                 memory_bytes: 2,
                 disk_free_bytes: 1,
                 version: "0.1.0".into(),
+                address: None,
+                interface: None,
+                network_id: None,
             },
             sample: Some(sample),
             warnings: vec![MachineWarning { problem: true, text: "<b>full</b>".into() }],

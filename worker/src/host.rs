@@ -1,6 +1,7 @@
 //! Facts of this machine and process, and files that others read while they are written.
 
 mod cgroup;
+pub(crate) mod interfaces;
 mod listener_owner;
 pub(crate) mod usage;
 

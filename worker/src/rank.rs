@@ -160,7 +160,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {
         Arc::new(SingleRank)
     } else {
-        let store = Store::join(Meeting {
+        let mut store = Store::join(Meeting {
             addr: start.master_addr.clone(),
             port: start.master_port,
             secret: start.secret.clone().into_bytes(),
@@ -169,6 +169,9 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
             timeout: MEET_WITHIN,
             stop: life.stop.clone(),
         })?;
+        if let Some(ip) = start.network.as_ref().and_then(|network| network.address.parse().ok()) {
+            store.listen_at(ip);
+        }
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
         let comm: Arc<dyn ProcessGroup> =

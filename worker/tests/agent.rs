@@ -95,6 +95,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         secret: "00".into(),
         job_dir: Some(dir.join("job").to_string_lossy().into_owned()),
         resume: None,
+        network: None,
     };
     let options = Options {
         server: String::new(),
@@ -105,6 +106,8 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         cpu_slots: Some(2),
         gpus: None,
         only_job: Some(start.attempt.job.clone()),
+        advertise: None,
+        interface: None,
         program: Some(program),
         spool_bytes: 1 << 30,
         follow_parent: false,

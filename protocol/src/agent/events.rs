@@ -148,6 +148,10 @@ pub enum Ending {
         /// Whether another attempt may succeed (after a killed process it may; with a missing file it will not).
         retriable: bool,
     },
+    /// Ranks here only lost those of other machines, whose agents know more. Of attempts over several machines alone.
+    Secondary {
+        reason: Reason,
+    },
 }
 
 impl fmt::Display for Ending {
@@ -156,6 +160,9 @@ impl fmt::Display for Ending {
         match self {
             Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
             Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
+            Ending::Secondary { reason } => {
+                write!(f, "an attempt has ended here: {}; another machine's agent knows why", reason.words())
+            }
             Ending::Failed { reason, retriable } => {
                 let next = if *retriable {
                     "another attempt may succeed, and the server starts one unless recovery.max_restarts is reached"

@@ -115,6 +115,8 @@ codes! {
     NoAgentAccepts = "no_agent_accepts",
     /// Waits: no machine has a slot of the kind, or none has as many.
     TooFewSlots = "too_few_slots",
+    /// Waits: machines have enough slots together, but not those that reach each other.
+    MachinesApart = "machines_apart",
     /// Waits until slots are free.
     WaitingForSlots = "waiting_for_slots",
     /// Told in words alone.

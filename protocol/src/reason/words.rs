@@ -82,6 +82,26 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         TooFewSlots if facts.slots_total.unwrap_or(0) == 0 => {
             format!("needs {}, and no machine that is online has one", facts.slots(facts.slots_needed))
         }
+        TooFewSlots if facts.machines.is_some() => format!(
+            "needs {}; {} machines online have {} in all, {} of them free",
+            facts.slots(facts.slots_needed),
+            facts.machines.unwrap_or(0),
+            facts.slots_total.unwrap_or(0),
+            facts.slots_free.unwrap_or(0)
+        ),
+        MachinesApart => format!(
+            "needs {}; the machines online have as many, but {detail} can be reached from {} alone: start the agents with \
+             --advertise ADDRESS",
+            facts.slots(facts.slots_needed),
+            if detail.contains(", ") { "their own machines" } else { "its own machine" }
+        ),
+        WaitingForSlots if facts.machines.is_some() => format!(
+            "waits for {}: {} of {} on {} machines free",
+            facts.slots(facts.slots_needed),
+            facts.slots_free.unwrap_or(0),
+            facts.slots_total.unwrap_or(0),
+            facts.machines.unwrap_or(0)
+        ),
         TooFewSlots => format!(
             "needs {} on one machine; the largest, {:?}, has {}",
             facts.slots(facts.slots_needed),

@@ -2,11 +2,11 @@
 
 use crate::{
     app::App,
-    lifecycle,
-    store::{JobRow, Result, StoreError},
+    lifecycle::{self, PlaceEnd},
+    store::{JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
-    agent::AttemptRef,
+    agent::{AttemptRef, ToAgent},
     job::JobState,
     reason::{Reason, ReasonCode},
     stream::EventBody,
@@ -37,6 +37,77 @@ pub(super) async fn end_attempt(
             Ok(())
         }
         Err(error) => Err(error),
+    }
+}
+
+/// The ranks of an attempt with `places` agents have ended on one of them, without its word on how. The others are told to end theirs;
+/// the last end is the attempt's.
+pub(super) async fn end_place(
+    app: &App,
+    attempt: &AttemptRef,
+    (place, places): (&Place, usize),
+    end: impl Fn(&JobRow) -> PlaceEnd + Send + Sync + 'static,
+) -> Result<()> {
+    let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
+    let change = move |row: &mut JobRow| {
+        if row.live().as_ref() != Some(&expected) {
+            return Ok(Vec::new());
+        }
+        let end = end(row);
+        lifecycle::place_ended(row, places, &agent_id, end, crate::now())
+    };
+    match app.store.change_job(&attempt.job, Box::new(change)).await {
+        Ok(changed) => {
+            // Of an attempt that is over this releases all.
+            app.announce(&changed);
+            if changed.job.attempt != attempt.attempt {
+                app.leases.release(&attempt.job, attempt.attempt);
+            }
+            let others = app.leases.ended_at(attempt, &place.agent_id, true);
+            stop_others(app, attempt, &place.agent, &others);
+            Ok(())
+        }
+        Err(StoreError::NotFound(_)) => {
+            app.leases.release(&attempt.job, attempt.attempt);
+            Ok(())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// An agent has said, and the store has it, that the ranks of an attempt have ended there; `failed` unless they are done or were told
+/// to. The others do not learn it from their ranks for sure: a machine that is not there any more hangs up on nobody.
+pub(crate) fn ended_at(app: &App, attempt: &AttemptRef, agent_id: &str, failed: bool) {
+    let agent = app.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
+    let others = app.leases.ended_at(attempt, agent_id, false);
+    if failed && let Some(agent) = agent {
+        stop_others(app, attempt, &agent.agent, &others);
+    }
+}
+
+fn stop_others(app: &App, attempt: &AttemptRef, agent: &str, others: &[Place]) {
+    for other in others {
+        let reason = format!("its ranks on {agent:?} have ended");
+        app.agents.send(&other.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
+    }
+}
+
+/// An agent is about to end its ranks in order, with a checkpoint: those of the same attempts on other agents are to do the same.
+pub(crate) fn leaves(app: &App, agent_id: &str, agent: &str) {
+    for (attempt, places) in app.leases.of_agent(agent_id) {
+        for other in places.iter().filter(|place| place.agent_id != agent_id) {
+            let (attempt, reason) = (attempt.clone(), format!("{agent:?} is being stopped in order"));
+            app.agents.send(&other.agent_id, ToAgent::Stop { attempt, reason, patient: true });
+        }
+    }
+}
+
+/// An agent has done the check before the start. When all have, their ranks start.
+pub(crate) fn ready(app: &App, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
+    let Some((master_port, places)) = app.leases.ready(&attempt, agent_id, port) else { return };
+    for place in places {
+        // One that has started them already ignores it.
+        app.agents.send(&place.agent_id, ToAgent::Launch { attempt: attempt.clone(), master_port });
     }
 }
 

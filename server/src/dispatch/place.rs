@@ -1,6 +1,10 @@
-//! Placement: finds an agent with enough free slots for a job, claims the job and starts it there.
+//! Placement: finds agents with enough free slots for a job, claims the job and starts it there.
 
-use super::ends::{end_attempt, wanted};
+use super::{
+    ends::{end_attempt, wanted},
+    gang::{address, choose, most, reserve},
+    slots::{Candidate, Round, device_for},
+};
 use crate::{
     agents::Online,
     app::App,
@@ -8,57 +12,16 @@ use crate::{
     store::{Claim, JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Slot, StartAttempt, ToAgent},
+    agent::{AttemptEvent, AttemptRef, RankNetwork, StartAttempt, ToAgent},
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
-    spec::{Device, JobSpec, Precision},
+    spec::{Device, JobSpec},
 };
-use std::collections::HashSet;
 
-/// Slots of a kind on an agent, and those of them that are free.
-struct AgentSlots {
-    all: Vec<u32>,
-    free: Vec<u32>,
-}
-
-fn slots_on(app: &App, agent: &Online, device: Device) -> AgentSlots {
-    let in_use = app.leases.slots_in_use(&agent.row.id);
-    let all = slots_for(&agent.row.slots, device);
-    let free = all.iter().copied().filter(|s| !in_use.contains_key(s)).collect();
-    AgentSlots { all, free }
-}
-
-/// The slots of a machine that ranks of such a job may run in.
-pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
-    let of = |kind: &str| -> Vec<u32> {
-        slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
-    };
-    let (first, second) = match device {
-        Device::Cuda => ("cuda", None),
-        // GPUs where there are any.
-        Device::Auto => ("cuda", Some("cpu")),
-        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
-        Device::Cpu => ("cpu", Some("cuda")),
-    };
-    let found = of(first);
-    match second {
-        Some(second) if found.is_empty() => of(second),
-        _ => found,
-    }
-}
-
-/// The device that a job needs: half precision is for GPUs alone.
-pub(crate) fn device_for(spec: &JobSpec) -> Device {
-    let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
-    match spec.parallel.device {
-        Device::Auto if half => Device::Cuda,
-        device => device,
-    }
-}
-
-/// Starts a job on the agent with the fewest free slots that has enough for all its ranks. When none has, but one has enough
-/// slots in total, that agent is reserved in this round, so that smaller jobs behind do not starve a large one.
-pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String>) -> Result<()> {
+/// Starts a job on the agent with the fewest free slots that has enough for all its ranks, or on the fewest agents that have enough
+/// together. While that is not possible, agents are reserved in this round that will have enough, so that smaller jobs behind do not
+/// starve a large one. No job ever has a part of its slots, so two large ones cannot keep each other waiting.
+pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<()> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
         let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
@@ -66,57 +29,91 @@ pub(super) async fn place(app: &App, row: &JobRow, reserved: &mut HashSet<String
     }
     let ranks = job.ranks as usize;
     let device = device_for(&job.spec);
-    let serves = |o: &Online| {
-        o.leaving.is_none()
-            && !app.agents.is_draining(&o.row.id)
-            && o.only_job.as_ref().is_none_or(|only| *only == job.id)
-    };
-    let mut candidates: Vec<_> = app
-        .agents
-        .online()
-        .into_iter()
-        .filter(serves)
-        .map(|o| {
-            let slots = slots_on(app, &o, device);
-            (o, slots)
-        })
-        .collect();
-    // The fullest that has enough free slots: large gaps stay for large jobs.
-    candidates.sort_by_key(|(_, slots)| slots.free.len());
-    let fits = candidates.iter().find(|(o, r)| r.free.len() >= ranks && !reserved.contains(&o.row.id));
-    if let Some((agent, slots)) = fits {
-        return start(app, row, agent, &slots.free[..ranks]).await;
+    let candidates = round.candidates(&job.id, device);
+    if let Some(chosen) = choose(&candidates, ranks, &round.reserved) {
+        let chosen: Vec<_> = chosen.into_iter().map(|(c, slots)| (&candidates[c].agent, slots)).collect();
+        for (agent, slots) in &chosen {
+            round.take(&agent.row.id, slots);
+        }
+        return start(app, row, &chosen).await;
     }
-    let largest = candidates.iter().max_by_key(|(_, r)| (r.all.len(), r.free.len()));
+    let kept = reserve(&candidates, ranks);
+    let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
+    round.reserved.extend(kept.iter().flatten().map(|c| candidates[*c].agent.row.id.clone()));
+    store_wait_reason(app, row, why).await
+}
+
+/// Why a job waits for which these agents are `kept`, if they will ever do.
+fn wait_reason(
+    candidates: &[Candidate],
+    ranks: u32,
+    device: Device,
+    kept: Option<&[usize]>,
+    nobody_online: bool,
+) -> Reason {
     let mut facts = Facts {
-        slots_needed: Some(job.ranks),
+        slots_needed: Some(ranks),
         device: Some(if device == Device::Cuda { "cuda" } else { "cpu" }.into()),
         ..Facts::default()
     };
-    let number = |slots: &[u32]| u32::try_from(slots.len()).unwrap_or(u32::MAX);
-    let why = match largest {
-        None if app.agents.online().is_empty() => ReasonCode::NoAgentOnline.into(),
-        None => ReasonCode::NoAgentAccepts.into(),
-        Some((agent, slots)) => {
-            facts.agent = Some(agent.row.name.clone());
-            (facts.slots_free, facts.slots_total) = (Some(number(&slots.free)), Some(number(&slots.all)));
-            let code = if slots.all.len() < ranks {
-                ReasonCode::TooFewSlots
-            } else {
-                reserved.insert(agent.row.id.clone());
-                ReasonCode::WaitingForSlots
-            };
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    if candidates.is_empty() {
+        let code = if nobody_online { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
+        return code.into();
+    }
+    let sum = most(candidates);
+    let of_one = |c: &Candidate, facts: &mut Facts| {
+        facts.agent = Some(c.agent.row.name.clone());
+        (facts.slots_free, facts.slots_total) = (Some(number(c.free.len())), Some(number(c.all.len())));
+    };
+    match kept {
+        Some([one]) => {
+            of_one(&candidates[*one], &mut facts);
+            Reason::new(ReasonCode::WaitingForSlots, facts)
+        }
+        None if sum.machines <= 1 => {
+            let largest = candidates.iter().max_by_key(|c| (c.all.len(), c.free.len()));
+            if let Some(largest) = largest {
+                of_one(largest, &mut facts);
+            }
+            let with_slots: Vec<_> =
+                candidates.iter().filter(|c| c.device == largest_device(candidates)).collect();
+            // Together they would have enough, if they could reach each other.
+            if with_slots.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
+                let apart = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
+                let names = with_slots.iter().filter(apart).map(|c| c.agent.row.name.clone());
+                facts.detail = Some(names.collect::<Vec<_>>().join(", "));
+                return Reason::new(ReasonCode::MachinesApart, facts);
+            }
+            Reason::new(ReasonCode::TooFewSlots, facts)
+        }
+        kept => {
+            facts.machines = Some(number(sum.machines));
+            (facts.slots_free, facts.slots_total) = (Some(number(sum.free)), Some(number(sum.slots)));
+            let code = if kept.is_some() { ReasonCode::WaitingForSlots } else { ReasonCode::TooFewSlots };
             Reason::new(code, facts)
         }
+    }
+}
+
+/// The kind of slots that most machines here have for a job.
+fn largest_device(candidates: &[Candidate]) -> &str {
+    let slots = |device: &str| -> usize {
+        candidates.iter().filter(|c| c.device == device).map(|c| c.all.len()).sum()
     };
-    store_wait_reason(app, row, why).await
+    if slots("cuda") >= slots("cpu") { "cuda" } else { "cpu" }
 }
 
 /// Sets the reason why a queued job waits.
 pub(super) async fn store_wait_reason(app: &App, row: &JobRow, why: Reason) -> Result<()> {
     app.wait_reasons.set(&row.job.id, why.clone());
-    // Looked at before anything is written: the queue is gone through twice a second.
-    let known = row.job.reason.as_deref() == Some(why.words());
+    // Looked at before anything is written: the queue is gone through twice a second. How many of the slots are free just now is no
+    // event of a job: `wait_reasons` has it.
+    let steady = |reason: &Reason| {
+        let facts = Facts { agent: None, slots_free: None, ..reason.facts().clone() };
+        (reason.code().clone(), facts)
+    };
+    let known = row.job.cause.as_ref().is_some_and(|known| steady(known) == steady(&why));
     if known || lifecycle::waits(&mut row.clone(), &why).is_ok_and(|events| events.is_empty()) {
         return Ok(());
     }
@@ -128,9 +125,9 @@ pub(super) async fn store_wait_reason(app: &App, row: &JobRow, why: Reason) -> R
     Ok(())
 }
 
-async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result<()> {
+/// Starts a job on these agents, in these of their slots. Ranks are numbered machine by machine.
+async fn start(app: &App, row: &JobRow, chosen: &[(&Online, Vec<u32>)]) -> Result<()> {
     let job = &row.job;
-    let ranks: Vec<(u32, u32)> = (0..).zip(slots.iter().copied()).collect();
     let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else {
         let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
         let why = Reason::new(ReasonCode::DatasetMissing, facts);
@@ -147,52 +144,83 @@ async fn start(app: &App, row: &JobRow, agent: &Online, slots: &[u32]) -> Result
         app.announce(&changed);
         return Ok(());
     }
-    let place = Place { agent_id: agent.row.id.clone(), agent: agent.row.name.clone(), ranks: ranks.clone() };
-    let claim = Claim {
-        job: job.id.clone(),
-        after_attempt: job.attempt,
-        places: vec![place.clone()],
-        at: crate::now(),
+    let mut ranks = 0..job.ranks;
+    let place = |(agent, slots): &(&Online, Vec<u32>)| Place {
+        agent_id: agent.row.id.clone(),
+        agent: agent.row.name.clone(),
+        ranks: slots.iter().filter_map(|slot| Some((ranks.next()?, *slot))).collect(),
     };
+    let places: Vec<_> = chosen.iter().map(place).collect();
+    let claim =
+        Claim { job: job.id.clone(), after_attempt: job.attempt, places: places.clone(), at: crate::now() };
     let Some(claimed) = app.store.claim(claim).await? else { return Ok(()) };
     let attempt = claimed.attempt;
-    app.leases.hold(attempt.clone(), vec![place]);
+    app.leases.hold(attempt.clone(), places.clone());
     app.announce(&claimed.changed);
-    let message = ToAgent::Start(Box::new(StartAttempt {
+    let mut start = StartAttempt {
         attempt: attempt.clone(),
         spec,
         dataset_path: dataset.path,
         world_size: job.ranks,
-        ranks,
-        // One machine: its ranks meet on its own loopback, at a port that the agent finds free.
-        master_addr: "127.0.0.1".into(),
+        ranks: Vec::new(),
+        // Ranks of one machine meet on its own loopback. The agent of rank 0 finds a free port.
+        master_addr: master_address(chosen).unwrap_or("127.0.0.1").into(),
         master_port: 0,
         secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
         // Only loopback is listened on, so every agent shares this machine's disk.
         job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
-    }));
-    if app.agents.send(&agent.row.id, message) {
-        // Somebody may have cancelled or paused it between the claim and the start.
-        let row = app.store.job(&attempt.job).await?;
-        let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
-        if !live {
-            app.leases.release(&attempt.job, attempt.attempt);
+        network: None,
+    };
+    let meets_at_loopback = master_address(chosen).is_none();
+    for ((agent, _), place) in chosen.iter().zip(&places) {
+        let machine = &agent.row.machine;
+        start.ranks.clone_from(&place.ranks);
+        start.network = address(machine)
+            .filter(|_| !meets_at_loopback)
+            .map(|address| RankNetwork { address: address.into(), interface: machine.interface.clone() });
+        if app.agents.send(&place.agent_id, ToAgent::Start(Box::new(start.clone()))) {
+            continue;
         }
-        let wish = match &row {
-            Some(row) if live => wanted(row),
-            // It may also have run to its end by now, as its agent knows best.
-            Some(row) if row.job.state != JobState::Cancelled => None,
-            _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
-        };
-        if let Some((reason, patient)) = wish {
-            app.agents.send(&agent.row.id, ToAgent::Stop { attempt, reason, patient });
-        }
+        let facts = Facts { agent: Some(agent.row.name.clone()), ..Facts::default() };
+        let why = Reason::new(ReasonCode::AgentLeft, facts);
+        // Nowhere are ranks started before all agents are ready.
+        end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
+        stop(app, &attempt, &places, "an agent went away before it could start", false);
         return Ok(());
     }
-    let facts = Facts { agent: Some(agent.row.name.clone()), ..Facts::default() };
-    let why = Reason::new(ReasonCode::AgentLeft, facts);
-    end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
+    // Somebody may have cancelled or paused it between the claim and the start.
+    let row = app.store.job(&attempt.job).await?;
+    let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
+    if !live {
+        app.leases.release(&attempt.job, attempt.attempt);
+    }
+    let wish = match &row {
+        Some(row) if live => wanted(row),
+        // It may also have run to its end by now, as its agent knows best.
+        Some(row) if row.job.state != JobState::Cancelled => None,
+        _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
+    };
+    if let Some((reason, patient)) = wish {
+        stop(app, &attempt, &places, &reason, patient);
+    }
+    Ok(())
+}
+
+fn stop(app: &App, attempt: &AttemptRef, places: &[Place], reason: &str, patient: bool) {
+    for place in places {
+        let (attempt, reason) = (attempt.clone(), reason.to_owned());
+        app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
+    }
+}
+
+/// Where rank 0 of a job on these agents listens; none where all of them are on one machine.
+fn master_address<'a>(chosen: &[(&'a Online, Vec<u32>)]) -> Option<&'a str> {
+    let (first, _) = chosen.first()?;
+    let network = |agent: &Online| agent.row.machine.network_id.clone();
+    let is_here =
+        |(agent, _): &(&Online, Vec<u32>)| network(agent).is_some() && network(agent) == network(first);
+    if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
 }
 
 /// Whether `model.pretrained` is a checkpoint's id, and no path.

@@ -9,7 +9,7 @@ use crate::{
     dispatch,
     error::{Error, Problem, Result},
     inbox::{RESERVE_TIMEOUT, Work},
-    machines,
+    lifecycle, machines,
     store::Report,
 };
 use axum::{
@@ -279,7 +279,7 @@ impl Connection<'_> {
         let revoked = app.leases.renew(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
-            acknowledged.extend(app.store.acknowledged(attempt).await.map_err(failed)?);
+            acknowledged.extend(app.store.acknowledged(attempt, &self.id).await.map_err(failed)?);
         }
         let welcome = ToAgent::Welcome {
             heartbeat_secs: app.config.heartbeat.as_secs_f64(),
@@ -302,6 +302,15 @@ impl Connection<'_> {
             {
                 let reason = reason.words().to_owned();
                 send(to, &ToAgent::Stop { attempt: live.attempt, reason, patient }).await?;
+            }
+        }
+        // Or another agent's ranks of the same attempt have ended.
+        for attempt in hello.attempts.iter().filter(|attempt| app.leases.places(attempt) > 1) {
+            let row = app.store.job(&attempt.job).await.map_err(failed)?;
+            if row.is_some_and(|row| lifecycle::is_ending(&row)) {
+                let (attempt, reason) =
+                    (attempt.clone(), "its ranks on another machine have ended".to_owned());
+                send(to, &ToAgent::Stop { attempt, reason, patient: false }).await?;
             }
         }
         Ok(())
@@ -345,8 +354,10 @@ impl Connection<'_> {
             FromAgent::Leaving { reason } => {
                 let reason: String = reason.chars().take(200).collect();
                 app.agents.heard(&self.id, crate::now(), Some(&reason));
+                dispatch::leaves(app, &self.id, &self.name);
                 self.leaving = Some(reason);
             }
+            FromAgent::Ready { attempt, port } => dispatch::ready(app, attempt, &self.id, port),
             FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),
             // Put together before this.
             FromAgent::Part(_) => {}

@@ -1,5 +1,6 @@
 //! Where a job's newest values and its sparkline come from.
 
+use super::place_end::PlaceEnd;
 use lockstep_protocol::{metric::MetricColumn, throughput::Throughput};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,6 +23,8 @@ pub struct Progress {
     pub(super) trained: Option<bool>,
     /// Of the newest attempt that has trained.
     pub(super) speed: Throughput,
+    /// Of the live attempt, the agents (by id) where its ranks have ended, in that order. Empty where one agent has them all.
+    pub(super) ends: Vec<(String, PlaceEnd)>,
 }
 
 impl Progress {

@@ -223,13 +223,18 @@ fn note_speed(row: &mut JobRow) {
     job.eta_secs = speed.secs_left(job.step, job.total_steps).filter(|_| job.state.is_active());
 }
 
-fn ended(
+pub(super) fn ended(
     row: &mut JobRow,
     ending: Ending,
     leaving: Option<&Reason>,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
     let mut events = Vec::new();
+    let ending = match ending {
+        // Nobody knows more.
+        Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },
+        ending => ending,
+    };
     match (ending, row.stop.take()) {
         (Ending::Succeeded { step }, _) => {
             if row.job.state == JobState::Starting {
@@ -254,7 +259,7 @@ fn ended(
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
         }
         (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
-        (Ending::Failed { reason, retriable: false }, None) => {
+        (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {
             events.push(go(row, JobState::Failed, Some(reason), None, at)?);
         }
     }

@@ -114,8 +114,9 @@ pub trait Store: Send + Sync + 'static {
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// How many records of each source of an attempt are stored; empty when the fencing token is not the attempt's.
-    async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>>;
+    /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
+    /// not the attempt's, or it was given to others.
+    async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
     /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
     /// before are skipped; one answer for each report, in order.
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;

@@ -35,6 +35,9 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             memory_bytes: 1 << 30,
             disk_free_bytes: 1 << 30,
             version: "0".into(),
+            address: None,
+            interface: None,
+            network_id: None,
         },
         slots: (0..slots)
             .map(|index| Slot {

@@ -15,6 +15,7 @@ mod deletion;
 mod dispatching;
 mod document;
 mod fits;
+mod gangs;
 mod groups;
 mod history;
 mod ingest;

@@ -113,7 +113,7 @@ async fn scenario(store: &dyn Store) {
     );
     assert!(matches!(answers[2], Ingested::Gap { stored: 4 }));
     assert!(matches!(answers[3], Ingested::Stale));
-    let acknowledged = store.acknowledged(&attempt).await.unwrap();
+    let acknowledged = store.acknowledged(&attempt, "a").await.unwrap();
     assert_eq!((acknowledged.len(), acknowledged[0].records), (1, 4));
 
     let events = store.events(&id, 0, 100).await.unwrap();

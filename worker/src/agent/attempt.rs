@@ -18,7 +18,10 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use watch::Watch;
 
 mod conclusion;
+mod gang;
 mod watch;
+
+pub(super) use gang::{Gang, free_port};
 
 /// Orders from the agent to an attempt.
 #[derive(Debug)]
@@ -47,6 +50,8 @@ pub(super) struct Attempt {
     stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     over: Arc<AtomicBool>,
+    /// Of an attempt that other agents have ranks of, too.
+    gang: Option<Gang>,
 }
 
 /// See [`Surroundings::check`].
@@ -89,20 +94,21 @@ impl Attempt {
     fn watched(stored: StoredAttempt, around: Surroundings, beginning: Beginning) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
-        if matches!(beginning, Beginning::Adopt) && ending(&stored.attempt_dir()).is_some() {
+        let gang = stored.start.is_shared().then(Gang::new);
+        if matches!(beginning, Beginning::Adopt) && ending(&stored).is_some() {
             over.store(true, Ordering::Release);
         } else {
             let over = over.clone();
-            let stored = stored.clone();
+            let (mut stored, gang) = (stored.clone(), gang.clone());
             tokio::spawn(async move {
-                let beginning = checked(beginning, &stored, &around, &mut received).await;
+                let beginning = checked(beginning, &mut stored, &around, gang.as_ref(), &mut received).await;
                 let (watch, ranks) = Watch::begin(stored, &around, received, beginning);
                 watch.run(ranks).await;
                 over.store(true, Ordering::Release);
                 around.wake.notify_one();
             });
         }
-        Self { stored, orders, over }
+        Self { stored, orders, over, gang }
     }
 
     pub(super) fn attempt(&self) -> &AttemptRef {
@@ -113,6 +119,10 @@ impl Attempt {
         &self.stored
     }
 
+    pub(super) fn gang(&self) -> Option<&Gang> {
+        self.gang.as_ref()
+    }
+
     /// Every rank has ended and all records are on disk.
     pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
@@ -120,7 +130,7 @@ impl Attempt {
 
     /// Whether its end, which is on disk, is a failure.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(ending(&self.stored.attempt_dir()), Some(Ending::Failed { .. }))
+        matches!(ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
     }
 
     pub(super) fn order(&self, order: Order) {
@@ -129,12 +139,13 @@ impl Attempt {
     }
 }
 
-/// A beginning whose preflight is done. Examining a large dataset takes time; an order ends the wait at once, also where a
+/// A beginning whose preflight is done, here and on the attempt's other machines. Examining a large dataset takes time; an order ends the wait at once, also where a
 /// file system does not respond. Nothing has been started yet.
 async fn checked(
     beginning: Beginning,
-    stored: &StoredAttempt,
+    stored: &mut StoredAttempt,
     around: &Surroundings,
+    gang: Option<&Gang>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
@@ -150,27 +161,48 @@ async fn checked(
     // Not one of the runtime's threads, whose end the runtime would wait for.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
     let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
-    let found = match started {
-        Err(error) => failed(error.to_string()),
-        Ok(_) => tokio::select! {
-            found = reply => found.unwrap_or_else(|e| failed(e.to_string())),
+    let look = async {
+        match started {
+            Err(error) => failed(error.to_string()),
+            Ok(_) => reply.await.unwrap_or_else(|e| failed(e.to_string())),
+        }
+    };
+    let ready = async {
+        look.await?;
+        match gang {
+            Some(gang) => gang.meet(&stored.start).await,
+            None => Ok(stored.start.master_port),
+        }
+    };
+    let found = {
+        tokio::select! {
+            found = ready => found,
             Some(order) = orders.recv() => {
                 cancelled.store(true, Ordering::Relaxed);
                 return Beginning::Over(order.ending());
             }
-        },
+        }
     };
+    if let Ok(port) = found {
+        stored.start.master_port = port;
+    }
     Beginning::Launch { refusal: found.err() }
 }
 
-/// The file of the agent's own records of an attempt.
-pub(super) fn agent_events_path(attempt_dir: &Path) -> PathBuf {
-    attempt_dir.join("agent.events")
+/// The file of the agent's own records of an attempt. Agents of one attempt may share its folder: each that has not rank 0 has a file
+/// with the number of its first rank.
+pub(super) fn agent_events_path(stored: &StoredAttempt) -> PathBuf {
+    let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
+    stored.attempt_dir().join(if first == 0 {
+        "agent.events".into()
+    } else {
+        format!("agent.{first}.events")
+    })
 }
 
 /// How an attempt ended, once that is on disk.
-fn ending(attempt_dir: &Path) -> Option<Ending> {
-    let mut tail = Tail::open(&agent_events_path(attempt_dir), 0);
+fn ending(stored: &StoredAttempt) -> Option<Ending> {
+    let mut tail = Tail::open(&agent_events_path(stored), 0);
     while let Ok(events) = tail.poll() {
         if events.is_empty() {
             break;

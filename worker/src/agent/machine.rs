@@ -14,6 +14,9 @@ pub fn describe(dir: &Path) -> Machine {
         memory_bytes: memory_bytes(),
         disk_free_bytes,
         version: env!("CARGO_PKG_VERSION").into(),
+        address: None,
+        interface: None,
+        network_id: None,
     }
 }
 

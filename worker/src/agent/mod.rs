@@ -6,6 +6,7 @@ mod attempt;
 mod findings;
 mod lease;
 pub mod machine;
+mod network;
 mod outbox;
 mod preflight;
 mod salvage;
@@ -17,13 +18,14 @@ pub mod state_dir;
 
 use crate::{fence::Fence, host, supervisor::RankProcess};
 use address::Address;
-use attempt::{Attempt, Order, Surroundings};
+use attempt::{Attempt, Order, Surroundings, free_port};
 use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot, StartAttempt},
     job::JobId,
     reason::{Facts, Reason, ReasonCode},
 };
+use network::Network;
 use preflight::Refusal;
 use session::{Outcome, Session};
 use signals::Signals;
@@ -64,6 +66,11 @@ pub struct Options {
     pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
+    /// The address by which ranks of other machines reach the ranks here. When absent, that of `interface`, or of this end of the
+    /// connection to the server.
+    pub advertise: Option<String>,
+    /// The network interface that ranks use among machines.
+    pub interface: Option<String>,
     /// The program that ranks run, started with `rank FILE ...`; this very binary when absent.
     pub program: Option<PathBuf>,
     /// Most disk space for records that no server has taken; when it is used up, ranks write a checkpoint and end.
@@ -115,6 +122,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = address::parse(&options.server, options.token.as_deref(), options.ca_file.as_deref())
         .map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
+    let network = Network::of(&options)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;
     let fence_path = fence.path().to_owned();
@@ -135,6 +143,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         name: options.name.clone().unwrap_or_else(host::hostname),
         slots,
         only_job: options.only_job.clone(),
+        network,
         state_dir,
         around,
         attempts: BTreeMap::new(),
@@ -179,6 +188,7 @@ struct Agent {
     name: String,
     slots: Vec<Slot>,
     only_job: Option<JobId>,
+    network: Network,
     state_dir: StateDir,
     around: Surroundings,
     /// By fencing token: the order of their starts.
@@ -398,10 +408,10 @@ impl Agent {
             return;
         }
         let mut no_port = None;
-        if start.master_port == 0 {
-            // Free now; if another program takes it before rank 0 does, the rank reports that and the next attempt gets another one.
-            match std::net::TcpListener::bind((start.master_addr.as_str(), 0)).and_then(|l| l.local_addr()) {
-                Ok(address) => start.master_port = address.port(),
+        // With other machines it is found when all of them are ready.
+        if start.master_port == 0 && !start.is_shared() {
+            match free_port(&start.master_addr) {
+                Ok(port) => start.master_port = port,
                 Err(error) => {
                     no_port = Some(format!("{} has no free port for them: {error}", start.master_addr))
                 }

@@ -49,7 +49,7 @@ impl Stream {
         let dir = held.attempt_dir();
         let path = match source {
             Source::Rank(rank) => events_path(&dir, rank),
-            Source::Agent => agent_events_path(&dir),
+            Source::Agent => agent_events_path(held),
         };
         let mine = |a: &&Acknowledged| a.attempt == held.start.attempt && a.source == source;
         let acknowledged = stored.iter().find(mine).map_or(0, |a| a.records);
@@ -196,6 +196,7 @@ mod tests {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            network: None,
         };
         let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();
@@ -233,7 +234,7 @@ mod tests {
         outbox.fill(&held, false, Instant::now(), &mut reports);
         assert_eq!(sources(&reports), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
 
-        let mut records = Records::append_to(&agent_events_path(&attempt_dir)).unwrap();
+        let mut records = Records::append_to(&agent_events_path(&held)).unwrap();
         records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
         // Another connection, to a server that has two records of rank 1 and none of rank 0.
         let mut outbox = Outbox::new(&held, &[stored(&held, Source::Rank(1), 2)]);
@@ -258,7 +259,7 @@ mod tests {
         let path = events_path(&held.attempt_dir(), 0);
         let mut records = Records::append_to(&path).unwrap();
         records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 }).unwrap();
-        let mut agent = Records::append_to(&agent_events_path(&held.attempt_dir())).unwrap();
+        let mut agent = Records::append_to(&agent_events_path(&held)).unwrap();
         agent.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
         // A folder in its place: it opens, and reading it fails (for root too).
         let aside = dir.path().join("aside");

@@ -16,6 +16,7 @@ use lockstep_protocol::{
 };
 use std::{
     collections::{HashMap, HashSet, VecDeque},
+    net::IpAddr,
     path::Path,
     time::{Duration, Instant},
 };
@@ -59,6 +60,8 @@ impl Outcome {
 /// A connection before its `Hello`.
 pub(super) struct Session {
     socket: Socket,
+    /// This end's address.
+    local: Option<IpAddr>,
 }
 
 /// A connection to the server over which nothing was sent.
@@ -81,11 +84,12 @@ impl Session {
     /// Why there is no connection.
     pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, String> {
         let connector = Some(address.connector()?);
+        let local = stream.local_addr().ok().map(|address| address.ip());
         let request = address.request().clone();
         let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
             Err(_) => Err("it does not answer".into()),
-            Ok(Ok((socket, _))) => Ok(Self { socket }),
+            Ok(Ok((socket, _))) => Ok(Self { socket, local }),
             Ok(Err(tungstenite::Error::Http(answer))) => {
                 let body = answer.body().as_deref().unwrap_or_default();
                 Err(format!("it answered {} {}", answer.status(), detail(body)))
@@ -98,11 +102,13 @@ impl Session {
 
     /// Introduces the agent and serves until the connection is lost or the agent is to end.
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
+        let mut machine = machine::describe(agent.state_dir.dir());
+        agent.network.describe(&mut machine, self.local);
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
             agent_id: agent.state_dir.agent_id().to_owned(),
             name: agent.name.clone(),
-            machine: machine::describe(agent.state_dir.dir()),
+            machine,
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
             only_job: agent.only_job.clone(),
@@ -135,6 +141,7 @@ impl Session {
                     stored: acknowledged,
                     unwanted: HashSet::new(),
                     stopped_late: HashMap::new(),
+                    told_ready: HashSet::new(),
                     heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
                     heartbeat_sent: None,
                     heard: Instant::now(),
@@ -177,6 +184,8 @@ struct Connected {
     /// Attempts that were over already when the server ordered their end: either the order crossed their last report, or the server
     /// takes no more of them.
     stopped_late: HashMap<AttemptRef, Instant>,
+    /// Attempts over several machines of which the server knows that they are ready here.
+    told_ready: HashSet<AttemptRef>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
     /// When the server last sent anything.
@@ -269,8 +278,7 @@ impl Connected {
         {
             self.send(&FromAgent::Leaving { reason: "the agent was stopped".into() }).await?;
         }
-        let mut reports = Vec::new();
-        let mut done = Vec::new();
+        let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {
             let name = attempt.attempt();
             // Checked before the files are read: what is written before the end is read before it.
@@ -298,9 +306,20 @@ impl Connected {
             self.outboxes.remove(&attempt);
             self.unwanted.remove(&attempt);
             self.stopped_late.remove(&attempt);
+            self.told_ready.remove(&attempt);
             agent.forget(&attempt);
         }
         if agent.poll(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
+    }
+
+    /// What the server has not been told of attempts over several machines.
+    fn newly_ready(&mut self, agent: &Agent) -> Vec<FromAgent> {
+        let ready = |attempt: &Attempt| {
+            let port = attempt.gang()?.ready()?;
+            let is_news = !attempt.is_over() && self.told_ready.insert(attempt.attempt().clone());
+            is_news.then(|| FromAgent::Ready { attempt: attempt.attempt().clone(), port })
+        };
+        agent.attempts.values().filter_map(ready).collect()
     }
 
     fn obey(&mut self, agent: &mut Agent, message: ToAgent) -> Result<(), Outcome> {
@@ -316,6 +335,12 @@ impl Connected {
                 }
             }
             ToAgent::Start(start) => agent.start(*start),
+            ToAgent::Launch { attempt, master_port } => {
+                let found = agent.attempts.values().find(|a| *a.attempt() == attempt);
+                if let Some(gang) = found.and_then(Attempt::gang) {
+                    gang.launch(master_port);
+                }
+            }
             ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
                 self.end(agent, &attempt, patient);

@@ -20,6 +20,9 @@ use std::{
     process::{Command, Stdio},
 };
 
+/// Which network interface NCCL uses among machines.
+const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
+
 /// The file of `rank` with `extension` in an attempt's folder.
 pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.{extension}"))
@@ -66,6 +69,10 @@ impl RankProcess {
         let stdout = stderr.try_clone()?;
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
+        let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
+        if let Some(interface) = interface.filter(|_| std::env::var_os(NCCL_INTERFACE).is_none()) {
+            command.env(NCCL_INTERFACE, interface);
+        }
         command
             .envs(config.device().backend.environment(config.gpu.as_ref())?)
             .arg("rank")
@@ -133,6 +140,7 @@ mod tests {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            network: None,
         };
         let config = RankConfig {
             start,

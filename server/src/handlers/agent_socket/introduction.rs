@@ -53,6 +53,10 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     for text in [&mut machine.hostname, &mut machine.cpu, &mut machine.version] {
         text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
     }
+    for text in [&mut machine.address, &mut machine.interface, &mut machine.network_id] {
+        // Cut to length they would be another machine's.
+        *text = text.take().filter(|text| text.len() <= NAME_BYTES && first_unseen(text).is_none());
+    }
     for slot in &mut slots {
         for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {
             text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));

@@ -4,7 +4,7 @@
 use crate::{
     access::Caller,
     app::App,
-    dispatch::{device_for, slots_for},
+    dispatch::{device_for, most_slots},
     error::{Error, Problem, Result},
     handlers::{
         datasets,
@@ -163,7 +163,8 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     let device = device_for(spec);
-    let most = online.iter().map(|a| slots_for(&a.row.slots, device).len()).max().unwrap_or(0);
+    let sum = most_slots(app, device);
+    let most = sum.slots;
     if most >= spec.parallel.ranks as usize {
         return None;
     }
@@ -182,11 +183,19 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
         return Some(SpecError { pointer: pointer.into(), detail: detail.into() });
     }
     let unit = if device == Device::Cuda { "GPU" } else { "slot" };
-    let detail = format!(
-        "{} ranks, but the largest machine online has {most} {unit}{}; use at most {most}, or join a machine with more",
-        spec.parallel.ranks,
-        if most == 1 { "" } else { "s" }
-    );
+    let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
+    let ranks = spec.parallel.ranks;
+    let detail = if sum.machines > 1 {
+        format!(
+            "{ranks} ranks, but the {} machines online that can share a job have {most} {units} in all; use at most {most}, or join \
+             another machine",
+            sum.machines
+        )
+    } else {
+        format!(
+            "{ranks} ranks, but the largest machine online has {most} {units}; use at most {most}, or join a machine with more"
+        )
+    };
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })
 }
 

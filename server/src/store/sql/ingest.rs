@@ -15,15 +15,22 @@ use lockstep_protocol::{
 use sqlx::AssertSqlSafe;
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 
-fn number(source: Source) -> i64 {
+/// A source as it is stored: ranks by their number; the agent of the attempt's first place is -1, that of the second -2.
+type SourceNumber = i64;
+
+fn number(source: Source, place: usize) -> SourceNumber {
     match source {
         Source::Rank(rank) => rank.into(),
-        Source::Agent => -1,
+        Source::Agent => -1 - i64::try_from(place).unwrap_or(i64::MAX - 1),
     }
 }
 
-fn source(number: i64) -> Source {
-    u32::try_from(number).map_or(Source::Agent, Source::Rank)
+/// The source as the agent of this place calls it; none of another agent's own.
+fn source(stored: SourceNumber, place: usize) -> Option<Source> {
+    match u32::try_from(stored) {
+        Ok(rank) => Some(Source::Rank(rank)),
+        Err(_) => (stored == number(Source::Agent, place)).then_some(Source::Agent),
+    }
 }
 
 /// What the server itself gave out with this attempt, however long ago: its fencing token, and the ids of its agents.
@@ -44,14 +51,14 @@ async fn given(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<
 }
 
 /// How many records of each source of an attempt are stored.
-async fn records(db: &mut Connection, job: &JobId, attempt: u32) -> Result<HashMap<Source, u64>> {
+async fn records(db: &mut Connection, job: &JobId, attempt: u32) -> Result<HashMap<SourceNumber, u64>> {
     let rows: Vec<(i64, i64)> =
         sqlx::query_as("SELECT source, records FROM acknowledged WHERE job_id = $1 AND attempt = $2")
             .bind(job.as_str())
             .bind(i64::from(attempt))
             .fetch_all(db)
             .await?;
-    Ok(rows.into_iter().map(|(number, records)| (source(number), uint(records))).collect())
+    Ok(rows.into_iter().map(|(number, records)| (number, uint(records))).collect())
 }
 
 /// A transaction's copy of a job, so that each is read and written once, however many reports there are.
@@ -65,15 +72,15 @@ struct Loaded {
 
 struct Attempt {
     given: Option<Given>,
-    records: HashMap<Source, u64>,
+    records: HashMap<SourceNumber, u64>,
     /// Sources whose number has grown.
-    grown: BTreeSet<Source>,
+    grown: BTreeSet<SourceNumber>,
 }
 
 /// Rows of [`acknowledged`](records) of one statement, largest first.
 const TOGETHER: [usize; 3] = [64, 8, 1];
 
-async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, Source, u64)]) -> Result<()> {
+async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
     let mut rest = numbers;
     for size in TOGETHER {
         while let Some((now, later)) = rest.split_at_checked(size) {
@@ -86,11 +93,7 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, Source, u64)]
             );
             let mut query = sqlx::query(AssertSqlSafe(text));
             for (job, attempt, source, records) in now {
-                query = query
-                    .bind(job.as_str())
-                    .bind(i64::from(*attempt))
-                    .bind(number(*source))
-                    .bind(int(*records));
+                query = query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records));
             }
             query.execute(&mut *db).await?;
         }
@@ -156,17 +159,20 @@ impl SqlStore {
         Ok(answers)
     }
 
-    pub(super) async fn read_acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
+    pub(super) async fn read_acknowledged(
+        &self,
+        attempt: &AttemptRef,
+        agent_id: &str,
+    ) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
         let given = given(&mut db, &attempt.job, attempt.attempt).await?;
-        if given.is_none_or(|(token, _)| token != attempt.fencing_token) {
+        let Some((_, agents)) = given.filter(|(token, _)| *token == attempt.fencing_token) else {
             return Ok(Vec::new());
-        }
+        };
+        let Some(place) = agents.iter().position(|agent| agent == agent_id) else { return Ok(Vec::new()) };
         let known = records(&mut db, &attempt.job, attempt.attempt).await?;
-        Ok(known
-            .into_iter()
-            .map(|(source, records)| acknowledgement(attempt.clone(), source, records))
-            .collect())
+        let known = known.into_iter().filter_map(|(number, records)| Some((source(number, place)?, records)));
+        Ok(known.map(|(source, records)| acknowledgement(attempt.clone(), source, records)).collect())
     }
 }
 
@@ -188,21 +194,21 @@ async fn store_report(
             grown: BTreeSet::new(),
         }),
     };
-    let is_theirs = known
-        .given
-        .as_ref()
-        .is_some_and(|(token, agents)| *token == attempt.fencing_token && agents.contains(agent_id));
-    if !is_theirs {
+    let given = known.given.as_ref().filter(|(token, _)| *token == attempt.fencing_token);
+    let agents = given.map_or(&[][..], |(_, agents)| agents);
+    let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
         return Ok((Ingested::Stale, false));
-    }
-    let have = known.records.get(&source).copied().unwrap_or(0);
+    };
+    let number = number(source, place);
+    let have = known.records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= have {
         // Told twice, perhaps after the attempt's end: its agent only missed the acknowledgement.
         let acknowledged = acknowledgement(attempt.clone(), source, have);
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
-    if row.live().as_ref() != Some(attempt) {
+    // Of several agents, one whose lease ran out, or that said already how its ranks ended.
+    if row.live().as_ref() != Some(attempt) || lifecycle::has_ended_at(row, agent_id) {
         return Ok((Ingested::Stale, false));
     }
     if first > have {
@@ -226,7 +232,14 @@ async fn store_report(
         // Only these move a job, and only a move can be refused half way.
         let moves = matches!(event, AttemptEvent::Ended(_) | AttemptEvent::Running { .. });
         let before = moves.then(|| row.clone());
-        match lifecycle::report(row, event, leaving.as_ref(), at) {
+        let changed = match event {
+            AttemptEvent::Ended(ending) if agents.len() > 1 => {
+                let end = lifecycle::PlaceEnd::Ended { ending, leaving: leaving.clone() };
+                lifecycle::place_ended(row, agents.len(), agent_id, end, at)
+            }
+            event => lifecycle::report(row, event, leaving.as_ref(), at),
+        };
+        match changed {
             Ok(bodies) => {
                 new.extend(jobs::append(db, row, bodies, at).await?);
                 reached("ingest.event")?;
@@ -239,8 +252,8 @@ async fn store_report(
             }
         }
     }
-    known.records.insert(source, end);
-    known.grown.insert(source);
+    known.records.insert(number, end);
+    known.grown.insert(number);
     Ok((
         Ingested::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
         true,

@@ -130,8 +130,8 @@ impl Store for SqlStore {
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
     }
-    async fn acknowledged(&self, attempt: &AttemptRef) -> Result<Vec<Acknowledged>> {
-        self.read_acknowledged(attempt).await
+    async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>> {
+        self.read_acknowledged(attempt, agent_id).await
     }
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         self.store_reports(reports).await

@@ -55,7 +55,16 @@ impl Watch {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
         } else {
             let unexplained = || Ending::Failed { reason: ReasonCode::Unexplained.into(), retriable: true };
-            let cause = || Some(ranks.failure_cause()?.rank.ending());
+            let is_shared = self.stored.start.is_shared();
+            let cause = || {
+                let cause = ranks.failure_cause()?;
+                Some(match cause.rank.ending() {
+                    Ending::Failed { reason, .. } if cause.provisional && is_shared => {
+                        Ending::Secondary { reason }
+                    }
+                    ending => ending,
+                })
+            };
             self.decided.clone().or_else(cause).unwrap_or_else(unexplained)
         };
         let ending = self.labelled(ending, &ends, left);
@@ -117,7 +126,7 @@ impl Watch {
 
     /// A full disk delays the end; it does not lose it.
     async fn write(&self, events: &[AttemptEvent]) {
-        let path = agent_events_path(&self.dir);
+        let path = agent_events_path(&self.stored);
         let mut written = 0;
         let mut records = None;
         loop {

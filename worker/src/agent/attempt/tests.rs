@@ -39,6 +39,7 @@ fn place(ranks: u32, script: &str) -> Place {
         secret: String::new(),
         job_dir: None,
         resume: None,
+        network: None,
     };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();

@@ -8,7 +8,7 @@ use super::{
 use crate::comm::handshake::Terms;
 use std::{
     io,
-    net::{IpAddr, TcpStream, ToSocketAddrs},
+    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -81,7 +81,14 @@ impl Store {
         self.meeting.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
-    /// This machine's address as rank 0's machine sees it.
+    /// This machine listens for other ranks at `ip`, where that is one of its addresses: it may have several.
+    pub fn listen_at(&mut self, ip: IpAddr) {
+        if TcpListener::bind((ip, 0)).is_ok() {
+            self.local_ip = ip;
+        }
+    }
+
+    /// This machine's address for other ranks; unless [`Store::listen_at`] said another, the one with which it reaches rank 0's machine.
     pub fn local_ip(&self) -> IpAddr {
         self.local_ip
     }

@@ -1,0 +1,128 @@
+use super::*;
+use crate::{agents::Agents, store::AgentRow};
+use lockstep_protocol::agent::Slot;
+
+/// A machine: name, address, slots in all, those in use, and what they are.
+type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
+
+fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
+    let agents = Agents::default();
+    let mut kept = Vec::new();
+    for (name, address, slots, _, model) in given {
+        let device = if model.starts_with("GPU") { "cuda" } else { "cpu" };
+        let slot =
+            |index| Slot { index, device: device.into(), name: (*model).into(), memory_bytes: 0, uuid: None };
+        let machine = Machine {
+            hostname: (*name).into(),
+            cpu: String::new(),
+            cores: *slots,
+            memory_bytes: 0,
+            disk_free_bytes: 0,
+            version: String::new(),
+            address: address.map(Into::into),
+            interface: None,
+            // The part of the name before a dash is the machine.
+            network_id: address.and_then(|_| name.split('-').next()).map(Into::into),
+        };
+        let row = AgentRow {
+            id: format!("id-{name}"),
+            name: (*name).into(),
+            machine,
+            slots: (0..*slots).map(slot).collect(),
+            last_seen_at: crate::now(),
+        };
+        let (to, from) = tokio::sync::mpsc::unbounded_channel();
+        kept.push(from);
+        agents.join(row, None, to).unwrap();
+    }
+    let in_use = |agent: &crate::agents::Online| {
+        let (_, _, _, used, _) = given.iter().find(|g| g.0 == agent.row.name).unwrap();
+        (0..*used).collect()
+    };
+    let online = agents.online().into_iter();
+    online
+        .map(|agent| (in_use(&agent), agent))
+        .map(|(used, a)| Candidate::of(a, &used, Device::Auto))
+        .collect()
+}
+
+/// Names of the chosen machines, with how many slots of each.
+fn chosen(given: &[Given<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
+    let candidates = candidates(given);
+    let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
+    let found = choose(&candidates, ranks, &reserved).unwrap_or_default();
+    found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect()
+}
+
+fn named(list: &[(&str, usize)]) -> Vec<(String, usize)> {
+    list.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect()
+}
+
+const CPU: &str = "a core";
+
+#[test]
+fn one_machine_where_one_is_enough_else_the_fewest_and_the_last_one_is_the_fullest() {
+    let given = [
+        ("a", Some("10.0.0.1"), 4, 0, CPU),
+        ("b", Some("10.0.0.2"), 4, 1, CPU),
+        ("c", Some("10.0.0.3"), 4, 3, CPU),
+        ("d", Some("10.0.0.4"), 4, 4, CPU),
+    ];
+    assert_eq!(chosen(&given, 1, &[]), named(&[("c", 1)]));
+    assert_eq!(chosen(&given, 4, &[]), named(&[("a", 4)]));
+    assert_eq!(chosen(&given, 5, &[]), named(&[("a", 4), ("c", 1)]));
+    assert_eq!(chosen(&given, 6, &[]), named(&[("a", 4), ("b", 2)]));
+    assert_eq!(chosen(&given, 8, &[]), named(&[("a", 4), ("b", 3), ("c", 1)]));
+    assert_eq!(chosen(&given, 9, &[]), [], "all slots or none");
+    // What is kept for jobs before this one is not there.
+    assert_eq!(chosen(&given, 4, &["a"]), named(&[("b", 3), ("c", 1)]));
+    assert_eq!(chosen(&given, 5, &["a"]), []);
+}
+
+#[test]
+fn machines_share_a_job_only_where_they_reach_each_other() {
+    let apart = [("a", Some("127.0.0.1"), 2, 0, CPU), ("b", Some("127.0.0.1"), 2, 0, CPU)];
+    assert_eq!(chosen(&apart, 4, &[]), []);
+    assert_eq!(most(&candidates(&apart)), Sum { slots: 2, free: 2, machines: 1 });
+    let mixed = [("a", Some("10.0.0.1"), 2, 0, CPU), ("b", Some("localhost"), 2, 0, CPU)];
+    assert_eq!(chosen(&mixed, 4, &[]), []);
+    // Two agents of one machine, by loopback and not.
+    let together = [("m-1", Some("127.0.0.1"), 2, 0, CPU), ("m-2", Some("10.0.0.2"), 2, 0, CPU)];
+    assert_eq!(chosen(&together, 4, &[]), named(&[("m-1", 2), ("m-2", 2)]));
+    // Of an older version.
+    let old = [("a", None, 2, 0, CPU), ("b", None, 2, 0, CPU)];
+    assert_eq!(chosen(&old, 4, &[]), []);
+    assert_eq!(chosen(&old, 2, &[]), named(&[("a", 2)]));
+}
+
+#[test]
+fn slots_are_of_one_kind_and_of_one_model_where_that_takes_no_further_machine() {
+    let given = [
+        ("a", Some("10.0.0.1"), 2, 0, "GPU old"),
+        ("b", Some("10.0.0.2"), 2, 0, "GPU new"),
+        ("c", Some("10.0.0.3"), 2, 0, "GPU new"),
+        ("d", Some("10.0.0.4"), 2, 0, CPU),
+    ];
+    assert_eq!(chosen(&given, 4, &[]), named(&[("b", 2), ("c", 2)]));
+    assert_eq!(chosen(&given, 6, &[]), named(&[("a", 2), ("b", 2), ("c", 2)]));
+    assert_eq!(chosen(&given, 8, &[]), [], "a CPU is no GPU");
+    assert_eq!(most(&candidates(&given)), Sum { slots: 6, free: 6, machines: 3 });
+}
+
+#[test]
+fn what_is_kept_for_a_large_job_has_enough_slots_and_most_of_them_free() {
+    let given = [
+        ("a", Some("10.0.0.1"), 2, 2, CPU),
+        ("b", Some("10.0.0.2"), 2, 1, CPU),
+        ("c", Some("10.0.0.3"), 2, 1, CPU),
+    ];
+    let candidates = candidates(&given);
+    let kept = |ranks| {
+        let kept = reserve(&candidates, ranks)?;
+        Some(kept.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>().join(" "))
+    };
+    assert_eq!(kept(4).as_deref(), Some("b c"));
+    assert_eq!(kept(5).as_deref(), Some("b c a"));
+    assert_eq!(kept(7), None);
+    assert!(kept(2).is_some_and(|one| one == "b" || one == "c"), "one that is enough");
+}

@@ -1,0 +1,42 @@
+//! The end of an attempt whose ranks are on several agents. It is over when the ranks have ended on all of them, so that no GPU memory
+//! is taken when the next attempt starts. The first real cause explains it.
+
+use super::{JobRow, PlaceEnd, Refused, lost, place_end::explanation, reports::ended, requeue};
+use jiff::Timestamp;
+use lockstep_protocol::stream::EventBody;
+
+/// The ranks of the live attempt, which has `places` agents, have ended on one of them. The last one ends the attempt.
+pub fn place_ended(
+    row: &mut JobRow,
+    places: usize,
+    agent_id: &str,
+    end: PlaceEnd,
+    at: Timestamp,
+) -> Result<Vec<EventBody>, Refused> {
+    let ends = &mut row.progress.ends;
+    if ends.iter().any(|(known, _)| known == agent_id) {
+        return Ok(Vec::new());
+    }
+    ends.push((agent_id.to_owned(), end));
+    if ends.len() < places {
+        return Ok(Vec::new());
+    }
+    let Some(first) = explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {
+        return Ok(Vec::new());
+    };
+    match first {
+        PlaceEnd::Lost(reason) => lost(row, &reason, at),
+        PlaceEnd::Left(reason) => requeue(row, &reason, at),
+        PlaceEnd::Ended { ending, leaving } => ended(row, ending, leaving.as_ref(), at),
+    }
+}
+
+/// Whether the ranks of the live attempt have ended on an agent, while others still have some.
+pub fn has_ended_at(row: &JobRow, agent_id: &str) -> bool {
+    row.progress.ends.iter().any(|(known, _)| known == agent_id)
+}
+
+/// Whether the ranks of the live attempt have to end because they did on an agent.
+pub fn is_ending(row: &JobRow) -> bool {
+    row.progress.ends.iter().any(|(_, end)| end.ends_others())
+}

@@ -1,0 +1,253 @@
+//! Attempts over several agents, as their messages make them: starts, ends and their causes.
+
+use crate::{
+    agent::{Agent, hello, losses, running},
+    test_server::{TestServer, spec},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt, ToAgent},
+    job::JobState,
+    reason::{Facts, Reason, ReasonCode},
+};
+use serde_json::json;
+use std::time::Duration;
+
+/// As [`hello`], from a machine at this address.
+fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str) -> FromAgent {
+    let mut said = hello(name, slots, attempts);
+    if let FromAgent::Hello { machine, .. } = &mut said {
+        machine.address = Some(address.into());
+        machine.interface = Some(format!("if-{name}"));
+        machine.network_id = Some(format!("network of {name}"));
+    }
+    said
+}
+
+/// The dataset of the tests, and no agent.
+async fn pictures(server: &TestServer) {
+    Agent::with_pictures(server, 2).await.vanish();
+    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+    while server.get("/agents").await.1["agents"][0]["online"] == true {
+        assert!(tokio::time::Instant::now() < deadline);
+    }
+}
+
+/// Two machines of two slots that reach each other.
+async fn machines(server: &TestServer) -> (Agent, Agent) {
+    pictures(server).await;
+    let a = Agent::greet(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let b = Agent::greet(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    (a, b)
+}
+
+async fn ready(agent: &mut Agent, start: &StartAttempt, port: Option<u16>) {
+    agent.send(FromAgent::Ready { attempt: start.attempt.clone(), port }).await;
+}
+
+async fn launched(agent: &mut Agent) -> u16 {
+    match agent.next().await {
+        Some(ToAgent::Launch { master_port, .. }) => master_port,
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn stopped(agent: &mut Agent) -> bool {
+    match agent.next().await {
+        Some(ToAgent::Stop { patient, .. }) => patient,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A job of four ranks that both have started.
+async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
+    let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
+    let attempt = again(a, b).await;
+    (id, attempt)
+}
+
+async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
+    let (first, second) = (a.started().await, b.started().await);
+    ready(b, &second, None).await;
+    ready(a, &first, Some(4321)).await;
+    assert_eq!((launched(a).await, launched(b).await), (4321, 4321));
+    first.attempt
+}
+
+fn killed(rank: u32) -> Ending {
+    let facts = Facts { rank: Some(rank), step: Some(3), signal: Some(9), ..Facts::default() };
+    Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
+}
+
+fn lost_contact(rank: u32) -> Ending {
+    let detail = Some("lost the connection".to_owned());
+    let facts = Facts { rank: Some(rank), step: Some(3), detail, ..Facts::default() };
+    Ending::Secondary { reason: Reason::new(ReasonCode::RankFailed, facts) }
+}
+
+#[tokio::test]
+async fn all_machines_are_told_where_rank_0_is_and_start_when_all_are_ready() {
+    let server = TestServer::new().await;
+    let (mut a, mut b) = machines(&server).await;
+    let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
+    let (first, second) = (a.started().await, b.started().await);
+    assert_eq!((&first.ranks, &second.ranks), (&vec![(0, 0), (1, 1)], &vec![(2, 0), (3, 1)]));
+    assert_eq!(
+        (first.attempt.clone(), first.secret.clone()),
+        (second.attempt.clone(), second.secret.clone())
+    );
+    for start in [&first, &second] {
+        assert_eq!((start.master_addr.as_str(), start.master_port, start.world_size), ("10.0.0.1", 0, 4));
+    }
+    let network = second.network.as_ref().unwrap();
+    assert_eq!((network.address.as_str(), network.interface.as_deref()), ("10.0.0.2", Some("if-b")));
+    // What the second machine says of the port is not rank 0's word.
+    ready(&mut b, &second, Some(1)).await;
+    ready(&mut a, &first, Some(4321)).await;
+    assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
+    // One that missed it is told again on its next connection.
+    b.vanish();
+    let mut b =
+        Agent::greet(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
+    assert_eq!(b.welcome.1, []);
+    ready(&mut b, &second, None).await;
+    assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
+
+    a.report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    b.report(&first.attempt, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
+    // Each agent has records of its own beside those of its ranks.
+    b.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(server.job(&id).await.state, JobState::Running, "rank 0 still writes its checkpoint");
+    let (_, machines) = server.get("/agents").await;
+    let slots = machines["agents"][1]["slots"].as_array().unwrap();
+    assert!(
+        slots.iter().all(|slot| slot["job"].is_null()),
+        "the second machine's slots are free: {machines:#}"
+    );
+    a.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
+    let job = server.job(&id).await;
+    assert_eq!((job.state, job.agents), (JobState::Succeeded, vec!["a".to_owned(), "b".to_owned()]));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_first_real_cause_explains_the_end_and_the_next_attempt_waits_for_all_machines() {
+    let server = TestServer::new().await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    // The ranks of the first machine notice first, and know least.
+    a.end(&attempt, lost_contact(0)).await;
+    assert!(!stopped(&mut b).await, "a machine that does not know is told to end its ranks");
+    assert_eq!(server.job(&id).await.state, JobState::Running, "a rank may still hold memory there");
+    b.end(&attempt, killed(2)).await;
+    let next = again(&mut a, &mut b).await;
+    let states = server.stored(&id).await;
+    let restart = states.iter().find(|e| e["state"] == "restarting").unwrap();
+    assert_eq!(restart["reason"], "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the start");
+
+    // A server that is started again knows who has ended, and tells the other one.
+    a.end(&next, killed(1)).await;
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |_| {}).await;
+    let mut b = Agent::greet(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
+    assert_eq!(b.welcome.1, [], "its ranks may still say what they have to");
+    assert!(!stopped(&mut b).await);
+    b.report(&next, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
+    b.end(&next, Ending::Stopped).await;
+    let job = server.until(&id, JobState::Restarting).await;
+    assert!(job.reason.unwrap().contains("rank 1 was killed"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
+    let server = TestServer::new().await;
+    let (mut a, mut b) = machines(&server).await;
+    let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
+    let (first, second) = (a.started().await, b.started().await);
+    ready(&mut a, &first, Some(4321)).await;
+    let facts = Facts { detail: Some("/some/pictures is not there".into()), ..Facts::default() };
+    let reason = Reason::new(ReasonCode::DatasetUnusable, facts);
+    b.end(&second.attempt, Ending::Failed { reason, retriable: false }).await;
+    assert!(!stopped(&mut a).await);
+    a.end(&first.attempt, Ending::Stopped).await;
+    let job = server.job(&id).await;
+    let reason = job.reason.as_deref();
+    assert_eq!(
+        (job.state, reason),
+        (JobState::Failed, Some("the ranks were not started: /some/pictures is not there"))
+    );
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_is_silent_is_named() {
+    let server = TestServer::with(|c| {
+        c.lease = Duration::from_millis(1500);
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
+    assert!(stopped(&mut a).await, "with a checkpoint");
+    b.end(&attempt, Ending::Stopped).await;
+    a.end(&attempt, Ending::Stopped).await;
+    b.vanish();
+    let job = server.until(&id, JobState::Queued).await;
+    assert!(job.reason.unwrap().contains("agent \"b\" was stopped in order (the agent was stopped)"));
+
+    let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let attempt = again(&mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    b.vanish();
+    // The first machine is there and beats; its ranks have nobody to talk to.
+    let mut beats = tokio::time::interval(Duration::from_millis(100));
+    loop {
+        tokio::select! {
+            _ = beats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
+            patient = stopped(&mut a) => {
+                assert!(!patient);
+                break;
+            }
+        }
+    }
+    a.end(&attempt, lost_contact(0)).await;
+    let job = server.until(&id, JobState::Restarting).await;
+    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 1.5 s"));
+    // It comes back with ranks that nobody waits for.
+    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
+    let late = vec![AttemptEvent::Ended(killed(2))];
+    b.send(FromAgent::Report { attempt: attempt.clone(), source: Source::Agent, first: 0, events: late })
+        .await;
+    let mut messages = vec![b.next().await.unwrap(), b.next().await.unwrap()];
+    messages.sort_by_key(|message| matches!(message, ToAgent::Start(_)));
+    assert!(matches!(&messages[0], ToAgent::Stop { attempt: of, .. } if *of == attempt), "{messages:?}");
+    assert!(matches!(&messages[1], ToAgent::Start(start) if start.attempt.attempt == 3), "{messages:?}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn machines_that_do_not_reach_each_other_share_no_job_and_it_says_so() {
+    let server = TestServer::new().await;
+    pictures(&server).await;
+    let mut four = spec();
+    four["parallel"]["ranks"] = json!(4);
+    let id = server.submit(|s| *s = four.clone()).await.id.to_string();
+    let _a = Agent::greet(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
+    let _b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let mut stream = server.stream(&id, 0).await;
+    stream
+        .until(|f| {
+            f["reason"].as_str().is_some_and(|r| {
+                r.contains("needs 4 slots; the machines online have as many, but a can be reached from its own machine alone")
+                    && r.contains("--advertise ADDRESS")
+            })
+        })
+        .await;
+    let (status, body) = server.post("/jobs/validate", &four).await;
+    assert_eq!(status, 422, "{body}");
+    server.stop().await;
+}

@@ -1,0 +1,328 @@
+//! One job over several machines: real agents, each with its own name, folder and slots, that share this machine.
+
+use crate::{
+    pictures,
+    server::{Agents, LOCKSTEP, Server, ended, lockstep, number, signal, turn},
+    specs,
+};
+use reqwest::{Method, StatusCode};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::Child,
+};
+
+const STEPS: u64 = 30;
+
+/// Agents of one server, by name.
+struct Machines {
+    server: Server,
+    agents: Vec<(String, Child)>,
+}
+
+impl Machines {
+    async fn start(agents: &[(&str, u32)]) -> Self {
+        let server = Server::start_with(Agents::None).await;
+        let mut this = Self { server, agents: Vec::new() };
+        for (name, slots) in agents {
+            this.join(name, *slots, &[]);
+        }
+        this.online(agents.iter().map(|(_, slots)| *slots as usize).sum()).await;
+        let dataset = pictures::idx_dataset(this.server.folder().path(), 160, 16);
+        this.server.register("fashion", &dataset).await;
+        this
+    }
+
+    async fn online(&self, slots: usize) {
+        self.server.until("all agents are online", async |s: &Server| s.slots().await == slots).await;
+    }
+
+    /// Starts an agent, again on the same folder where there was one of this name.
+    fn join(&mut self, name: &str, slots: u32, variables: &[(&str, &str)]) {
+        let folder = self.server.folder().path();
+        let token = folder.join(format!("{name}.token"));
+        if !token.exists() {
+            let made = self.server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
+            fs::write(&token, made.ok()).expect("a token");
+        }
+        let log = File::options().create(true).append(true).open(folder.join(format!("{name}.log")));
+        let log = log.expect("a log");
+        let mut command = lockstep();
+        command.args(["agent", "--server", &self.server.url, "--name", name, "--token-file"]).arg(token);
+        command.args(["--cpu-slots", &slots.to_string(), "--data-dir"]).arg(folder.join(name));
+        command.envs(variables.iter().copied()).current_dir(folder);
+        command.stdout(log.try_clone().expect("a log")).stderr(log);
+        self.agents.push((name.to_owned(), command.spawn().expect("an agent")));
+    }
+
+    fn pid(&self, name: &str) -> i32 {
+        let found = self.agents.iter().find(|(of, _)| of == name);
+        found.expect("an agent of this name").1.id() as i32
+    }
+
+    /// As a power cut would: agent and ranks.
+    fn kill(&mut self, name: &str, with_ranks_of: Option<&str>) {
+        let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
+        let (_, mut agent) = self.agents.remove(n);
+        let pid = agent.id();
+        let ranks = with_ranks_of.map(|job| self.server.ranks(job)).unwrap_or_default();
+        for (_, rank) in ranks.iter().filter(|(_, rank)| parent(rank.pid) == Some(pid)) {
+            signal(rank.pid, Signal::KILL);
+        }
+        agent.kill().expect("SIGKILL");
+        agent.wait().expect("its status");
+    }
+
+    async fn end(&mut self, name: &str) {
+        let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
+        let (_, mut agent) = self.agents.remove(n);
+        signal(agent.id() as i32, Signal::TERM);
+        assert_eq!(ended(&mut agent).await.code(), Some(0));
+    }
+
+    async fn stop(mut self) {
+        while let Some((name, _)) = self.agents.first() {
+            let name = name.clone();
+            self.end(&name).await;
+        }
+        self.server.stop().await;
+    }
+
+    async fn order(&self, id: &str, order: &str) {
+        let answer = self.server.request(Method::POST, &format!("/jobs/{id}/{order}"), None).await;
+        assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+    }
+
+    async fn trains(&self, id: &str) -> Value {
+        self.server.job_when(id, "it trains", |job| number(&job["step"]) >= 3).await
+    }
+
+    async fn attempts(&self, id: &str) -> Vec<Value> {
+        let answer = self.server.get(&format!("/jobs/{id}/attempts")).await;
+        answer["attempts"].as_array().expect("attempts").clone()
+    }
+}
+
+/// The parent of a process.
+fn parent(pid: i32) -> Option<u32> {
+    let status = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
+}
+
+/// A job with dropout of nothing and a checkpoint every ten steps: what it comes to depends on its seed alone.
+fn job(ranks: u32, steps: u64) -> Value {
+    specs::with(
+        specs::short("gang", "fashion", ranks, steps),
+        json!({"checkpoint": {"every_steps": 10}, "train": {"seed": 7}}),
+    )
+}
+
+#[tokio::test]
+async fn a_job_over_two_agents_has_the_weights_of_one_on_a_single_agent() {
+    let _turn = turn().await;
+    let mut machines = Machines::start(&[("whole", 4)]).await;
+    let mut models = Vec::new();
+    for ranks in [2, 4] {
+        let id = machines.server.submit(&job(ranks, STEPS)).await;
+        assert_eq!(machines.server.succeeded(&id).await["agents"], json!(["whole"]));
+        models.push(machines.server.last_model(&id).await);
+    }
+    machines.end("whole").await;
+    // The ranks of one machine share memory; those of several do not.
+    let apart = [("LOCKSTEP_SHARED_MEMORY", "0")];
+    for (n, slots, variables) in [(0, 1, &[][..]), (1, 2, &apart[..])] {
+        let (a, b) = (format!("a{n}"), format!("b{n}"));
+        machines.join(&a, slots, variables);
+        machines.join(&b, slots, variables);
+        machines.online(2 * slots as usize).await;
+        let id = machines.server.submit(&job(2 * slots, STEPS)).await;
+        let job = machines.server.succeeded(&id).await;
+        assert_eq!((&job["agents"], number(&job["attempt"])), (&json!([a, b]), 1), "{job:#}");
+        let ranks: Vec<_> = machines.server.points(&id, "loss").await.into_iter().map(|p| p.1).collect();
+        let all = (0..u64::from(2 * slots)).flat_map(|rank| vec![rank; STEPS as usize]);
+        assert_eq!(ranks, all.collect::<Vec<_>>(), "every rank of every machine reports every step");
+        assert!(machines.server.last_model(&id).await == models[n], "{slots} + {slots}: the same weights");
+        machines.end(&a).await;
+        machines.end(&b).await;
+    }
+    machines.stop().await;
+}
+
+#[tokio::test]
+async fn a_rank_killed_on_the_second_agent_costs_a_restart_and_no_bit() {
+    let _turn = turn().await;
+    let machines = Machines::start(&[("a", 1), ("b", 1)]).await;
+    let steps = 200;
+    let undisturbed = machines.server.submit(&job(2, steps)).await;
+    machines.server.succeeded(&undisturbed).await;
+    let id = machines.server.submit(&job(2, steps)).await;
+    machines.server.job_when(&id, "it trains", |job| number(&job["step"]) >= 25).await;
+    let ranks = machines.server.ranks(&id);
+    let (_, second) = ranks.iter().find(|(rank, _)| *rank == 1).expect("rank 1");
+    assert_eq!(parent(second.pid), Some(machines.pid("b") as u32), "rank 1 is the second machine's");
+    signal(second.pid, Signal::KILL);
+    let job = machines.server.succeeded(&id).await;
+    assert_eq!(number(&job["attempt"]), 2, "{job:#}");
+    let attempts = machines.attempts(&id).await;
+    let reason = attempts[0]["reason"]["words"].as_str().unwrap_or_default();
+    assert!(reason.contains("rank 1 was killed by signal 9"), "{attempts:#?}");
+    assert!(attempts.iter().all(|attempt| attempt["agents"] == json!(["a", "b"])), "{attempts:#?}");
+    assert!(
+        machines.server.last_model(&id).await == machines.server.last_model(&undisturbed).await,
+        "the same weights"
+    );
+    machines.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_silent_beyond_its_lease_is_named_and_the_job_continues_when_it_is_back_or_on_a_spare() {
+    let _turn = turn().await;
+    let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
+    let id = machines.server.submit(&job(2, 1_000_000)).await;
+    machines.trains(&id).await;
+    // A machine that hangs: its rank ends itself with the lease.
+    signal(machines.pid("b"), Signal::STOP);
+    let lost =
+        |attempt: u64| move |job: &Value| job["state"] == "restarting" && number(&job["attempt"]) == attempt;
+    machines.server.job_when(&id, "its lease runs out", lost(1)).await;
+    let reason = machines.attempts(&id).await[0]["reason"]["words"].clone();
+    assert!(reason.as_str().is_some_and(|r| r.contains("agent \"b\" was silent")), "{reason}");
+    assert!(machines.server.ranks(&id).is_empty(), "no rank is left when the next attempt may start");
+    signal(machines.pid("b"), Signal::CONT);
+    let again = |job: &Value| number(&job["attempt"]) == 2 && job["state"] == "running";
+    machines.server.job_when(&id, "it continues there", again).await;
+    // A machine that is gone for good, and a spare.
+    machines.kill("b", Some(&id));
+    machines.join("spare", 1, &[]);
+    let again = |job: &Value| number(&job["attempt"]) == 3 && job["state"] == "running";
+    let job = machines.server.job_when(&id, "it continues on the spare", again).await;
+    assert_eq!(job["agents"], json!(["a", "spare"]));
+    let reason = machines.attempts(&id).await[1]["reason"]["words"].clone();
+    assert!(reason.as_str().is_some_and(|r| r.contains("agent \"b\" was silent")), "{reason}");
+    machines.order(&id, "cancel").await;
+    assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
+    machines.stop().await;
+}
+
+#[tokio::test]
+async fn cancel_and_pause_and_an_orderly_end_reach_all_machines() {
+    let _turn = turn().await;
+    let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
+    let id = machines.server.submit(&job(2, 1_000_000)).await;
+    machines.trains(&id).await;
+    machines.order(&id, "pause").await;
+    let paused = |job: &Value| job["state"] == "paused";
+    let job = machines.server.job_when(&id, "it is paused", paused).await;
+    assert!(machines.server.ranks(&id).is_empty(), "its slots are free");
+    let step = number(&job["step"]);
+    let newest = machines.server.checkpoints(&id).await.iter().filter_map(|c| c["step"].as_u64()).max();
+    assert_eq!(newest, Some(step), "a checkpoint of the last step");
+    machines.order(&id, "resume").await;
+    machines.server.job_when(&id, "it continues", |job| number(&job["step"]) > step + 3).await;
+
+    // One of the machines is taken down: the job loses no step, and it is no restart.
+    machines.end("b").await;
+    let queued = |job: &Value| job["state"] == "queued";
+    let job = machines.server.job_when(&id, "it is back in the queue", queued).await;
+    let reason = job["reason"].as_str().unwrap_or_default();
+    assert!(reason.contains("agent \"b\" was stopped in order"), "{job:#}");
+    let step = number(&job["step"]);
+    assert!(reason.contains(&format!("continues from step {step}")), "{job:#}");
+    machines.join("b", 1, &[]);
+    machines.server.job_when(&id, "it continues", |job| number(&job["step"]) > step + 3).await;
+
+    machines.order(&id, "cancel").await;
+    assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
+    assert!(machines.server.ranks(&id).is_empty(), "on no machine");
+    machines.stop().await;
+}
+
+#[tokio::test]
+async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
+    let _turn = turn().await;
+    let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
+    let id = machines.server.submit(&job(2, 1_000_000)).await;
+    let goes_on = async |machines: &Machines| {
+        let step = number(&machines.server.job(&id).await["step"]);
+        let more = |job: &Value| number(&job["step"]) > step + 20;
+        let job = machines.server.job_when(&id, "it goes on", more).await;
+        assert_eq!((&job["state"], number(&job["attempt"])), (&json!("running"), 1), "{job:#}");
+    };
+    machines.trains(&id).await;
+    machines.server.kill_serve();
+    machines.server.serve_again().await;
+    goes_on(&machines).await;
+    for name in ["b", "a"] {
+        machines.kill(name, None);
+        machines.join(name, 1, &[]);
+        goes_on(&machines).await;
+    }
+    machines.order(&id, "cancel").await;
+    assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
+    machines.stop().await;
+}
+
+#[tokio::test]
+async fn two_large_jobs_wait_for_all_their_slots_in_order_and_are_not_overtaken() {
+    let _turn = turn().await;
+    let machines = Machines::start(&[("a", 2), ("b", 2)]).await;
+    let server = &machines.server;
+    let answer = server.post("/jobs", &job(5, 10)).await;
+    assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", answer.text);
+    assert!(
+        answer.text.contains("the 2 machines online that can share a job have 4 slots in all"),
+        "{}",
+        answer.text
+    );
+    // Both slots of one machine and one of the other's.
+    let mut holders = Vec::new();
+    for _ in 0..3 {
+        holders.push(server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await);
+    }
+    for holder in &holders {
+        machines.trains(holder).await;
+    }
+    let mut waiting = Vec::new();
+    for (name, ranks) in [("first", 4), ("second", 3), ("small", 1)] {
+        waiting.push(server.submit(&specs::short(name, "fashion", ranks, 5)).await);
+    }
+    let says =
+        |words: &'static str| move |job: &Value| job["reason"].as_str().is_some_and(|r| r.contains(words));
+    server.job_when(&waiting[0], "it says why", says("waits for 4 slots: 1 of 4 on 2 machines free")).await;
+    server.job_when(&waiting[1], "it says why", says("waits for 3 slots: 1 of 4 on 2 machines free")).await;
+    for holder in &holders {
+        machines.order(holder, "cancel").await;
+        server.ended(holder).await;
+    }
+    let mut started = Vec::new();
+    for id in &waiting {
+        let job = server.succeeded(id).await;
+        started.push(job["started_at"].as_str().expect("a time").parse::<jiff::Timestamp>().expect("a time"));
+        let events = server.get(&format!("/jobs/{id}/events?type=state")).await;
+        let waits = events["events"].as_array().expect("events").iter().filter(|e| e["state"] == "queued");
+        assert!(waits.count() <= 2, "a slot that becomes free is no event: {events:#}");
+    }
+    assert!(started.is_sorted(), "in the order of the queue: {started:?}");
+    machines.stop().await;
+}
+
+#[test]
+fn an_address_that_is_none_and_an_interface_that_is_not_there_are_refused() {
+    assert!(Path::new(LOCKSTEP).exists());
+    for (options, words) in [
+        (["--advertise", "10.0.0.7:9000/x"], "--advertise 10.0.0.7:9000/x: give an address or a name"),
+        (
+            ["--interface", "none-such"],
+            "--interface none-such: no such interface has an address; there are lo",
+        ),
+    ] {
+        let folder = crate::server::Folder::new();
+        let mut command = lockstep();
+        command.arg("agent").args(options).arg("--data-dir").arg(folder.path().join("agent"));
+        let output = command.output().expect("lockstep agent");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && told.contains(words), "{told}");
+    }
+}

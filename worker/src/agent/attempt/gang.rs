@@ -1,0 +1,72 @@
+//! The start of an attempt that other agents have ranks of, too: when the check before it is done here, the agent says so, and waits for
+//! the others. So no rank waits at the rendezvous for a machine that still examines its dataset, and none is started where another
+//! machine's check fails.
+
+use super::super::preflight::Refusal;
+use lockstep_protocol::agent::StartAttempt;
+use std::{
+    io,
+    net::TcpListener,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+use tokio::sync::watch;
+
+/// Longest wait for other machines' checks: reading a large dataset takes a while.
+const OTHERS: Duration = Duration::from_secs(3600);
+
+/// What the agent's session and an attempt's task say to each other before the start.
+#[derive(Debug, Clone)]
+pub(in crate::agent) struct Gang {
+    /// The check is done; on rank 0's machine with the port where it will listen.
+    ready: Arc<OnceLock<Option<u16>>>,
+    /// The same port, once all machines are ready.
+    launch: watch::Sender<Option<u16>>,
+}
+
+impl Gang {
+    pub(super) fn new() -> Self {
+        Self { ready: Arc::default(), launch: watch::Sender::new(None) }
+    }
+
+    /// What to tell the server, once there is something.
+    pub(in crate::agent) fn ready(&self) -> Option<Option<u16>> {
+        self.ready.get().copied()
+    }
+
+    /// All machines are ready.
+    pub(in crate::agent) fn launch(&self, master_port: u16) {
+        // The first order stands.
+        self.launch.send_if_modified(|port| port.is_none() && port.replace(master_port).is_none());
+    }
+
+    /// The check is done here: waits for the other machines, and gives the port where rank 0 listens.
+    ///
+    /// # Errors
+    /// Why the ranks cannot be started.
+    pub(super) async fn meet(&self, start: &StartAttempt) -> Result<u16, Refusal> {
+        let has_first = start.ranks.iter().any(|(rank, _)| *rank == 0);
+        let port = has_first.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
+            Refusal::other(format!("{} has no free port for them: {error}", start.master_addr))
+        })?;
+        let _ = self.ready.set(port);
+        let mut launch = self.launch.subscribe();
+        match tokio::time::timeout(OTHERS, launch.wait_for(Option::is_some)).await {
+            Ok(Ok(port)) => Ok(port.unwrap_or_default()),
+            _ => Err(Refusal::other(format!(
+                "the job's other machines were not ready within {} min",
+                OTHERS.as_secs() / 60
+            ))),
+        }
+    }
+}
+
+/// A port that is free now; if another program takes it before rank 0 does, the rank reports that and the next attempt gets another one.
+pub(in crate::agent) fn free_port(address: &str) -> io::Result<u16> {
+    let listener = match TcpListener::bind((address, 0)) {
+        // The name may be that of a router or a service in front of this machine.
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", 0)),
+        other => other,
+    };
+    Ok(listener?.local_addr()?.port())
+}

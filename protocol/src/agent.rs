@@ -7,11 +7,13 @@
 mod events;
 mod fencing;
 mod machine;
+mod files;
 mod requests;
 
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
 pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
+pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};
 pub use requests::{AgentReply, AgentRequest};
 
 use crate::{job::JobId, spec::JobSpec, wire::Part};
@@ -175,4 +177,7 @@ pub struct StartAttempt {
     pub job_dir: Option<String>,
     /// Checkpoint to continue from: its folder's name, `<epoch>-<step>`.
     pub resume: Option<String>,
+    /// For an agent on another machine than the server.
+    #[serde(default)]
+    pub files: StartFiles,
 }

@@ -91,6 +91,19 @@ impl Leases {
             .collect()
     }
 
+    /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
+    pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
+        let leases = self.by_job();
+        let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
+        let place = lease.places.iter().find(|place| place.agent_id == agent_id)?;
+        Some(place.ranks.iter().any(|(rank, _)| *rank == 0))
+    }
+
+    /// The attempt of a job that may run.
+    pub(crate) fn attempt_of(&self, job: &JobId) -> Option<AttemptRef> {
+        self.by_job().get(job).map(|lease| lease.attempt.clone())
+    }
+
     /// Live attempts on an agent.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<AttemptRef> {
         self.by_job()

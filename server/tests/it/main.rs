@@ -38,3 +38,4 @@ mod store_lists;
 mod streams;
 mod submission;
 mod tls;
+mod uploads;

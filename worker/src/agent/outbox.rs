@@ -196,6 +196,7 @@ mod tests {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            files: Default::default(),
         };
         let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();

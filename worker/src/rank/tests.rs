@@ -51,6 +51,7 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            files: Default::default(),
         },
         rank: 0,
         slot: 0,

@@ -133,6 +133,7 @@ mod tests {
             secret: String::new(),
             job_dir: None,
             resume: None,
+            files: Default::default(),
         };
         let config = RankConfig {
             start,

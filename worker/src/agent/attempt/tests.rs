@@ -39,6 +39,7 @@ fn place(ranks: u32, script: &str) -> Place {
         secret: String::new(),
         job_dir: None,
         resume: None,
+        files: Default::default(),
     };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
@@ -48,6 +49,7 @@ fn place(ranks: u32, script: &str) -> Place {
         fence: dir.path().join("lease"),
         check: |_, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),
+        remote: None,
         devices: Arc::default(),
     };
     Place { dir, stored, around }

@@ -6,14 +6,14 @@
 
 mod events;
 mod fencing;
-mod machine;
 mod files;
+mod machine;
 mod requests;
 
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
-pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
 pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};
+pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
 pub use requests::{AgentReply, AgentRequest};
 
 use crate::{job::JobId, spec::JobSpec, wire::Part};

@@ -67,7 +67,8 @@ pub struct Parts {
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
     /// Lines that the server has written into logs of jobs: job, attempt, words.
-    pub(crate) log_lines: std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, String)>>,
+    pub(crate) log_lines:
+        std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, String)>>,
 }
 
 impl Deref for App {

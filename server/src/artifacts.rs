@@ -59,7 +59,9 @@ pub(crate) fn keep_dataset_note(job_dir: &Path, note: &Value) -> io::Result<bool
     fs::remove_file(&temporary)?;
     match linked {
         Ok(()) => Ok(true),
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(dataset_note(job_dir).as_ref() == Some(note)),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            Ok(dataset_note(job_dir).as_ref() == Some(note))
+        }
         Err(e) => Err(e),
     }
 }
@@ -84,8 +86,7 @@ pub(crate) async fn tidy(app: &App, attempt: &AttemptRef) -> Result<()> {
     let rows = app.store.checkpoints(&attempt.job).await?;
     // Only what is here counts: newer ones may never come.
     let here = rows.iter().filter(|row| app.checkpoint_dir(row).exists());
-    let old: Vec<_> =
-        here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
+    let old: Vec<_> = here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
     let kept: HashSet<String> = rows
         .iter()
         .map(|row| (row.info.epoch, row.info.step))

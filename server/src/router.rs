@@ -7,10 +7,10 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, events, fork, health, history, jobs, layers, login, logs, machine_metrics, metrics,
-        metrics_query, oidc, pages, panels, people, people_pages, pictures, predict, projects, stream,
-        tokens,
+        agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints,
+        datasets, docs, evaluation, events, fork, health, history, jobs, layers, login, logs,
+        machine_metrics, metrics, metrics_query, oidc, pages, panels, people, people_pages, pictures,
+        predict, projects, stream, tokens,
     },
     request_id, slow_body, uploads,
 };

@@ -124,7 +124,10 @@ impl Upload {
         }
         let end = offset.saturating_add(piece.len() as u64);
         if end > wanted.size_bytes {
-            return Err(Refused::Wrong(format!("{name} has {} bytes, and more were sent", wanted.size_bytes)));
+            return Err(Refused::Wrong(format!(
+                "{name} has {} bytes, and more were sent",
+                wanted.size_bytes
+            )));
         }
         file.seek(SeekFrom::Start(offset))?;
         if let Err(error) = file.write_all(piece) {
@@ -199,7 +202,8 @@ impl Upload {
     }
 
     fn read_manifest(&self, text: &[u8]) -> Result<Manifest> {
-        let wrong = |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
+        let wrong =
+            |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
         if text.len() > MANIFEST_BYTES {
             return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are taken", text.len())));
         }

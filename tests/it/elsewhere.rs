@@ -45,7 +45,16 @@ impl Machine {
         let mut command = Command::new("unshare");
         command.args(namespaces).args(["sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
         command.arg(server.data_dir()).arg(lockstep().get_program());
-        command.args(["agent", "--server", &server.url, "--name", self.name, "--cpu-slots", "2", "--token-file"]);
+        command.args([
+            "agent",
+            "--server",
+            &server.url,
+            "--name",
+            self.name,
+            "--cpu-slots",
+            "2",
+            "--token-file",
+        ]);
         command.arg(folder.join(format!("{}.token", self.name))).arg("--data-dir").arg(self.dir(server));
         command.args(&self.options).current_dir(folder);
         command.stdout(log.try_clone().expect("a log")).stderr(log);
@@ -117,7 +126,10 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     // The last checkpoint may be on its way when the job is over.
     server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
     let expected = server.last_model(&undisturbed).await;
-    assert!(!server.job_dir(&undisturbed).join("attempts/1/rank.0.events").exists(), "the ranks were elsewhere");
+    assert!(
+        !server.job_dir(&undisturbed).join("attempts/1/rank.0.events").exists(),
+        "the ranks were elsewhere"
+    );
     // What is uploaded and over needs no place there.
     let folder = a.dir(&server).join("jobs").join(&undisturbed);
     server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
@@ -186,14 +198,17 @@ async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
     a.again(&server);
     server.succeeded(&id).await;
     server
-        .until("the log says it", async |s: &Server| log(s, &id).await.contains("cannot be stored on the server"))
+        .until("the log says it", async |s: &Server| {
+            log(s, &id).await.contains("cannot be stored on the server")
+        })
         .await;
     assert_eq!(stored(&server, &id).await, 0);
     let all = server.checkpoints(&id).await;
     let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
     assert_eq!(last["uploading_from"], "machine-a", "{last}");
     let checkpoint = last["id"].as_str().expect("an id");
-    let answer = server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
+    let answer =
+        server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
     let answer = answer.expect("an answer");
     assert_eq!(answer.status(), StatusCode::CONFLICT);
     assert!(answer.text().await.expect("a body").contains("still being uploaded from machine-a"));

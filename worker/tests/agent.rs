@@ -4,8 +4,8 @@
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, MARK, Source, StartAttempt, StartFiles,
-        ToAgent,
+        Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, MARK, Source, StartAttempt,
+        StartFiles, ToAgent,
     },
     job::JobId,
     spec::JobSpec,

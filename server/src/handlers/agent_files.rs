@@ -57,7 +57,9 @@ impl Asking {
     fn of(app: &App, caller: &Caller, headers: &HeaderMap, job: &str, attempt: u32) -> Result<Self> {
         let header = |name: &str| {
             let value = headers.get(name).and_then(|value| value.to_str().ok());
-            value.ok_or_else(|| Error::BadRequest(format!("the header {name} is missing: only agents ask here")))
+            value.ok_or_else(|| {
+                Error::BadRequest(format!("the header {name} is missing: only agents ask here"))
+            })
         };
         let agent_id = header("x-lockstep-agent")?.to_owned();
         let token = Value::String(header("x-lockstep-fencing-token")?.to_owned());
@@ -95,7 +97,9 @@ impl Asking {
             row.attempt == self.attempt.attempt
                 || Holder::of(&job_dir, row.attempt).is_some_and(|holder| holder.agent_id == self.agent_id)
         });
-        row.ok_or_else(|| Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)")))
+        row.ok_or_else(|| {
+            Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
+        })
     }
 }
 
@@ -194,10 +198,13 @@ pub(crate) async fn dataset(
     let note: Value = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
     let job_dir = app.job_dir(&asking.attempt.job);
-    let kept = blocking(move || artifacts::keep_dataset_note(&job_dir, &note)).await?.map_err(|e| disk(&e))?;
+    let kept =
+        blocking(move || artifacts::keep_dataset_note(&job_dir, &note)).await?.map_err(|e| disk(&e))?;
     match kept {
         true => Ok(StatusCode::NO_CONTENT),
-        false => Err(Error::Conflict("the job began with another dataset, or another copy of it".into(), None)),
+        false => {
+            Err(Error::Conflict("the job began with another dataset, or another copy of it".into(), None))
+        }
     }
 }
 
@@ -289,7 +296,9 @@ async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> 
         Refused::Io(error) => format!(
             "checkpoint {name} cannot be stored on the server: {error}; training goes on, and the upload is tried again"
         ),
-        Refused::Damaged(how) => format!("checkpoint {name} came damaged to the server ({how}); it is sent anew"),
+        Refused::Damaged(how) => {
+            format!("checkpoint {name} came damaged to the server ({how}); it is sent anew")
+        }
         Refused::Wrong(_) | Refused::Offset(_) => return refusal(why),
     };
     tracing::warn!(job = %attempt.job, text);

@@ -262,7 +262,10 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 pub(super) fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
     match artifacts::on_its_way(app, row) {
         Some(holder) => Err(Error::Conflict(
-            format!("this checkpoint is still being uploaded from {}; ask again, or use an older one", holder.agent),
+            format!(
+                "this checkpoint is still being uploaded from {}; ask again, or use an older one",
+                holder.agent
+            ),
             None,
         )),
         None => Ok(()),

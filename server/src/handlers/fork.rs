@@ -30,11 +30,7 @@ use lockstep_protocol::{
 };
 use serde::Deserialize;
 use serde_json::Value;
-use std::{
-    collections::BTreeMap,
-    fs, io,
-    path::Path as FilePath,
-};
+use std::{collections::BTreeMap, fs, io, path::Path as FilePath};
 use utoipa::ToSchema;
 
 /// From which checkpoint, and what is different.

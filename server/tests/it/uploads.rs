@@ -70,7 +70,10 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     let start = agent.started().await;
     let other = server.agent_token("b").await;
     let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
-    assert_eq!(fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(), start.files.mark);
+    assert_eq!(
+        fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
+        start.files.mark
+    );
     let asks = |token: &str, agent_id: &str, attempt: AttemptRef| Asks {
         server: &server,
         http: client(token),
@@ -85,7 +88,10 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
     let (status, state) = own.ask("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
     // Another agent, by its own name or by this one's; an attempt that it does not have; a token that was guessed.
-    let guessed = AttemptRef { fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token }, ..start.attempt.clone() };
+    let guessed = AttemptRef {
+        fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token },
+        ..start.attempt.clone()
+    };
     let next = AttemptRef { attempt: 2, ..start.attempt.clone() };
     for wrong in [
         asks(&other, "id-b", start.attempt.clone()),
@@ -107,7 +113,10 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
         }
     }
     // Nobody with another kind of token.
-    assert_eq!(asks(&server.token, "id-a", start.attempt.clone()).ask("GET", "/uploads/1-10", vec![]).await.0, 403);
+    assert_eq!(
+        asks(&server.token, "id-a", start.attempt.clone()).ask("GET", "/uploads/1-10", vec![]).await.0,
+        403
+    );
     // A checkpoint that was not reported, and a name that is none.
     assert_eq!(own.ask("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
     assert_eq!(own.ask("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
@@ -151,7 +160,12 @@ async fn another_machine_continues_from_what_was_uploaded_with_the_first_machine
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.started().await;
     assert_eq!((start.files.dataset, start.resume), (None, None));
-    let own = Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt: start.attempt.clone() };
+    let own = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
     assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
     let note = json!({"files": 4, "bytes": 100});
     assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204);

@@ -48,7 +48,12 @@ pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -
             .map_err(|_| "the token has characters that no token has".to_owned())?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
-    let address = Address { server: server.to_owned(), request, ca_file: ca_file.map(Path::to_owned), owners: OnceLock::new() };
+    let address = Address {
+        server: server.to_owned(),
+        request,
+        ca_file: ca_file.map(Path::to_owned),
+        owners: OnceLock::new(),
+    };
     // What is wrong with the file is better told now than when there is no connection.
     address.connector()?;
     Ok(address)

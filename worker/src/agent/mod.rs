@@ -423,9 +423,7 @@ impl Agent {
         let patience = if self.only_job_failed { Duration::from_secs(60) } else { Duration::ZERO };
         match self.only_job_over {
             Some(since)
-                if self.attempts.is_empty()
-                    && since.elapsed() >= patience
-                    && self.is_uploaded(since) =>
+                if self.attempts.is_empty() && since.elapsed() >= patience && self.is_uploaded(since) =>
             {
                 Turn::End
             }

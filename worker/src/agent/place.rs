@@ -107,6 +107,62 @@ fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::{
+        agent::{AttemptRef, StartFiles},
+        job::JobId,
+        spec::JobSpec,
+    };
+
+    fn start(job_dir: &Path, mark: Option<&str>) -> StartAttempt {
+        StartAttempt {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
+            spec: JobSpec::default(),
+            dataset_path: "/none".into(),
+            world_size: 1,
+            ranks: vec![(0, 0)],
+            master_addr: "127.0.0.1".into(),
+            master_port: 1,
+            secret: String::new(),
+            job_dir: Some(job_dir.to_string_lossy().into_owned()),
+            resume: None,
+            files: StartFiles { mark: mark.map(str::to_owned), ..StartFiles::default() },
+        }
+    }
+
+    /// A path of the same name proves nothing: only what the server has just written does, and that this agent can write there, too.
+    #[test]
+    fn the_servers_folder_is_used_by_an_agent_that_reads_its_mark_and_can_write_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let state_dir = StateDir::open(&dir.path().join("agent")).unwrap();
+        let job = dir.path().join("job");
+        let is_own = |mark| {
+            let (stored, made) = place(&state_dir, start(&job, mark));
+            made.unwrap();
+            assert!(stored.attempt_dir().is_dir());
+            assert_eq!(is_own_disk(&stored), stored.job_dir != job);
+            is_own_disk(&stored)
+        };
+        assert!(is_own(Some("word")), "there is no such folder");
+        assert!(!job.exists(), "and it is not made");
+        fs::create_dir(&job).unwrap();
+        assert!(is_own(Some("word")));
+        fs::write(job.join(MARK), "another").unwrap();
+        assert!(is_own(Some("word")));
+        assert!(is_own(None), "no mark, and no lock of a server on this machine");
+        fs::write(job.join("attempts"), "").unwrap();
+        fs::write(job.join(MARK), "word").unwrap();
+        assert!(is_own(Some("word")), "nothing can be written there, as root or not");
+        fs::remove_file(job.join("attempts")).unwrap();
+        assert!(!is_own(Some("word")));
+        // A server whose disk is full cannot leave a mark; its lock says that it is here.
+        let lock = dir.path().join("server.lock");
+        let locked = fs::File::create(&lock).unwrap();
+        locked.lock().unwrap();
+        state_dir.note_server(Some(&lock));
+        assert!(!is_own(None));
+        drop(locked);
+        assert!(is_own(None));
+    }
 
     #[test]
     fn a_dataset_is_found_by_its_name_or_below_a_folder_that_stands_for_the_servers() {

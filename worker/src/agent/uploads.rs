@@ -184,7 +184,9 @@ async fn upload(
     let state = match talk.upload_state(name).await {
         Ok(state) => state,
         // Its report may still be on its way.
-        Err(Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _)) if is_held => return Ok(Sent::NotYet),
+        Err(Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _)) if is_held => {
+            return Ok(Sent::NotYet);
+        }
         Err(Failed::Never(_, why)) => {
             tracing::info!(checkpoint = name, why, "it is not uploaded");
             return Ok(Sent::Settled);

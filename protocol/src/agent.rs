@@ -6,11 +6,13 @@
 
 mod events;
 mod fencing;
+mod files;
 mod machine;
 mod requests;
 
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
+pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};
 pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
 pub use requests::{AgentReply, AgentRequest};
 
@@ -191,6 +193,9 @@ pub struct StartAttempt {
     /// How ranks of other machines reach these; absent where all of them meet at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<RankNetwork>,
+    /// For an agent on another machine than the server.
+    #[serde(default)]
+    pub files: StartFiles,
 }
 
 impl StartAttempt {

@@ -198,6 +198,7 @@ fn an_agent_reads_the_attempts_of_one_of_the_last_version() {
         job_dir: None,
         resume: None,
         network: None,
+        files: Default::default(),
     };
     let mut old = serde_json::to_value(&start).unwrap();
     take(&mut old["attempt"], "fencing_token");

@@ -66,6 +66,9 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
+    /// Lines that the server has written into logs of jobs: job, attempt, words.
+    pub(crate) log_lines:
+        std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, String)>>,
 }
 
 impl Deref for App {
@@ -109,6 +112,7 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
+            log_lines: std::sync::Mutex::default(),
         }))
     }
 

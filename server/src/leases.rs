@@ -178,6 +178,19 @@ impl Leases {
             .map_or(0, |lease| lease.holds.len())
     }
 
+    /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
+    pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
+        let leases = self.by_job();
+        let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
+        let hold = lease.held_at(agent_id)?;
+        Some(hold.place.ranks.iter().any(|(rank, _)| *rank == 0))
+    }
+
+    /// The attempt of a job that may run.
+    pub(crate) fn attempt_of(&self, job: &JobId) -> Option<AttemptRef> {
+        self.by_job().get(job).map(|lease| lease.attempt.clone())
+    }
+
     /// How long the attempts on an agent may continue without word from it: the one that has least; none: there is no attempt.
     pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();

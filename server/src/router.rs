@@ -7,12 +7,12 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints, datasets, docs,
-        evaluation, events, fork, health, history, jobs, layers, login, logs, machine_metrics, metrics,
-        metrics_query, oidc, pages, panels, people, people_pages, pictures, predict, projects, stream,
-        tokens,
+        agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints,
+        datasets, docs, evaluation, events, fork, health, history, jobs, layers, login, logs,
+        machine_metrics, metrics, metrics_query, oidc, pages, panels, people, people_pages, pictures,
+        predict, projects, stream, tokens,
     },
-    request_id, slow_body,
+    request_id, slow_body, uploads,
 };
 use axum::{
     Json, Router,
@@ -92,6 +92,15 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(agents::drain))
         .routes(routes!(agents::undrain))
         .routes(routes!(agent_socket::socket))
+        .routes(routes!(agent_files::begin, agent_files::needed))
+        .routes(routes!(agent_files::file))
+        .routes(routes!(agent_files::dataset))
+        .routes(routes!(agent_files::upload_state, agent_files::upload_done))
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(agent_files::upload_piece))
+                .layer(DefaultBodyLimit::max(uploads::PIECE_BYTES)),
+        )
         .routes(routes!(tokens::list, tokens::create))
         .routes(routes!(tokens::revoke))
         .routes(routes!(people::list, people::create))

@@ -3,7 +3,7 @@
 use super::{access::from_file, init_tracing, wrong};
 use lockstep_protocol::JobId;
 use lockstep_worker::{
-    agent::{self, Options},
+    agent::{self, Datasets, Options},
     engine::MOST_CPU_SLOTS,
 };
 use std::path::PathBuf;
@@ -47,6 +47,12 @@ pub(crate) struct Args {
     /// Run only this job, and exit when it ends
     #[arg(long, value_name = "ID")]
     job: Option<JobId>,
+    /// Where this machine has a dataset that the server has elsewhere. Once for each
+    #[arg(long, value_name = "NAME=PATH", value_parser = pair)]
+    dataset: Vec<(String, PathBuf)>,
+    /// A folder of the server with datasets, and the folder that stands for it on this machine. Once for each
+    #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
+    path_map: Vec<(String, PathBuf)>,
     /// Exit with the parent process, once no rank is alive
     #[arg(long, hide = true)]
     follow_parent: bool,
@@ -74,6 +80,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         program: None,
         spool_bytes: args.spool_mib.saturating_mul(1 << 20),
         follow_parent: args.follow_parent,
+        datasets: Datasets {
+            by_name: args.dataset,
+            by_prefix: args.path_map.into_iter().map(|(there, here)| (there.into(), here)).collect(),
+        },
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));
@@ -83,4 +93,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         true => wrong(error.to_string()),
         false => error.into(),
     })
+}
+
+/// `NAME=/a/path`. The path is absolute, as the agent's working folder says nothing to whoever reads the job's reasons.
+fn pair(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && path.starts_with('/') => Ok((name.into(), path.into())),
+        _ => Err("write NAME=/absolute/path".into()),
+    }
 }

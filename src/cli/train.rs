@@ -100,6 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         job_dir: Some(out.to_string_lossy().into_owned()),
         resume,
         network: None,
+        files: Default::default(),
         spec,
     };
     let ended = match place {

@@ -147,7 +147,7 @@ export class Log {
     if (this.attempt.value !== "" && Number(this.attempt.value) !== attempt) return;
     const q = this.search.value.trim().toLowerCase();
     for (const line of lines) {
-      if (line.number <= (this.#seen.get(`${attempt}:${rank}`) ?? 0)) continue;
+      if (line.number > 0 && line.number <= (this.#seen.get(`${attempt}:${rank}`) ?? 0)) continue;
       this.#note1({ attempt, rank, number: line.number });
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }

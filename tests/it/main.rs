@@ -24,6 +24,7 @@ mod bad_starts;
 mod commands;
 mod datasets;
 mod edges;
+mod elsewhere;
 mod examples;
 mod faults;
 mod finetune;

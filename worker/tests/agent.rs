@@ -4,8 +4,8 @@
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
-        Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt,
-        ToAgent,
+        Acknowledged, AgentRequest, AttemptEvent, AttemptRef, Ending, FromAgent, MARK, Source, StartAttempt,
+        StartFiles, ToAgent,
     },
     job::JobId,
     spec::JobSpec,
@@ -96,6 +96,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         job_dir: Some(dir.join("job").to_string_lossy().into_owned()),
         resume: None,
         network: None,
+        files: StartFiles { mark: Some("here".into()), ..StartFiles::default() },
     };
     let options = Options {
         server: String::new(),
@@ -111,7 +112,10 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         program: Some(program),
         spool_bytes: 1 << 30,
         follow_parent: false,
+        datasets: agent::Datasets::default(),
     };
+    fs::create_dir_all(dir.join("job")).unwrap();
+    fs::write(dir.join("job").join(MARK), "here").unwrap();
     (start, options)
 }
 

@@ -8,11 +8,11 @@ use super::{
 use crate::{
     agents::Online,
     app::App,
-    lifecycle,
+    artifacts, lifecycle,
     store::{Claim, JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, AttemptRef, RankNetwork, StartAttempt, ToAgent},
+    agent::{AttemptEvent, AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
     spec::{Device, JobSpec},
@@ -136,8 +136,12 @@ async fn start(app: &App, row: &JobRow, chosen: &[(&Online, Vec<u32>)]) -> Resul
         app.announce(&changed);
         return Ok(());
     };
-    forget_missing(app, job).await?;
+    // Rank 0 reads the checkpoint, and sends the others what is in it.
+    let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
+    forget_missing(app, job, reader).await?;
     let mut spec = job.spec.clone();
+    let mut files = start_files(app, job).await;
+    files.pretrained = spec.model.pretrained.clone().filter(|given| is_checkpoint_id(given));
     if let Some(why) = resolve_pretrained(app, &mut spec).await? {
         let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
         let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
@@ -167,10 +171,11 @@ async fn start(app: &App, row: &JobRow, chosen: &[(&Online, Vec<u32>)]) -> Resul
         master_addr: master_address(chosen).unwrap_or("127.0.0.1").into(),
         master_port: 0,
         secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
-        // Only loopback is listened on, so every agent shares this machine's disk.
+        // An agent that does not find the mark there uses a folder of its own.
         job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
         network: None,
+        files,
     };
     let meets_at_loopback = master_address(chosen).is_none();
     for ((agent, _), place) in chosen.iter().zip(&places) {
@@ -247,16 +252,32 @@ async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Reas
     })
 }
 
-/// Removes the rows of checkpoints whose folder is gone (a user removed it, or a rank died before it reported removing it),
-/// before one of them is chosen to continue from.
-async fn forget_missing(app: &App, job: &Job) -> Result<()> {
-    // No folder at all: this disk is not where they are.
-    if !matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true)) {
-        return Ok(());
+/// What an agent needs to know that has not the server's disk. The mark tells it whether it has.
+async fn start_files(app: &App, job: &Job) -> StartFiles {
+    let folder = app.job_dir(&job.id);
+    let word = uuid::Uuid::new_v4().simple().to_string();
+    let marked = tokio::fs::write(folder.join(MARK), &word).await;
+    if let Err(error) = &marked {
+        tracing::warn!(%error, job = %job.id, "the job's folder cannot be marked");
     }
+    let mark = marked.is_ok().then_some(word);
+    let dataset = tokio::task::spawn_blocking(move || artifacts::dataset_note(&folder)).await;
+    StartFiles { mark, dataset: dataset.unwrap_or_default(), pretrained: None }
+}
+
+/// Removes the rows of checkpoints that the next attempt cannot have, before one of them is chosen to continue from: those whose folder is
+/// gone (a user removed it, or a rank died before it reported removing it), and those that were never uploaded from another machine
+/// than `agent`.
+async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<()> {
+    // No folder at all: this disk is not where they are.
+    let is_here = matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true));
     let mut missing = Vec::new();
     for row in app.store.checkpoints(&job.id).await? {
-        if matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)) {
+        let is_missing = match artifacts::on_its_way(app, &row) {
+            Some(holder) => holder.agent_id != agent,
+            None => is_here && matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)),
+        };
+        if is_missing {
             missing.push((row.info.epoch, row.info.step));
         }
     }

@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 27] = [
+const RULES: [(Methods, &str, Needed); 32] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -40,6 +40,12 @@ const RULES: [(Methods, &str, Needed); 27] = [
     (All, "/api/v1/password", S(Scope::Read)),
     // An agent's connection reports results and learns where files are: nobody else speaks there.
     (All, "/api/v1/agent/socket", S(Scope::Agent)),
+    // Checkpoints go from agent to server and back; the handlers compare the attempt's fencing token.
+    (All, "/api/v1/agent/attempts/{job}/{attempt}", S(Scope::Agent)),
+    (All, "/api/v1/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", S(Scope::Agent)),
+    (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset", S(Scope::Agent)),
+    (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}", S(Scope::Agent)),
+    (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", S(Scope::Agent)),
     // Who may do what, and who did what.
     (All, "/api/v1/tokens", AdminOrPerson),
     (All, "/api/v1/tokens/{id}", AdminOrPerson),
@@ -83,7 +89,9 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Needed {
 
 /// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
-    !is_safe(method) && route != Some("/api/v1/jobs/validate")
+    // Nor is what an agent does for the job that it runs anybody's change, and there would be a line for each piece of a file.
+    let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
+    !is_safe(method) && !is_agents && route != Some("/api/v1/jobs/validate")
 }
 
 /// Whether a request is carried out to its end, and into the audit log, also when its client hangs up: it may change something, as

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     app::App,
+    artifacts,
     error::{Code, Error, Problem, Result},
     handlers::jobs,
     regular,
@@ -94,6 +95,7 @@ const LIST: List<Checkpoint> = List {
         "best",
         "size_bytes",
         "created_at",
+        "uploading_from",
     ],
     sorts: &[
         ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
@@ -116,6 +118,9 @@ pub(crate) struct Checkpoint {
     info: CheckpointInfo,
     #[schema(value_type = String)]
     created_at: Timestamp,
+    /// The machine that it is still being uploaded from; until that is done its files cannot be had.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uploading_from: Option<String>,
 }
 
 /// A checkpoint with its files.
@@ -128,9 +133,10 @@ pub(crate) struct CheckpointDetail {
     files: Value,
 }
 
-impl From<CheckpointRow> for Checkpoint {
-    fn from(row: CheckpointRow) -> Self {
-        Self { id: row.id, attempt: row.attempt, info: row.info, created_at: row.created_at }
+impl Checkpoint {
+    fn of(app: &App, row: CheckpointRow) -> Self {
+        let uploading_from = artifacts::on_its_way(app, &row).map(|holder| holder.agent);
+        Self { id: row.id, attempt: row.attempt, info: row.info, created_at: row.created_at, uploading_from }
     }
 }
 
@@ -147,7 +153,7 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     jobs::find(&app, &id).await?;
     let rows = app.store.checkpoints(&job_id(&id)?).await?;
-    tagged(&headers, &LIST.page(rows.into_iter().map(Checkpoint::from).collect(), &params)?)
+    tagged(&headers, &LIST.page(rows.into_iter().map(|row| Checkpoint::of(&app, row)).collect(), &params)?)
 }
 
 /// One checkpoint
@@ -157,7 +163,7 @@ pub(crate) async fn list(
 pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Result<Json<CheckpointDetail>> {
     let row = find(&app, &id).await?;
     let files = manifest(&app, &row).await?.get("files").cloned().unwrap_or_default();
-    Ok(Json(CheckpointDetail { job: row.job.to_string(), checkpoint: row.into(), files }))
+    Ok(Json(CheckpointDetail { job: row.job.to_string(), checkpoint: Checkpoint::of(&app, row), files }))
 }
 
 /// A file of a checkpoint
@@ -249,6 +255,23 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
     })
 }
 
+/// Refuses what needs the files of a checkpoint that is still on its way from another machine.
+///
+/// # Errors
+/// It is.
+pub(super) fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
+    match artifacts::on_its_way(app, row) {
+        Some(holder) => Err(Error::Conflict(
+            format!(
+                "this checkpoint is still being uploaded from {}; ask again, or use an older one",
+                holder.agent
+            ),
+            None,
+        )),
+        None => Ok(()),
+    }
+}
+
 pub(super) fn removed() -> Error {
     Error::NotFound(
         "this checkpoint's files are gone: it was removed to keep the newest ones, or by someone".into(),
@@ -261,6 +284,7 @@ pub(super) fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
 }
 
 async fn manifest(app: &App, row: &CheckpointRow) -> Result<Value> {
+    check_here(app, row)?;
     let path = folder(app, row).join("MANIFEST.json");
     check_regular(&path)?;
     let text = regular::read(&path).await.map_err(|_| removed())?;

@@ -13,6 +13,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     lifecycle::Fork,
+    manifest::check_whole,
     store::CheckpointRow,
 };
 use axum::{
@@ -29,13 +30,7 @@ use lockstep_protocol::{
 };
 use serde::Deserialize;
 use serde_json::Value;
-use sha2::{Digest, Sha256};
-use std::{
-    collections::BTreeMap,
-    fs,
-    io::{self, Read as _},
-    path::Path as FilePath,
-};
+use std::{collections::BTreeMap, fs, io, path::Path as FilePath};
 use utoipa::ToSchema;
 
 /// From which checkpoint, and what is different.
@@ -79,6 +74,7 @@ pub(crate) async fn fork(
     let source = jobs::find(&app, &id).await?;
     jobs::check_readable(&source)?;
     let from = choose(&app, &source, &request.checkpoint).await?;
+    checkpoints::check_here(&app, &from)?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;
@@ -304,53 +300,4 @@ fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
     fs::File::open(&temporary)?.sync_all()?;
     fs::rename(&temporary, to.join(folder))?;
     fs::File::open(to)?.sync_all()
-}
-
-/// Whether the files of a checkpoint are those that its manifest names.
-fn check_whole(folder: &FilePath) -> io::Result<()> {
-    let damaged = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
-    let text = fs::read(folder.join("MANIFEST.json"))
-        .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
-    let manifest: Manifest = serde_json::from_slice(&text)
-        .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
-    for (name, wanted) in &manifest.files {
-        let mut file = match fs::File::open(folder.join(name)) {
-            Ok(file) if FilePath::new(name).file_name() == Some(name.as_ref()) => file,
-            _ => return Err(damaged(format!("its {name} is missing"))),
-        };
-        let (mut hash, mut size, mut block) = (Sha256::new(), 0, vec![0; 1 << 18]);
-        loop {
-            let n = file.read(&mut block)?;
-            if n == 0 {
-                break;
-            }
-            hash.update(&block[..n]);
-            size += n as u64;
-        }
-        if size != wanted.size_bytes {
-            return Err(damaged(format!(
-                "its {name} has {size} bytes and was written with {}",
-                wanted.size_bytes
-            )));
-        }
-        let sum = hash.finalize().iter().fold(String::new(), |sum, byte| sum + &format!("{byte:02x}"));
-        if sum != wanted.sha256 {
-            return Err(damaged(format!("the bytes of its {name} are not those that were written")));
-        }
-    }
-    Ok(())
-}
-
-/// The part of `MANIFEST.json` that a copy is checked against.
-#[derive(Deserialize)]
-struct Manifest {
-    #[serde(default)]
-    files: BTreeMap<String, Written>,
-}
-
-#[derive(Deserialize)]
-struct Written {
-    size_bytes: u64,
-    /// Hexadecimal.
-    sha256: String,
 }

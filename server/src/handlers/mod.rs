@@ -1,5 +1,6 @@
 //! One file per resource; `crate::router` maps addresses to handlers.
 
+pub(crate) mod agent_files;
 pub(crate) mod agent_socket;
 pub(crate) mod agents;
 pub(crate) mod annotations;

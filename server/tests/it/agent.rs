@@ -114,11 +114,16 @@ impl Agent {
     /// Joins, and registers the dataset that [`crate::test_server::spec`] names.
     pub async fn with_pictures(server: &TestServer, slots: u32) -> Self {
         let mut agent = Self::join(server, slots).await;
+        agent.register(server).await;
+        agent
+    }
+
+    /// Registers the dataset that [`crate::test_server::spec`] names.
+    pub async fn register(&mut self, server: &TestServer) {
         let new = json!({"name": "pictures", "path": "/some/pictures"});
         let add = server.post("/datasets", &new);
-        let ((status, body), ()) = tokio::join!(add, agent.answer(Ok(info())));
+        let ((status, body), ()) = tokio::join!(add, self.answer(Ok(info())));
         assert_eq!(status, 201, "{body}");
-        agent
     }
 
     /// Answers the next question.

@@ -39,3 +39,4 @@ mod store_lists;
 mod streams;
 mod submission;
 mod tls;
+mod uploads;

@@ -4,6 +4,8 @@ use crate::{host, tls};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
+    sync::OnceLock,
+    time::Duration,
 };
 use tokio_tungstenite::{
     Connector,
@@ -22,6 +24,8 @@ pub(super) struct Address {
     request: Request,
     /// Trusted besides the system's authorities.
     ca_file: Option<PathBuf>,
+    /// The accounts that listened there when the server first accepted this agent, where it is on this machine.
+    owners: OnceLock<Vec<u32>>,
 }
 
 /// The address of the agents' websocket on `server`.
@@ -44,7 +48,12 @@ pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -
             .map_err(|_| "the token has characters that no token has".to_owned())?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
-    let address = Address { server: server.to_owned(), request, ca_file: ca_file.map(Path::to_owned) };
+    let address = Address {
+        server: server.to_owned(),
+        request,
+        ca_file: ca_file.map(Path::to_owned),
+        owners: OnceLock::new(),
+    };
     // What is wrong with the file is better told now than when there is no connection.
     address.connector()?;
     Ok(address)
@@ -57,6 +66,48 @@ impl Address {
             Some("wss") => Ok(Connector::Rustls(tls::client_config(self.ca_file.as_deref())?)),
             _ => Ok(Connector::Plain),
         }
+    }
+
+    /// A client that shows the agent's token, and the server's address, for its REST interface.
+    pub(super) fn rest(&self) -> Result<(reqwest::Client, String), String> {
+        let uri = self.request.uri();
+        let (scheme, tls) = match self.connector()? {
+            Connector::Rustls(tls) => ("https", tls),
+            _ => ("http", tls::without_roots()?),
+        };
+        let authority = uri.authority().map(ToString::to_string).unwrap_or_default();
+        let path = uri.path().strip_suffix("/api/v1/agent/socket").unwrap_or_default();
+        let token = self.request.headers().get(AUTHORIZATION).cloned();
+        let client = reqwest::Client::builder()
+            .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
+            .connect_timeout(Duration::from_secs(10))
+            .no_proxy()
+            .tls_backend_preconfigured((*tls).clone())
+            .build()
+            .map_err(|e| e.to_string())?;
+        Ok((client, format!("{scheme}://{authority}{path}")))
+    }
+
+    /// The server has accepted this agent while these accounts listened there.
+    pub(super) fn note_owners(&self, listeners: &[u32]) {
+        if !listeners.is_empty() {
+            let _ = self.owners.set(listeners.to_vec());
+        }
+    }
+
+    /// Whether nobody else has taken the server's port on this machine.
+    pub(super) fn check_listeners(&self) -> Result<(), String> {
+        super::same_account(&self.listeners(), self.owners.get().map_or(&[], Vec::as_slice))
+    }
+
+    /// What keeps a request from being answered.
+    pub(super) fn in_words(&self, error: &reqwest::Error) -> String {
+        use std::error::Error;
+        let known = tls::in_words(error, &self.server);
+        known.unwrap_or_else(|| match error.source() {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        })
     }
 
     /// The server as it was given.

@@ -1,10 +1,12 @@
 //! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how it ended.
 
-use super::{lease::Lease, preflight::Refusal, state_dir::StoredAttempt};
+use super::{
+    fetch, lease::Lease, place::is_own_disk, preflight::Refusal, remote::Remote, state_dir::StoredAttempt,
+};
 use crate::report::Tail;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, StartAttempt},
-    reason::Reason,
+    reason::{Reason, ReasonCode},
 };
 use std::{
     collections::BTreeMap,
@@ -68,6 +70,8 @@ pub(super) struct Surroundings {
     pub(super) check: Check,
     /// Notified when an attempt is over.
     pub(super) wake: Arc<Notify>,
+    /// How the server is asked for files; none where there is no server.
+    pub(super) remote: Option<Arc<Remote>>,
     /// The devices of ranks, by slot; none for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
@@ -150,31 +154,14 @@ async fn checked(
 ) -> Beginning {
     let Beginning::Launch { refusal: None } = beginning else { return beginning };
     let cancelled = Arc::new(AtomicBool::new(false));
-    let (sender, reply) = oneshot::channel();
-    let look = {
-        let (stored, cancelled) = (stored.clone(), cancelled.clone());
-        let (check, program, devices) =
-            (around.check, around.program.clone(), around.devices_of(&stored.start));
-        // If nobody waits any more, the result does not matter.
-        move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
-    };
-    // Not one of the runtime's threads, whose end the runtime would wait for.
-    let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
-    let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
-    let look = async {
-        match started {
-            Err(error) => failed(error.to_string()),
-            Ok(_) => reply.await.unwrap_or_else(|e| failed(e.to_string())),
-        }
-    };
-    let ready = async {
-        look.await?;
-        match gang {
-            Some(gang) => gang.meet(&stored.start).await,
-            None => Ok(stored.start.master_port),
-        }
-    };
     let found = {
+        let ready = async {
+            with_files(stored, around, &cancelled).await?;
+            match gang {
+                Some(gang) => gang.meet(&stored.start).await,
+                None => Ok(stored.start.master_port),
+            }
+        };
         tokio::select! {
             found = ready => found,
             Some(order) = orders.recv() => {
@@ -187,6 +174,51 @@ async fn checked(
         stored.start.master_port = port;
     }
     Beginning::Launch { refusal: found.err() }
+}
+
+/// The check, with what is fetched before it and told after it where the disk is not the server's.
+async fn with_files(
+    stored: &StoredAttempt,
+    around: &Surroundings,
+    cancelled: &Arc<AtomicBool>,
+) -> Result<(), Refusal> {
+    let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
+        return look(stored, around, cancelled).await;
+    };
+    fetch::prepare(stored, remote).await?;
+    look(stored, around, cancelled).await.map_err(|refusal| on_machine(refusal, &remote.name))?;
+    fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
+}
+
+/// Of several machines one has another dataset: which.
+fn on_machine(refusal: Refusal, name: &str) -> Refusal {
+    if refusal.code != ReasonCode::DatasetUnusable {
+        return refusal;
+    }
+    let hint = "an agent is told where its machine has a dataset by --dataset NAME=PATH or --path-map";
+    Refusal { detail: format!("on the machine {name}: {} ({hint})", refusal.detail), ..refusal }
+}
+
+async fn look(
+    stored: &StoredAttempt,
+    around: &Surroundings,
+    cancelled: &Arc<AtomicBool>,
+) -> Result<(), Refusal> {
+    let (sender, reply) = oneshot::channel();
+    let look = {
+        let (stored, cancelled) = (stored.clone(), cancelled.clone());
+        let (check, program, devices) =
+            (around.check, around.program.clone(), around.devices_of(&stored.start));
+        // If nobody waits any more, the result does not matter.
+        move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
+    };
+    // Not one of the runtime's threads, whose end the runtime would wait for.
+    let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
+    let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
+    match started {
+        Err(error) => failed(error.to_string()),
+        Ok(_) => reply.await.unwrap_or_else(|e| failed(e.to_string())),
+    }
 }
 
 /// The file of the agent's own records of an attempt. Agents of one attempt may share its folder: each that has not rank 0 has a file

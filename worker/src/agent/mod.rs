@@ -3,18 +3,24 @@
 
 mod address;
 mod attempt;
+mod fetch;
 mod findings;
 mod lease;
 pub mod machine;
 mod network;
 mod outbox;
+mod place;
 mod preflight;
+mod remote;
 mod salvage;
 mod sampling;
 mod session;
 mod signals;
 mod slots;
 pub mod state_dir;
+mod uploads;
+
+pub use place::Datasets;
 
 use crate::{fence::Fence, host, supervisor::RankProcess};
 use address::Address;
@@ -27,10 +33,11 @@ use lockstep_protocol::{
 };
 use network::Network;
 use preflight::Refusal;
+use remote::Remote;
 use session::{Outcome, Session};
 use signals::Signals;
 use slots::slots;
-use state_dir::{StateDir, StateDirError, StoredAttempt};
+use state_dir::{StateDir, StateDirError};
 use std::{
     collections::BTreeMap,
     path::PathBuf,
@@ -38,11 +45,14 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::{Notify, OnceCell, watch};
+use uploads::Progress;
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
 /// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
+/// For the last checkpoint to be uploaded from a disk of its own; the next agent on the folder uploads the rest.
+const UPLOAD_FAREWELL: Duration = Duration::from_secs(30);
 
 /// How often the spool is measured.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
@@ -77,6 +87,8 @@ pub struct Options {
     pub spool_bytes: u64,
     /// End when the process that started this one has ended and no rank is alive here.
     pub follow_parent: bool,
+    /// Where this machine has the server's datasets.
+    pub datasets: Datasets,
 }
 
 /// Why an agent ended.
@@ -121,26 +133,36 @@ impl AgentError {
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = address::parse(&options.server, options.token.as_deref(), options.ca_file.as_deref())
         .map_err(AgentError::Wrong)?;
+    let request = Arc::new(request);
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let network = Network::of(&options)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;
     let fence_path = fence.path().to_owned();
     let lease = Arc::new(Lease::new(fence));
+    let name = options.name.clone().unwrap_or_else(host::hostname);
+    let remote = Arc::new(Remote {
+        address: request.clone(),
+        agent_id: state_dir.agent_id().to_owned(),
+        name: name.clone(),
+    });
+    let uploaded = Arc::new(Progress::default());
     let around = Surroundings {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
         fence: fence_path,
         check: preflight::check,
         wake: Arc::new(Notify::new()),
+        remote: Some(remote.clone()),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Started before ranks are adopted, which check it; ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(lease));
+    let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded.clone()));
     let adopted: Vec<_> = state_dir.stored_attempts();
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
-        name: options.name.clone().unwrap_or_else(host::hostname),
+        name,
         slots,
         only_job: options.only_job.clone(),
         network,
@@ -155,6 +177,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
         only_job_failed: false,
         only_job_over: None,
+        datasets: options.datasets.clone(),
+        uploaded,
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
@@ -162,6 +186,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     }
     let result = agent.serve(&options.server, &request).await;
     fencing.abort();
+    uploading.abort();
     result
 }
 
@@ -207,6 +232,9 @@ struct Agent {
     only_job_failed: bool,
     /// Since when the one job that is served has no attempt here.
     only_job_over: Option<Instant>,
+    datasets: Datasets,
+    /// How far checkpoints on a disk of this agent's own have been uploaded.
+    uploaded: Arc<Progress>,
 }
 
 type AttemptKey = (JobId, u32);
@@ -266,6 +294,7 @@ impl Agent {
                             if welcomed {
                                 pause = RETRY.0;
                                 if owners.is_empty() {
+                                    request.note_owners(&listeners);
                                     owners = listeners;
                                 }
                             }
@@ -372,6 +401,11 @@ impl Agent {
         }
     }
 
+    /// Whether everything that was written before `moment` is where the server has it.
+    fn is_uploaded(&self, moment: Instant) -> bool {
+        self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
+    }
+
     /// Whether it is time to end.
     fn poll(&mut self, connected: bool) -> Turn {
         let all_over = self.attempts.values().all(Attempt::is_over);
@@ -383,8 +417,10 @@ impl Agent {
                 return Turn::GoOn;
             }
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
-            let is_done = self.attempts.is_empty() && leaving.announced;
-            if is_done || !connected || since.elapsed() > FAREWELL {
+            let is_reported = self.attempts.is_empty() && leaving.announced;
+            let is_uploaded = is_reported && self.is_uploaded(since);
+            let patience = if is_reported { UPLOAD_FAREWELL } else { FAREWELL };
+            if is_uploaded || !connected || since.elapsed() > patience {
                 return Turn::End;
             }
             return Turn::GoOn;
@@ -396,7 +432,11 @@ impl Agent {
         // A failed attempt may be followed by another one.
         let patience = if self.only_job_failed { Duration::from_secs(60) } else { Duration::ZERO };
         match self.only_job_over {
-            Some(since) if self.attempts.is_empty() && since.elapsed() >= patience => Turn::End,
+            Some(since)
+                if self.attempts.is_empty() && since.elapsed() >= patience && self.is_uploaded(since) =>
+            {
+                Turn::End
+            }
             _ => Turn::GoOn,
         }
     }
@@ -417,16 +457,11 @@ impl Agent {
                 }
             }
         }
-        let own_dir = self.state_dir.job_dir(&start.attempt);
-        let job_dir = start.job_dir.as_ref().map_or_else(|| own_dir.clone(), PathBuf::from);
-        let mut stored = StoredAttempt { start, job_dir };
-        if let Err(error) = std::fs::create_dir_all(stored.attempt_dir()) {
-            tracing::error!(%error, dir = %stored.attempt_dir().display(), "using the agent's own folder instead");
-            stored.job_dir = own_dir;
-        }
+        let here = self.datasets.path(&start.spec.data.dataset, &start.dataset_path);
+        start.dataset_path = here.to_string_lossy().into_owned();
+        let (stored, made) = place::place(&self.state_dir, start);
         // Ranks that are not noted on disk would be lost with this process.
-        let noted =
-            std::fs::create_dir_all(stored.attempt_dir()).and_then(|()| self.state_dir.store(&stored));
+        let noted = made.and_then(|()| self.state_dir.store(&stored));
         let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
         let refusal = refusal.map(Refusal::other);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");

@@ -197,6 +197,7 @@ mod tests {
             job_dir: None,
             resume: None,
             network: None,
+            files: Default::default(),
         };
         let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();

@@ -5,7 +5,7 @@
 //! <dir>/agent.lock                   locked while an agent runs on the folder
 //! <dir>/server                       the file that the server keeps locked, when that is on this machine
 //! <dir>/attempts/<job>-<n>.json      an attempt that the server does not know the end of yet
-//! <dir>/jobs/<job>/                  job folders, when the server's data directory is not on this machine
+//! <dir>/jobs/<job>/                  job folders, when the server's disk is not this machine's (place.rs)
 //! ```
 
 use crate::host::{write_private, write_whole};
@@ -193,6 +193,12 @@ impl StateDir {
     pub fn server_is_gone(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
+    }
+
+    /// Whether the server of this connection runs on this machine, and keeps its lock.
+    pub(super) fn server_is_here(&self) -> bool {
+        let noted = fs::read_to_string(self.dir.join("server"));
+        noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(true))
     }
 
     fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {

@@ -52,6 +52,7 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
             job_dir: None,
             resume: None,
             network: None,
+            files: Default::default(),
         },
         rank: 0,
         slot: 0,

@@ -141,6 +141,7 @@ mod tests {
             job_dir: None,
             resume: None,
             network: None,
+            files: Default::default(),
         };
         let config = RankConfig {
             start,

@@ -33,7 +33,7 @@ pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'stat
         return None;
     }
     Some(match path {
-        "/api/v1/agent/socket" => &["agent"],
+        path if path.starts_with("/api/v1/agent/") => &["agent"],
         _ if ADMIN.contains(&path) => &["admin"],
         _ if safe || OWN.contains(&path) => &["read", "submit", "admin"],
         _ => &["submit", "admin"],

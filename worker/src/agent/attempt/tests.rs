@@ -40,6 +40,7 @@ fn place(ranks: u32, script: &str) -> Place {
         job_dir: None,
         resume: None,
         network: None,
+        files: Default::default(),
     };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
@@ -49,6 +50,7 @@ fn place(ranks: u32, script: &str) -> Place {
         fence: dir.path().join("lease"),
         check: |_, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),
+        remote: None,
         devices: Arc::default(),
     };
     Place { dir, stored, around }

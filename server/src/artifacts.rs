@@ -1,0 +1,137 @@
+//! Checkpoints on the server's disk of jobs that train on other machines: which are there, which are still on their way, and which are
+//! no longer kept.
+
+use crate::{
+    app::App,
+    holders::Holder,
+    lifecycle,
+    store::{CheckpointRow, JobRow, Result},
+};
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptEvent, AttemptRef, LogLine},
+};
+use serde_json::Value;
+use std::{collections::HashSet, fs, io, path::Path};
+
+/// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
+const REMEMBERED: usize = 4096;
+
+/// The agent that has a checkpoint which is not on the server's disk yet.
+pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Option<Holder> {
+    if app.checkpoint_dir(row).exists() {
+        return None;
+    }
+    Holder::of(&app.job_dir(&row.job), row.attempt)
+}
+
+/// Writes a line into a job's log, unless the attempt's log has it already.
+pub(crate) async fn log_once(app: &App, job: &JobId, attempt: u32, text: String) {
+    {
+        let mut written = app.log_lines.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if written.len() >= REMEMBERED {
+            written.clear();
+        }
+        if !written.insert((job.clone(), attempt, text.clone())) {
+            return;
+        }
+    }
+    // The lines of rank 0 are numbered from 1: this one is none of them.
+    let line = LogLine { number: 0, at: crate::now(), text };
+    let event = AttemptEvent::Log { rank: 0, lines: vec![line] };
+    let change = move |row: &mut JobRow| lifecycle::report(row, event.clone(), None, crate::now());
+    match app.store.change_job(job, Box::new(change)).await {
+        Ok(changed) => app.announce(&changed),
+        Err(error) => tracing::warn!(%error, %job, "a line of a job's log could not be stored"),
+    }
+}
+
+/// Keeps the fingerprint of a job's dataset, when it is the first; whether the one that is kept is the same.
+///
+/// # Errors
+/// The disk.
+pub(crate) fn keep_dataset_note(job_dir: &Path, note: &Value) -> io::Result<bool> {
+    let path = job_dir.join("dataset.json");
+    let temporary = job_dir.join(format!("dataset.{}.new", uuid::Uuid::new_v4().simple()));
+    fs::write(&temporary, serde_json::to_vec(note)?)?;
+    // Of two machines that start at once one is the first.
+    let linked = fs::hard_link(&temporary, &path);
+    fs::remove_file(&temporary)?;
+    match linked {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            Ok(dataset_note(job_dir).as_ref() == Some(note))
+        }
+        Err(e) => Err(e),
+    }
+}
+
+/// The fingerprint of a job's dataset at its first start.
+pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
+    serde_json::from_slice(&fs::read(job_dir.join("dataset.json")).ok()?).ok()
+}
+
+/// After an upload: removes what the job no longer keeps. The machine that trains knows only the checkpoints on its own disk; those of the
+/// machines before it are here alone.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn tidy(app: &App, attempt: &AttemptRef) -> Result<()> {
+    // Somebody else trains now, perhaps on this disk.
+    if app.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
+        return Ok(());
+    }
+    let Some(job) = app.store.job(&attempt.job).await? else { return Ok(()) };
+    let keep = (job.job.spec.checkpoint.keep as usize).max(2);
+    let rows = app.store.checkpoints(&attempt.job).await?;
+    // Only what is here counts: newer ones may never come.
+    let here = rows.iter().filter(|row| app.checkpoint_dir(row).exists());
+    let old: Vec<_> = here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
+    let kept: HashSet<String> = rows
+        .iter()
+        .map(|row| (row.info.epoch, row.info.step))
+        .filter(|row| !old.contains(row))
+        .map(|(epoch, step)| format!("{epoch}-{step}"))
+        .collect();
+    if !old.is_empty() {
+        let removed = move |row: &mut JobRow| {
+            let events = old.iter().map(|(epoch, step)| {
+                let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
+                lifecycle::report(row, event, None, crate::now())
+            });
+            Ok(events.collect::<std::result::Result<Vec<_>, _>>()?.concat())
+        };
+        let changed = app.store.change_job(&attempt.job, Box::new(removed)).await?;
+        app.announce(&changed);
+    }
+    let job_dir = app.job_dir(&attempt.job);
+    let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
+    if let Err(error) = swept.map_err(io::Error::other).flatten() {
+        tracing::warn!(%error, job = %attempt.job, "old checkpoints stay for now");
+    }
+    Ok(())
+}
+
+/// Removes folders of checkpoints, and what has come of them, that are not in `kept`.
+fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
+    for all in ["checkpoints", "uploads"] {
+        let entries = match fs::read_dir(job_dir.join(all)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+            entries => entries?,
+        };
+        for entry in entries {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_checkpoint = name
+                .split_once('-')
+                .is_some_and(|(epoch, step)| epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok());
+            if is_checkpoint && !kept.contains(&name) {
+                // First its name, so that no half of it is ever seen.
+                let hidden = job_dir.join(all).join(format!(".tmp-gone-{name}"));
+                fs::rename(entry.path(), &hidden)?;
+                fs::remove_dir_all(&hidden)?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,331 @@
+//! Files of agents that have a disk of their own: their checkpoints come here while training goes on, and the machine that continues a job
+//! fetches them from here.
+//!
+//! A request says by headers which agent it is and which fencing token its attempt has. The token of the request must be that agent's.
+//! What may be fetched is what an attempt that the agent holds now may need; what may be uploaded is what the agent of rank 0 has reported,
+//! also after the attempt's end.
+
+use super::{
+    checkpoints,
+    extract::{Path, Query, job_id},
+};
+use crate::{
+    access::Caller,
+    app::App,
+    artifacts,
+    error::{Code, Error, Problem, Result},
+    holders::Holder,
+    store::CheckpointRow,
+    uploads::{Refused, Upload},
+};
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::{State, rejection::BytesRejection},
+    http::{HeaderMap, Request, StatusCode},
+    response::Response,
+};
+use bytes::Bytes;
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptRef, FencingToken, UploadState, WhatIsNeeded},
+};
+use serde::Deserialize;
+use serde_json::Value;
+use std::io;
+use utoipa::IntoParams;
+
+/// The largest note about a dataset.
+const NOTE_BYTES: usize = 64 << 10;
+
+/// A body, or why it was not read.
+type Read = std::result::Result<Bytes, BytesRejection>;
+
+fn unread(why: BytesRejection) -> Error {
+    Error::Refused(why.status(), why.body_text())
+}
+
+/// Which agent asks, for which of its attempts.
+struct Asking {
+    agent_id: String,
+    attempt: AttemptRef,
+}
+
+impl Asking {
+    /// # Errors
+    /// A header that is missing, or an agent whose token it is not.
+    fn of(app: &App, caller: &Caller, headers: &HeaderMap, job: &str, attempt: u32) -> Result<Self> {
+        let header = |name: &str| {
+            let value = headers.get(name).and_then(|value| value.to_str().ok());
+            value.ok_or_else(|| {
+                Error::BadRequest(format!("the header {name} is missing: only agents ask here"))
+            })
+        };
+        let agent_id = header("x-lockstep-agent")?.to_owned();
+        let token = Value::String(header("x-lockstep-fencing-token")?.to_owned());
+        let fencing_token: FencingToken = serde_json::from_value(token)
+            .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
+        if let Some(token) = caller.token() {
+            // As it is now: its agent may have joined after the token was made.
+            let bound = app.access.token(&token.id).and_then(|bound| bound.token.agent_id);
+            if bound.as_deref() != Some(agent_id.as_str()) {
+                return Err(Error::Forbidden("this token is another agent's".into()));
+            }
+        }
+        let job: JobId = job_id(job)?;
+        Ok(Self { agent_id, attempt: AttemptRef { job, attempt, fencing_token } })
+    }
+
+    /// Whether rank 0 of the attempt is on this agent, which holds it.
+    fn holds(&self, app: &App) -> Result<bool> {
+        let held = app.leases.held_by(&self.agent_id, &self.attempt);
+        held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
+    }
+
+    /// The row of a checkpoint that this agent has on its disk.
+    async fn uploads(&self, app: &App, name: &str) -> Result<CheckpointRow> {
+        let job_dir = app.job_dir(&self.attempt.job);
+        let is_its = Holder::of(&job_dir, self.attempt.attempt).is_some_and(|holder| {
+            holder.agent_id == self.agent_id && holder.fencing_token == self.attempt.fencing_token
+        });
+        if !is_its {
+            return Err(Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into()));
+        }
+        let row = app.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
+        // One of an earlier attempt of this agent, which this one continued from, is as good.
+        let row = row.filter(|row| {
+            row.attempt == self.attempt.attempt
+                || Holder::of(&job_dir, row.attempt).is_some_and(|holder| holder.agent_id == self.agent_id)
+        });
+        row.ok_or_else(|| {
+            Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
+        })
+    }
+}
+
+/// An agent has a disk of its own
+///
+/// Before it starts ranks of an attempt there. From now on the server expects the attempt's checkpoints to be uploaded.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)),
+    responses((status = 204), (status = 403, body = Problem, description = "The attempt is not this agent's")))]
+pub(crate) async fn begin(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+) -> Result<StatusCode> {
+    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    if asking.holds(&app)? {
+        let agent = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
+        let agent = agent.map_or_else(|| asking.agent_id.clone(), |online| online.row.name);
+        let fencing_token = asking.attempt.fencing_token;
+        let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
+        let job_dir = app.job_dir(&asking.attempt.job);
+        blocking(move || holder.note(&job_dir, attempt)).await?.map_err(|e| disk(&e))?;
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What is still needed of an attempt
+///
+/// An agent that has a disk of its own asks when it has uploaded all.
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, body = WhatIsNeeded)))]
+pub(crate) async fn needed(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+) -> Result<Json<WhatIsNeeded>> {
+    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let row = app.store.job(&asking.attempt.job).await?;
+    let keep = row.is_some_and(|row| !row.job.state.is_final() && row.job.attempt <= attempt);
+    Ok(Json(WhatIsNeeded { keep }))
+}
+
+/// A file of a checkpoint, for the agent that continues from it
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
+    responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The range that was asked for"),
+        (status = 403, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn file(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, id, file)): Path<(String, u32, String, String)>,
+    request: Request<Body>,
+) -> Result<Response> {
+    let asking = Asking::of(&app, &caller, request.headers(), &job, attempt)?;
+    asking.holds(&app)?;
+    let row = checkpoints::find(&app, &id).await?;
+    if row.job != asking.attempt.job {
+        let of = app.store.job(&asking.attempt.job).await?;
+        let begins_with = of.and_then(|row| row.job.spec.model.pretrained);
+        if begins_with.as_deref() != Some(id.as_str()) {
+            return Err(Error::Forbidden("the attempt does not need this checkpoint".into()));
+        }
+    }
+    if file == crate::manifest::MANIFEST {
+        let megabytes = row.info.size_bytes as f64 / 1e6;
+        let name = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
+        let name = name.map_or_else(String::new, |online| online.row.name);
+        let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
+        artifacts::log_once(&app, &asking.attempt.job, attempt, text).await;
+    }
+    checkpoints::file(State(app), Path((id, file)), request).await
+}
+
+/// The dataset's fingerprint at a job's first start
+///
+/// The first one counts; 409 says that the dataset of this agent is another.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)), request_body = Object,
+    responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
+pub(crate) async fn dataset(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+    body: Read,
+) -> Result<StatusCode> {
+    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    asking.holds(&app)?;
+    let body = body.map_err(unread)?;
+    if body.len() > NOTE_BYTES {
+        let detail = format!("a dataset's fingerprint has at most {NOTE_BYTES} bytes");
+        return Err(Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
+    }
+    let note: Value = serde_json::from_slice(&body)
+        .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
+    let job_dir = app.job_dir(&asking.attempt.job);
+    let kept =
+        blocking(move || artifacts::keep_dataset_note(&job_dir, &note)).await?.map_err(|e| disk(&e))?;
+    match kept {
+        true => Ok(StatusCode::NO_CONTENT),
+        false => {
+            Err(Error::Conflict("the job began with another dataset, or another copy of it".into(), None))
+        }
+    }
+}
+
+/// How much of a checkpoint has come
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
+    responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn upload_state(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, name)): Path<(String, u32, String)>,
+    headers: HeaderMap,
+) -> Result<Json<UploadState>> {
+    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    asking.uploads(&app, &name).await?;
+    let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
+    let state = blocking(move || upload.state()).await?;
+    Ok(Json(state.map_err(refusal)?))
+}
+
+/// Where a piece belongs.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct Piece {
+    /// How many bytes of the file were sent before.
+    #[serde(default)]
+    offset: u64,
+}
+
+/// A piece of a checkpoint's file
+///
+/// `MANIFEST.json` comes first and in one piece; it says how large the others may be.
+#[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), Piece),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The piece does not follow what has come"),
+        (status = 422, body = Problem, description = "Not what an agent sends"),
+        (status = 507, body = Problem, description = "The server's disk is full")))]
+pub(crate) async fn upload_piece(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, name, file)): Path<(String, u32, String, String)>,
+    Query(piece): Query<Piece>,
+    headers: HeaderMap,
+    body: Read,
+) -> Result<StatusCode> {
+    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    asking.uploads(&app, &name).await?;
+    let body = body.map_err(unread)?;
+    let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
+    let done = blocking(move || match file.as_str() {
+        crate::manifest::MANIFEST => upload.begin(&body),
+        file => upload.append(file, piece.offset, &body).map(|_| ()),
+    });
+    match done.await? {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(why) => Err(complain(&app, &asking.attempt, &name, why).await),
+    }
+}
+
+/// A checkpoint has come
+///
+/// It is checked against its manifest; only then can it be downloaded, forked or continued from.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
+    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 422, body = Problem, description = "Its files are not those that were written: send it anew"),
+        (status = 507, body = Problem, description = "The server's disk is full")))]
+pub(crate) async fn upload_done(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, name)): Path<(String, u32, String)>,
+    headers: HeaderMap,
+) -> Result<StatusCode> {
+    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    asking.uploads(&app, &name).await?;
+    let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
+    if let Err(why) = blocking(move || upload.commit()).await? {
+        return Err(complain(&app, &asking.attempt, &name, why).await);
+    }
+    artifacts::tidy(&app, &asking.attempt).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// A refusal; what the job's owner should know is written into its log, once.
+async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
+    let text = match &why {
+        Refused::Io(error) => format!(
+            "checkpoint {name} cannot be stored on the server: {error}; training goes on, and the upload is tried again"
+        ),
+        Refused::Damaged(how) => {
+            format!("checkpoint {name} came damaged to the server ({how}); it is sent anew")
+        }
+        Refused::Wrong(_) | Refused::Offset(_) => return refusal(why),
+    };
+    tracing::warn!(job = %attempt.job, text);
+    artifacts::log_once(app, &attempt.job, attempt.attempt, text).await;
+    refusal(why)
+}
+
+fn refusal(why: Refused) -> Error {
+    match why {
+        Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
+        Refused::Offset(there) => Error::Conflict(format!("{there} bytes of this file have come"), None),
+        Refused::Damaged(how) => Error::Of(Code::CheckpointDamaged, format!("{how}; send it anew")),
+        Refused::Io(error) => disk(&error),
+    }
+}
+
+fn disk(error: &io::Error) -> Error {
+    let detail = format!("the server's disk does not take this: {error}");
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
+        }
+        _ => Error::Unavailable(detail),
+    }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|e| Error::Internal(format!("work on files: {e}")))
+}

@@ -1,0 +1,229 @@
+//! Checkpoints that agents with a disk of their own upload. They gather in `uploads/<epoch>-<step>` of the job's folder, piece by piece, and
+//! are moved to `checkpoints/` when they are complete and every checksum is right: as with ranks, a checkpoint exists completely or not at
+//! all. What has come survives the end of either side; the agent asks how much there is and continues.
+
+use crate::manifest::{MANIFEST, Manifest, check_whole, sha256};
+use lockstep_protocol::agent::UploadState;
+use std::{
+    fs::{self, File},
+    io::{self, Seek as _, SeekFrom, Write as _},
+    path::{Path, PathBuf},
+};
+
+/// The largest piece of a file in one request.
+pub(crate) const PIECE_BYTES: usize = 8 << 20;
+/// The largest manifest. It names four files.
+const MANIFEST_BYTES: usize = 16 << 10;
+/// The largest checkpoint, all its files together.
+const CHECKPOINT_BYTES: u64 = 1 << 40;
+/// The files that a manifest may name. All but the average must be there.
+const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "ema.safetensors"];
+const OPTIONAL: &str = "ema.safetensors";
+
+/// Why a piece or a checkpoint is not taken.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// It is not what an agent sends.
+    Wrong(String),
+    /// Pieces come one after another: this many bytes are there.
+    Offset(u64),
+    /// The whole is not what was written. It is gone from here and has to be sent anew.
+    Damaged(String),
+    /// The disk.
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refused {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+type Result<T> = std::result::Result<T, Refused>;
+
+/// The folders of one checkpoint below a job's folder.
+pub(crate) struct Upload {
+    /// `<epoch>-<step>`.
+    name: String,
+    /// Where its pieces gather.
+    gathering: PathBuf,
+    /// Where it is once it is complete.
+    place: PathBuf,
+}
+
+impl Upload {
+    /// `name` is `<epoch>-<step>`, as the database has it.
+    pub(crate) fn of(job_dir: &Path, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            gathering: job_dir.join("uploads").join(name),
+            place: job_dir.join("checkpoints").join(name),
+        }
+    }
+
+    /// How much of it there is.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn state(&self) -> Result<UploadState> {
+        let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
+            Ok(text) => Ok(Some(sha256(&text))),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+            Err(e) => Err(e),
+        };
+        let mut state = UploadState {
+            stored: hash(&self.place)?,
+            manifest: hash(&self.gathering)?,
+            ..UploadState::default()
+        };
+        for name in FILES {
+            if let Ok(about) = self.gathering.join(name).metadata() {
+                state.received.insert(name.into(), about.len());
+            }
+        }
+        Ok(state)
+    }
+
+    /// Begins with a manifest. What has come of a checkpoint with another one is dropped.
+    ///
+    /// # Errors
+    /// It is no manifest of this checkpoint, or names what is too large.
+    pub(crate) fn begin(&self, text: &[u8]) -> Result<()> {
+        self.read_manifest(text)?;
+        let _one_at_a_time = self.lock()?;
+        let path = self.gathering.join(MANIFEST);
+        if fs::read(&path).is_ok_and(|before| before == text) {
+            return Ok(());
+        }
+        for name in FILES {
+            match fs::remove_file(self.gathering.join(name)) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e.into()),
+                _ => {}
+            }
+        }
+        let temporary = self.gathering.join("MANIFEST.new");
+        fs::write(&temporary, text)?;
+        Ok(fs::rename(temporary, path)?)
+    }
+
+    /// Appends a piece to a file; `offset` is how much of it was sent before.
+    ///
+    /// # Errors
+    /// The upload was not begun, the piece does not follow what is there, or the file would be larger than the manifest says.
+    pub(crate) fn append(&self, name: &str, offset: u64, piece: &[u8]) -> Result<u64> {
+        let _one_at_a_time = self.lock()?;
+        let manifest = self.manifest()?;
+        let Some(wanted) = manifest.files.get(name) else {
+            return Err(Refused::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
+        };
+        let path = self.gathering.join(name);
+        let mut file = File::options().write(true).create(true).truncate(false).open(&path)?;
+        let there = file.metadata()?.len();
+        if there != offset {
+            return Err(Refused::Offset(there));
+        }
+        let end = offset.saturating_add(piece.len() as u64);
+        if end > wanted.size_bytes {
+            return Err(Refused::Wrong(format!(
+                "{name} has {} bytes, and more were sent",
+                wanted.size_bytes
+            )));
+        }
+        file.seek(SeekFrom::Start(offset))?;
+        if let Err(error) = file.write_all(piece) {
+            // Half a piece would be in the way of sending it again.
+            let _ = file.set_len(offset);
+            return Err(error.into());
+        }
+        Ok(end)
+    }
+
+    /// Checks everything and gives the checkpoint its name, all synced.
+    ///
+    /// # Errors
+    /// [`Refused::Damaged`]: what has come is not what the manifest says; it is removed.
+    pub(crate) fn commit(&self) -> Result<()> {
+        let _one_at_a_time = self.lock()?;
+        let manifest = match self.manifest() {
+            Ok(manifest) => manifest,
+            // Done before: the answer was lost.
+            Err(Refused::Wrong(_)) if self.place.join(MANIFEST).exists() => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        if let Err(error) = check_whole(&self.gathering) {
+            if error.kind() != io::ErrorKind::InvalidData {
+                return Err(error.into());
+            }
+            fs::remove_dir_all(&self.gathering)?;
+            return Err(Refused::Damaged(error.to_string()));
+        }
+        for name in manifest.files.keys().map(String::as_str).chain([MANIFEST]) {
+            File::open(self.gathering.join(name))?.sync_all()?;
+        }
+        File::open(&self.gathering)?.sync_all()?;
+        let Some(all) = self.place.parent() else { return Err(Refused::Wrong("no folder".into())) };
+        fs::create_dir_all(all)?;
+        self.put()?;
+        Ok(File::open(all)?.sync_all()?)
+    }
+
+    /// Gives the whole folder its name. One that has it already is of the same step, from before its evaluation or of an earlier attempt.
+    fn put(&self) -> io::Result<()> {
+        use rustix::fs::{CWD, RenameFlags, renameat_with};
+        if !self.place.exists() {
+            return fs::rename(&self.gathering, &self.place);
+        }
+        if renameat_with(CWD, &self.gathering, CWD, &self.place, RenameFlags::EXCHANGE).is_err() {
+            // A file system that cannot exchange two folders: for a moment there is none.
+            let old = self.gathering.with_extension("old");
+            fs::rename(&self.place, &old)?;
+            fs::rename(&self.gathering, &self.place)?;
+            return fs::remove_dir_all(&old);
+        }
+        fs::remove_dir_all(&self.gathering)
+    }
+
+    /// Held while files change: an agent that sends a piece again must not meet itself.
+    fn lock(&self) -> io::Result<File> {
+        fs::create_dir_all(&self.gathering)?;
+        let folder = File::open(&self.gathering)?;
+        folder.lock()?;
+        Ok(folder)
+    }
+
+    fn manifest(&self) -> Result<Manifest> {
+        match fs::read(self.gathering.join(MANIFEST)) {
+            Ok(text) => self.read_manifest(&text),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                Err(Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name)))
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn read_manifest(&self, text: &[u8]) -> Result<Manifest> {
+        let wrong =
+            |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
+        if text.len() > MANIFEST_BYTES {
+            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are taken", text.len())));
+        }
+        let manifest: Manifest = serde_json::from_slice(text).map_err(|e| wrong(e.to_string()))?;
+        if format!("{}-{}", manifest.epoch, manifest.step) != self.name {
+            return Err(wrong(format!("it is that of {}-{}", manifest.epoch, manifest.step)));
+        }
+        if let Some(other) = manifest.files.keys().find(|name| !FILES.contains(&name.as_str())) {
+            return Err(wrong(format!("{other:?} is no file of a checkpoint")));
+        }
+        if let Some(missing) = FILES.iter().find(|n| **n != OPTIONAL && !manifest.files.contains_key(**n)) {
+            return Err(wrong(format!("it names no {missing}")));
+        }
+        let size = manifest.files.values().fold(0_u64, |sum, file| sum.saturating_add(file.size_bytes));
+        if size > CHECKPOINT_BYTES {
+            return Err(wrong(format!("its files have {size} bytes, at most {CHECKPOINT_BYTES} are taken")));
+        }
+        Ok(manifest)
+    }
+}
+
+#[cfg(test)]
+mod tests;

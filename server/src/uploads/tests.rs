@@ -1,0 +1,120 @@
+use super::*;
+
+fn manifest(files: &[(&str, &[u8])]) -> Vec<u8> {
+    let files: serde_json::Map<String, serde_json::Value> = files
+        .iter()
+        .map(|(name, bytes)| {
+            let about = serde_json::json!({"size_bytes": bytes.len(), "sha256": sha256(bytes)});
+            ((*name).to_owned(), about)
+        })
+        .collect();
+    serde_json::to_vec(&serde_json::json!({"version": 1, "epoch": 1, "step": 20, "files": files})).unwrap()
+}
+
+const WHOLE: [(&str, &[u8]); 3] =
+    [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
+
+fn send_all(upload: &Upload) {
+    upload.begin(&manifest(&WHOLE)).unwrap();
+    for (name, bytes) in WHOLE {
+        let there = upload.state().unwrap().received.get(name).copied().unwrap_or(0);
+        upload.append(name, there, &bytes[there as usize..]).unwrap();
+    }
+}
+
+fn words(refused: Refused) -> String {
+    match refused {
+        Refused::Wrong(detail) | Refused::Damaged(detail) => detail,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn pieces_follow_one_another_and_the_whole_appears_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    assert!(words(upload.append("model.safetensors", 0, b"w").unwrap_err()).contains("first"));
+    upload.begin(&manifest(&WHOLE)).unwrap();
+    assert_eq!(upload.append("model.safetensors", 0, b"wei").unwrap(), 3);
+    assert!(matches!(upload.append("model.safetensors", 0, b"weights"), Err(Refused::Offset(3))));
+    assert!(matches!(upload.append("model.safetensors", 4, b"hts"), Err(Refused::Offset(3))));
+    // One byte more than the manifest says.
+    assert!(words(upload.append("model.safetensors", 3, b"ghtsX").unwrap_err()).contains("7 bytes"));
+    assert!(words(upload.append("../x", 0, b"").unwrap_err()).contains("names no"));
+    // The same manifest again, as after a break: what has come stays.
+    upload.begin(&manifest(&WHOLE)).unwrap();
+    assert_eq!(upload.state().unwrap().received["model.safetensors"], 3);
+    assert_eq!(upload.state().unwrap().stored, None);
+    send_all(&upload);
+    upload.commit().unwrap();
+    let state = upload.state().unwrap();
+    assert_eq!(state.stored, Some(sha256(&manifest(&WHOLE))));
+    assert_eq!((state.manifest, state.received.len()), (None, 0));
+    assert_eq!(fs::read(dir.path().join("checkpoints/1-20/model.safetensors")).unwrap(), b"weights");
+    assert!(!dir.path().join("uploads/1-20").join(MANIFEST).exists());
+    // Its answer was lost.
+    upload.commit().unwrap();
+}
+
+#[test]
+fn what_was_damaged_on_the_way_is_not_taken_and_comes_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.append("model.safetensors", 0, b"weighTs").unwrap();
+    send_all(&upload);
+    let refused = upload.commit().unwrap_err();
+    assert!(matches!(&refused, Refused::Damaged(why) if why.contains("model.safetensors")), "{refused:?}");
+    assert!(!dir.path().join("checkpoints/1-20").exists());
+    assert_eq!(upload.state().unwrap(), UploadState::default());
+    // A file short of its last byte.
+    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.append("model.safetensors", 0, b"weight").unwrap();
+    assert!(matches!(upload.commit(), Err(Refused::Damaged(_))));
+    send_all(&upload);
+    upload.commit().unwrap();
+}
+
+#[test]
+fn the_same_step_measured_later_takes_the_place_of_the_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    send_all(&upload);
+    upload.commit().unwrap();
+    let mut later = WHOLE;
+    later[2] = ("state.json", b"{\"val_accuracy\": 1}");
+    upload.begin(&manifest(&later)).unwrap();
+    for (name, bytes) in later {
+        upload.append(name, 0, bytes).unwrap();
+    }
+    upload.commit().unwrap();
+    let state = fs::read(dir.path().join("checkpoints/1-20/state.json")).unwrap();
+    assert_eq!(state, later[2].1);
+    assert!(!dir.path().join("uploads/1-20/model.safetensors").exists());
+}
+
+#[test]
+fn manifests_that_no_agent_writes_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    let refused = |text: &[u8]| words(upload.begin(text).unwrap_err());
+    let mut more = WHOLE.to_vec();
+    more.push(("../token", b"x"));
+    assert!(refused(&manifest(&more)).contains("../token"));
+    assert!(refused(&manifest(&WHOLE[..2])).contains("state.json"));
+    assert!(refused(b"{}").contains("0-0"));
+    assert!(refused(b"no").contains("MANIFEST.json"));
+    // At the limits and one past them.
+    let mut text = manifest(&WHOLE);
+    text.resize(MANIFEST_BYTES, b' ');
+    upload.begin(&text).unwrap();
+    text.push(b' ');
+    assert!(refused(&text).contains("at most"));
+    let sized = |size: u64| {
+        let mut all: serde_json::Value = serde_json::from_slice(&manifest(&WHOLE)).unwrap();
+        all["files"]["model.safetensors"]["size_bytes"] = (size - 7).into();
+        serde_json::to_vec(&all).unwrap()
+    };
+    upload.begin(&sized(CHECKPOINT_BYTES)).unwrap();
+    assert!(refused(&sized(CHECKPOINT_BYTES + 1)).contains("at most"));
+}

@@ -1,0 +1,208 @@
+//! The routes by which an agent with a disk of its own uploads checkpoints and fetches them: who may, and what is taken.
+
+use crate::{
+    agent::{Agent, hello, running},
+    test_server::{TestServer, client},
+};
+use lockstep_protocol::agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, Source};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::{fs, time::Duration};
+
+const FILES: [(&str, &[u8]); 3] =
+    [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
+
+fn sum(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn manifest(epoch: u32, step: u64) -> Vec<u8> {
+    let about = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
+    let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), about(bytes))).collect();
+    serde_json::to_vec(&json!({"version": 1, "epoch": epoch, "step": step, "files": files})).unwrap()
+}
+
+fn checkpoint(step: u64) -> AttemptEvent {
+    AttemptEvent::Checkpoint(CheckpointInfo {
+        epoch: 1,
+        step,
+        val_accuracy: None,
+        val_loss: None,
+        best: false,
+        size_bytes: 14,
+    })
+}
+
+/// Who asks.
+struct Asks<'a> {
+    server: &'a TestServer,
+    http: reqwest::Client,
+    agent_id: String,
+    attempt: AttemptRef,
+}
+
+impl Asks<'_> {
+    async fn ask(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
+        let AttemptRef { job, attempt, fencing_token } = &self.attempt;
+        let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}{path}"));
+        let request = self.http.request(method.parse().unwrap(), url).body(body);
+        let request = request.header("x-lockstep-agent", &self.agent_id);
+        self.server.send(request.header("x-lockstep-fencing-token", String::from(*fencing_token))).await
+    }
+
+    async fn upload(&self, name: &str, manifest: Vec<u8>) -> (u16, Value) {
+        assert_eq!(self.ask("PUT", &format!("/uploads/{name}/MANIFEST.json"), manifest).await.0, 204);
+        for (file, bytes) in FILES {
+            let sent = self.ask("PUT", &format!("/uploads/{name}/{file}?offset=0"), bytes.to_vec()).await;
+            assert_eq!(sent.0, 204, "{}", sent.1);
+        }
+        self.ask("POST", &format!("/uploads/{name}"), Vec::new()).await
+    }
+}
+
+#[tokio::test]
+async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    let other = server.agent_token("b").await;
+    let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    assert_eq!(
+        fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
+        start.files.mark
+    );
+    let asks = |token: &str, agent_id: &str, attempt: AttemptRef| Asks {
+        server: &server,
+        http: client(token),
+        agent_id: agent_id.into(),
+        attempt,
+    };
+    let own = asks(&token, "id-a", start.attempt.clone());
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    // Before it says that it has a disk of its own.
+    assert_eq!(own.ask("GET", "/uploads/1-10", vec![]).await.0, 403);
+    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let (status, state) = own.ask("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
+    // Another agent, by its own name or by this one's; an attempt that it does not have; a token that was guessed.
+    let guessed = AttemptRef {
+        fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token },
+        ..start.attempt.clone()
+    };
+    let next = AttemptRef { attempt: 2, ..start.attempt.clone() };
+    for wrong in [
+        asks(&other, "id-b", start.attempt.clone()),
+        asks(&other, "id-a", start.attempt.clone()),
+        asks(&token, "id-b", start.attempt.clone()),
+        asks(&token, "id-a", guessed),
+        asks(&token, "id-a", next),
+    ] {
+        for (method, path) in [
+            ("POST", ""),
+            ("GET", "/uploads/1-10"),
+            ("PUT", "/uploads/1-10/MANIFEST.json"),
+            ("POST", "/uploads/1-10"),
+            ("POST", "/dataset"),
+            ("GET", "/checkpoints/x/MANIFEST.json"),
+        ] {
+            let (status, problem) = wrong.ask(method, path, manifest(1, 10)).await;
+            assert_eq!(status, 403, "{method} {path} {}: {problem}", wrong.agent_id);
+        }
+    }
+    // Nobody with another kind of token.
+    assert_eq!(
+        asks(&server.token, "id-a", start.attempt.clone()).ask("GET", "/uploads/1-10", vec![]).await.0,
+        403
+    );
+    // A checkpoint that was not reported, and a name that is none.
+    assert_eq!(own.ask("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
+    assert_eq!(own.ask("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
+    assert_eq!(own.ask("PUT", "/uploads/1-10/token", b"x".to_vec()).await.0, 422);
+
+    // Not to be had before all has come.
+    let checkpoint_id = format!("{id}-1-10");
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(listed["checkpoints"][0]["uploading_from"], "a", "{listed}");
+    assert_eq!(server.get(&format!("/checkpoints/{checkpoint_id}")).await.0, 409);
+    assert_eq!(own.upload("1-10", manifest(1, 10)).await.0, 204);
+    let (status, shown) = server.get(&format!("/checkpoints/{checkpoint_id}")).await;
+    assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
+    let (_, state) = own.ask("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!(state["stored"], sum(&manifest(1, 10)));
+    // The agent that has the attempt reads it, nobody else.
+    let file = format!("/checkpoints/{checkpoint_id}/state.json");
+    assert_eq!(own.ask("GET", &file, vec![]).await, (200, json!({})));
+    assert_eq!(asks(&other, "id-b", start.attempt.clone()).ask("GET", &file, vec![]).await.0, 403);
+
+    // The last one comes after the end of the attempt; then the agent may clear up.
+    let last = vec![checkpoint(20)];
+    agent.report(&start.attempt, Source::Rank(0), 2, last).await;
+    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
+    assert_eq!(own.ask("GET", "", vec![]).await, (200, json!({"keep": false})));
+    assert_eq!(own.ask("GET", &file, vec![]).await.0, 403, "its attempt is over");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn another_machine_continues_from_what_was_uploaded_with_the_first_machines_dataset() {
+    let server = TestServer::with(|c| {
+        c.lease = Duration::from_millis(800);
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    assert_eq!((start.files.dataset, start.resume), (None, None));
+    let own = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let note = json!({"files": 4, "bytes": 100});
+    assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204);
+    assert_eq!(own.ask("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
+    assert_eq!(own.ask("POST", "/dataset", b"{\"files\": 5}".to_vec()).await.0, 409);
+    assert_eq!(own.ask("POST", "/dataset", b"{".to_vec()).await.0, 400);
+    let mut long = note.to_string().into_bytes();
+    long.resize(64 << 10, b' ');
+    assert_eq!(own.ask("POST", "/dataset", long.clone()).await.0, 204);
+    long.push(b' ');
+    assert_eq!(own.ask("POST", "/dataset", long).await.0, 413);
+
+    let events = vec![running(100, 0), checkpoint(10), checkpoint(20), checkpoint(30)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    // A damaged one is refused and said; sent anew it is taken.
+    let mut damaged: Value = serde_json::from_slice(&manifest(1, 20)).unwrap();
+    damaged["files"]["state.json"]["sha256"] = sum(b"[]").into();
+    let (status, problem) = own.upload("1-20", serde_json::to_vec(&damaged).unwrap()).await;
+    assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
+    assert!(!server.dir.path().join("jobs").join(&id).join("checkpoints/1-20").exists());
+    let (_, logs) = server.get(&format!("/jobs/{id}/logs")).await;
+    assert!(logs.to_string().contains("came damaged to the server"), "{logs}");
+    assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
+    // The agent leaves for good: of step 30 nothing came.
+    agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
+    let again = agent.started().await;
+    assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
+    agent.vanish();
+    let mut next = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let start = next.started().await;
+    assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
+    assert_eq!(start.files.dataset, Some(note));
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
+    assert_eq!(steps, [20], "{listed}");
+    // The first machine is back, and its attempt is over: of what it has nothing is wanted any more.
+    assert_eq!(own.ask("GET", "/uploads/1-30", vec![]).await.0, 404);
+    assert_eq!(own.ask("GET", "", vec![]).await, (200, json!({"keep": false})));
+    server.stop().await;
+}

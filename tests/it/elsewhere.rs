@@ -1,0 +1,282 @@
+//! Machines that do not have the server's disk: agents in mount namespaces of their own, where an empty file system hides the server's data
+//! directory. Their checkpoints reach the server, and from there the next machine.
+
+use crate::{
+    pictures,
+    server::{Agents, Folder, Server, lockstep, number, signal, turn},
+    specs,
+};
+use reqwest::StatusCode;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command},
+};
+
+const STEPS: u64 = 240;
+
+/// An agent without the server's disk.
+struct Machine {
+    name: &'static str,
+    options: Vec<String>,
+    agent: Option<Child>,
+    starts: u32,
+}
+
+impl Machine {
+    fn start(server: &Server, name: &'static str, options: &[&str]) -> Self {
+        let options = options.iter().map(ToString::to_string).collect();
+        let mut machine = Self { name, options, agent: None, starts: 0 };
+        let token = server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
+        server.folder().write(&format!("{name}.token"), token.ok());
+        machine.again(server);
+        machine
+    }
+
+    fn again(&mut self, server: &Server) {
+        self.starts += 1;
+        let folder = server.folder().path();
+        let log = File::create(folder.join(format!("{}.{}.log", self.name, self.starts))).expect("a log");
+        // Another user's namespace where this one may make none.
+        let namespaces: &[&str] =
+            if rustix::process::getuid().is_root() { &["-m"] } else { &["-U", "-r", "-m"] };
+        let mut command = Command::new("unshare");
+        command.args(namespaces).args(["sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
+        command.arg(server.data_dir()).arg(lockstep().get_program());
+        command.args([
+            "agent",
+            "--server",
+            &server.url,
+            "--name",
+            self.name,
+            "--cpu-slots",
+            "2",
+            "--token-file",
+        ]);
+        command.arg(folder.join(format!("{}.token", self.name))).arg("--data-dir").arg(self.dir(server));
+        command.args(&self.options).current_dir(folder);
+        command.stdout(log.try_clone().expect("a log")).stderr(log);
+        self.agent = Some(command.spawn().expect("unshare (util-linux)"));
+    }
+
+    fn dir(&self, server: &Server) -> PathBuf {
+        server.folder().path().join(self.name)
+    }
+
+    fn kill(&mut self) {
+        let mut agent = self.agent.take().expect("an agent");
+        agent.kill().expect("SIGKILL");
+        agent.wait().expect("its status");
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(agent) = &mut self.agent {
+            signal(agent.id() as i32, Signal::KILL);
+            let _ = agent.wait();
+        }
+    }
+}
+
+/// The server's own machine has one slot: jobs of two ranks run elsewhere.
+async fn server() -> Server {
+    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    server
+}
+
+async fn online(server: &Server, slots: usize) {
+    server.until("the agents are online", async |s: &Server| s.slots().await == slots).await;
+}
+
+fn spec(name: &str) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, STEPS),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 20, "keep": 3}}),
+    )
+}
+
+/// The newest step of which the server has the checkpoint.
+async fn stored(server: &Server, id: &str) -> u64 {
+    let all = server.checkpoints(id).await;
+    let here = all.iter().filter(|c| c.get("uploading_from").is_none());
+    here.map(|c| number(&c["step"])).max().unwrap_or(0)
+}
+
+async fn log(server: &Server, id: &str) -> String {
+    server.get(&format!("/jobs/{id}/logs")).await.to_string()
+}
+
+fn lists(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).map(|all| all.flatten().collect::<Vec<_>>()).unwrap_or_default();
+    entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[tokio::test]
+async fn a_job_continues_on_another_machine_to_the_same_weights() {
+    let _turn = turn().await;
+    let server = server().await;
+    let mut a = Machine::start(&server, "machine-a", &[]);
+    online(&server, 3).await;
+    let undisturbed = server.submit(&spec("undisturbed")).await;
+    server.succeeded(&undisturbed).await;
+    // The last checkpoint may be on its way when the job is over.
+    server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+    let expected = server.last_model(&undisturbed).await;
+    assert!(
+        !server.job_dir(&undisturbed).join("attempts/1/rank.0.events").exists(),
+        "the ranks were elsewhere"
+    );
+    // What is uploaded and over needs no place there.
+    let folder = a.dir(&server).join("jobs").join(&undisturbed);
+    server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
+
+    let id = server.submit(&spec("continued")).await;
+    server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 40).await;
+    a.kill();
+    server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
+    let _b = Machine::start(&server, "machine-b", &[]);
+    server.job_when(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
+    server.succeeded(&id).await;
+    server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
+    assert_eq!(server.last_model(&id).await, expected, "the same bytes");
+    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
+    let from = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint").to_owned();
+    let log = log(&server, &id).await;
+    assert!(log.contains(&format!("machine-b fetches checkpoint {from}")), "{log}");
+    // Three are kept, whichever machine wrote them, and nothing half done.
+    let kept = lists(&server.job_dir(&id).join("checkpoints"));
+    let listed = server.checkpoints(&id).await;
+    assert_eq!(kept.len(), listed.len(), "{kept:?} {listed:?}");
+    assert!((3..=4).contains(&kept.len()), "{kept:?}");
+
+    // The server's machine works with them: classify, measure, continue.
+    let evaluated = server.http.get(server.api(&format!("/jobs/{id}/evaluation?checkpoint=latest")));
+    let evaluated = evaluated.send().await.expect("an answer");
+    assert!([StatusCode::OK, StatusCode::ACCEPTED].contains(&evaluated.status()), "{evaluated:?}");
+    let set = json!({"set": {"parallel.ranks": 1, "train.steps": STEPS + 5}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
+    assert_eq!(fork.status, StatusCode::CREATED, "{}", fork.text);
+    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    // A fork for two ranks runs on the other machine, which has not the file, nor has it that of weights by id.
+    let set = json!({"set": {"train.steps": STEPS + 5}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
+    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    let weights = specs::with(spec("tuned"), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
+    let still = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
+    let weights = match still {
+        true => weights,
+        false => specs::with(weights, json!({"model": {"pretrained": listed[0]["id"]}})),
+    };
+    let tuned = server.submit(&weights).await;
+    server.succeeded(&tuned).await;
+}
+
+#[tokio::test]
+async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    let mut a = Machine::start(&server, "machine-a", &[]);
+    online(&server, 3).await;
+    let undisturbed = server.submit(&spec("undisturbed")).await;
+    server.succeeded(&undisturbed).await;
+    server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+    let expected = server.last_model(&undisturbed).await;
+
+    let id = server.submit(&spec("disturbed")).await;
+    // Where uploads gather is no folder: as with a full disk, the server cannot store them.
+    let gathering = server.job_dir(&id).join("uploads");
+    fs::write(&gathering, "").expect("a file");
+    server.job_when(&id, "it trains", |job| number(&job["step"]) > 30).await;
+    // The server and the agent are killed while the ranks train on.
+    server.kill_serve();
+    server.serve_again().await;
+    a.kill();
+    a.again(&server);
+    server.succeeded(&id).await;
+    server
+        .until("the log says it", async |s: &Server| {
+            log(s, &id).await.contains("cannot be stored on the server")
+        })
+        .await;
+    assert_eq!(stored(&server, &id).await, 0);
+    let all = server.checkpoints(&id).await;
+    let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
+    assert_eq!(last["uploading_from"], "machine-a", "{last}");
+    let checkpoint = last["id"].as_str().expect("an id");
+    let answer =
+        server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
+    let answer = answer.expect("an answer");
+    assert_eq!(answer.status(), StatusCode::CONFLICT);
+    assert!(answer.text().await.expect("a body").contains("still being uploaded from machine-a"));
+    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": STEPS + 5}})).await;
+    assert_eq!(fork.status, StatusCode::CONFLICT, "{}", fork.text);
+
+    // Half of one file came before the agent died, and of another what is wrong.
+    a.kill();
+    let name = lists(&a.dir(&server).join("jobs").join(&id).join("checkpoints"))
+        .into_iter()
+        .find(|name| name.ends_with(&format!("-{STEPS}")))
+        .expect("the last");
+    let whole = a.dir(&server).join("jobs").join(&id).join("checkpoints").join(&name);
+    fs::remove_file(&gathering).expect("no file");
+    let part = gathering.join(&name);
+    fs::create_dir_all(&part).expect("a folder");
+    fs::copy(whole.join("MANIFEST.json"), part.join("MANIFEST.json")).expect("a copy");
+    let weights = fs::read(whole.join("model.safetensors")).expect("the weights");
+    fs::write(part.join("model.safetensors"), &weights[..weights.len() / 2]).expect("half a file");
+    let mut wrong = fs::read(whole.join("optimizer.safetensors")).expect("the optimizer's");
+    wrong.truncate(100_000);
+    wrong[99_999] ^= 1;
+    fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
+    a.again(&server);
+    server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
+    assert_eq!(server.last_model(&id).await, expected, "the same bytes");
+    let log = log(&server, &id).await;
+    assert!(log.contains("came damaged to the server"), "{log}");
+    assert_eq!(log.matches(&format!("checkpoint {name} cannot be stored")).count(), 1, "once: {log}");
+    let folder = a.dir(&server).join("jobs").join(&id);
+    server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
+}
+
+#[tokio::test]
+async fn every_machine_has_its_own_path_of_the_same_dataset() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
+    let here = server.folder().path().join("here");
+    fs::create_dir_all(&here).expect("a folder");
+    let dataset = pictures::idx_dataset(&here, 640, 64);
+    server.register("fashion", &dataset).await;
+    let refused = async |id: &str| {
+        let job = server.ended(id).await;
+        assert_eq!(job["state"], "failed", "{job:#}");
+        job["reason"].as_str().expect("a reason").to_owned()
+    };
+    // Machine A has the same pictures elsewhere; machine B has others under the name.
+    let (there, others) = (Folder::new(), Folder::new());
+    let same = pictures::idx_dataset(there.path(), 640, 64);
+    let other = pictures::idx_dataset(others.path(), 600, 64);
+    let prefix = format!("{}={}", here.display(), there.path().display());
+    assert_eq!(same.strip_prefix(there.path()).ok(), dataset.strip_prefix(&here).ok());
+    let mut a = Machine::start(&server, "machine-a", &["--path-map", &prefix]);
+    online(&server, 3).await;
+    // Hidden from everybody but through the map.
+    fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
+    let id = server.submit(&spec("mapped")).await;
+    server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 20).await;
+    a.kill();
+    server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
+    let named = format!("fashion={}", other.display());
+    let mut b = Machine::start(&server, "machine-b", &["--dataset", &named]);
+    let why = refused(&id).await;
+    assert!(why.contains("machine-b") && why.contains("is not what the job began with"), "{why}");
+    b.kill();
+    // A machine that has none at all.
+    let _c = Machine::start(&server, "machine-c", &[]);
+    online(&server, 3).await;
+    let why = refused(&server.submit(&spec("missing")).await).await;
+    assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
+}

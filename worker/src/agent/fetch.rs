@@ -1,0 +1,261 @@
+//! What ranks need that is not on this machine's disk yet is fetched from the server before they start.
+
+use super::{
+    place::pretrained_dir,
+    preflight::Refusal,
+    remote::{Failed, Remote, Talk},
+    state_dir::StoredAttempt,
+};
+use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
+use lockstep_protocol::reason::ReasonCode;
+use reqwest::StatusCode;
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// The largest manifest.
+const MANIFEST_BYTES: usize = 64 << 10;
+/// Pauses before trying again, the first and the longest.
+const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
+/// How often a checkpoint is fetched anew whose sums are wrong.
+const DAMAGED: u32 = 3;
+
+/// The job's fingerprint of its dataset.
+pub(super) const DATASET_NOTE: &str = "dataset.json";
+
+/// Why a try has failed.
+enum Trouble {
+    Server(Failed),
+    Disk(PathBuf, io::Error),
+    /// The sums are wrong; what came is gone.
+    Damaged(String),
+}
+
+impl From<Failed> for Trouble {
+    fn from(failed: Failed) -> Self {
+        Self::Server(failed)
+    }
+}
+
+fn on_disk(path: &Path) -> impl Fn(io::Error) -> Trouble + '_ {
+    move |error| Trouble::Disk(path.into(), error)
+}
+
+/// Tells the server that this attempt has a disk of its own, and fetches what is missing. A server that is away is waited for; whoever does
+/// not want to wait drops this.
+///
+/// # Errors
+/// What cannot be had.
+pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
+    let start = &stored.start;
+    let mut tries = Tries::of(remote);
+    while let Err(trouble) = begin(stored, remote).await {
+        tries.wait(trouble).await?;
+    }
+    if let Some(note) = &start.files.dataset {
+        let path = stored.job_dir.join(DATASET_NOTE);
+        let text = serde_json::to_vec(note).map_err(|e| Refusal::other(e.to_string()))?;
+        crate::host::write_whole(&path, &text).map_err(|e| refusal(remote, &Trouble::Disk(path, e)))?;
+    }
+    // Rank 0 reads checkpoints, and sends the others what is in them.
+    if !start.ranks.iter().any(|(rank, _)| *rank == 0) {
+        return Ok(());
+    }
+    if let Some(name) = &start.resume {
+        let id = format!("{}-{name}", start.attempt.job);
+        have(stored, remote, &id, &stored.job_dir.join("checkpoints").join(name)).await
+    } else if let Some(id) = &start.files.pretrained {
+        have(stored, remote, id, &pretrained_dir(&stored.job_dir, id)).await
+    } else {
+        Ok(())
+    }
+}
+
+/// After the check before the first start: the server keeps the dataset's fingerprint for the machines that come later.
+///
+/// # Errors
+/// Another machine began with another dataset.
+pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
+    if stored.start.files.dataset.is_some() {
+        return Ok(());
+    }
+    let path = stored.job_dir.join(DATASET_NOTE);
+    let note = fs::read(&path).map_err(|e| refusal(remote, &Trouble::Disk(path, e)))?;
+    let mut tries = Tries::of(remote);
+    loop {
+        match tell(stored, remote, &note).await {
+            Ok(true) => return Ok(()),
+            Ok(false) => break,
+            Err(trouble) => tries.wait(trouble).await?,
+        }
+    }
+    // The next start compares with the one that counts.
+    let _ = fs::remove_file(stored.job_dir.join(DATASET_NOTE));
+    Err(Refusal {
+        code: ReasonCode::DatasetUnusable,
+        detail: format!(
+            "the dataset {:?} at {} is not the one that the job began with on another machine: copy that one here, or keep this \
+             machine from the job",
+            stored.start.spec.data.dataset, stored.start.dataset_path
+        ),
+    })
+}
+
+/// Makes sure that a checkpoint is whole at `place`.
+async fn have(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), Refusal> {
+    let is_whole = {
+        let place = place.to_owned();
+        tokio::task::spawn_blocking(move || checkpoint::validate(&place).is_ok()).await
+    };
+    if is_whole.unwrap_or(false) {
+        return Ok(());
+    }
+    tracing::info!(checkpoint = id, "fetching it from the server");
+    let mut tries = Tries::of(remote);
+    let mut damaged = 0;
+    while let Err(trouble) = fetch(stored, remote, id, place).await {
+        tries
+            .wait(match trouble {
+                Trouble::Damaged(why) if damaged < DAMAGED => {
+                    damaged += 1;
+                    Failed::Later(why).into()
+                }
+                trouble => trouble,
+            })
+            .await?;
+    }
+    tracing::info!(checkpoint = id, "fetched");
+    Ok(())
+}
+
+async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Trouble> {
+    Ok(remote.talk(&stored.start.attempt)?.begin().await?)
+}
+
+/// Whether the server keeps this fingerprint, or has the same.
+async fn tell(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<bool, Trouble> {
+    match remote.talk(&stored.start.attempt)?.dataset(note.to_vec()).await {
+        Err(Failed::Never(StatusCode::CONFLICT, _)) => Ok(false),
+        other => Ok(other.map(|()| true)?),
+    }
+}
+
+/// One try. What has come stays for the next.
+async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), Trouble> {
+    let talk = remote.talk(&stored.start.attempt)?;
+    let (Some(all), Some(name)) = (place.parent(), place.file_name()) else { return Ok(()) };
+    let gathering = all.join(format!(".fetch-{}", name.to_string_lossy()));
+    fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
+    let text = small(&talk, id, MANIFEST).await?;
+    let manifest: Manifest =
+        serde_json::from_slice(&text).map_err(|e| Trouble::Damaged(format!("{MANIFEST}: {e}")))?;
+    let path = gathering.join(MANIFEST);
+    if fs::read(&path).ok().as_ref() != Some(&text) {
+        fs::remove_dir_all(&gathering).map_err(on_disk(&gathering))?;
+        fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
+        fs::write(&path, &text).map_err(on_disk(&path))?;
+    }
+    for (file, wanted) in &manifest.files {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            return Err(Trouble::Damaged(format!("{MANIFEST} names {file:?}")));
+        }
+        let path = gathering.join(file);
+        let mut to = File::options().create(true).append(true).open(&path).map_err(on_disk(&path))?;
+        let mut there = to.metadata().map_err(on_disk(&path))?.len();
+        if there > wanted.size_bytes {
+            to.set_len(0).map_err(on_disk(&path))?;
+            there = 0;
+        }
+        if there == wanted.size_bytes {
+            continue;
+        }
+        let mut download = talk.file(id, file, there).await?;
+        while let Some(bytes) = download.next().await? {
+            there += bytes.len() as u64;
+            if there > wanted.size_bytes {
+                break;
+            }
+            to.write_all(&bytes).map_err(on_disk(&path))?;
+        }
+    }
+    let (all, place) = (all.to_owned(), place.to_owned());
+    let finished = tokio::task::spawn_blocking(move || finish(&gathering, &place, &all)).await;
+    finished.map_err(|e| Trouble::Disk(PathBuf::new(), io::Error::other(e)))?
+}
+
+/// Checks what has come and gives it its name, synced.
+fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), Trouble> {
+    let manifest = match checkpoint::validate(gathering) {
+        Ok(manifest) => manifest,
+        Err(CheckpointError::Io { path, error }) => return Err(Trouble::Disk(path, error)),
+        Err(error) => {
+            fs::remove_dir_all(gathering).map_err(on_disk(gathering))?;
+            return Err(Trouble::Damaged(error.to_string()));
+        }
+    };
+    let sync = |path: &Path| File::open(path).and_then(|file| file.sync_all()).map_err(on_disk(path));
+    for file in manifest.files.keys().map(String::as_str).chain([MANIFEST]) {
+        sync(&gathering.join(file))?;
+    }
+    sync(gathering)?;
+    if place.exists() {
+        // A damaged one.
+        fs::remove_dir_all(place).map_err(on_disk(place))?;
+    }
+    fs::rename(gathering, place).map_err(on_disk(place))?;
+    sync(all)
+}
+
+async fn small(talk: &Talk<'_>, id: &str, file: &str) -> Result<Vec<u8>, Trouble> {
+    let mut download = talk.file(id, file, 0).await?;
+    let mut all = Vec::new();
+    while let Some(bytes) = download.next().await? {
+        all.extend_from_slice(&bytes);
+        if all.len() > MANIFEST_BYTES {
+            return Err(Trouble::Damaged(format!("{file} has more than {MANIFEST_BYTES} bytes")));
+        }
+    }
+    Ok(all)
+}
+
+/// Pauses between tries.
+struct Tries<'a> {
+    remote: &'a Remote,
+    pause: Duration,
+}
+
+impl<'a> Tries<'a> {
+    fn of(remote: &'a Remote) -> Self {
+        Self { remote, pause: RETRY.0 }
+    }
+
+    /// Returns when it is time to try again.
+    ///
+    /// # Errors
+    /// It is in vain.
+    async fn wait(&mut self, trouble: Trouble) -> Result<(), Refusal> {
+        let Trouble::Server(Failed::Later(why)) = trouble else { return Err(refusal(self.remote, &trouble)) };
+        tracing::warn!(why, "waiting for the server before ranks can start");
+        tokio::time::sleep(self.pause).await;
+        self.pause = (self.pause * 2).min(RETRY.1);
+        Ok(())
+    }
+}
+
+fn refusal(remote: &Remote, trouble: &Trouble) -> Refusal {
+    let on = &remote.name;
+    match trouble {
+        Trouble::Server(failed) => {
+            Refusal::other(format!("{on} cannot fetch what the job needs: {}", failed.words()))
+        }
+        Trouble::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
+            code: ReasonCode::DiskFull,
+            detail: format!("{on}: {}: {error}; free some space and retry the job", path.display()),
+        },
+        Trouble::Disk(path, error) => Refusal::other(format!("{on}: {}: {error}", path.display())),
+        Trouble::Damaged(why) => Refusal::other(format!("{on} fetched a checkpoint from the server: {why}")),
+    }
+}

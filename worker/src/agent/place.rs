@@ -1,0 +1,185 @@
+//! Where a job's files are on this machine: its folder, and its dataset.
+
+use super::state_dir::{StateDir, StoredAttempt};
+use lockstep_protocol::agent::{MARK, StartAttempt};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs, io,
+    path::{Component, Path, PathBuf},
+};
+
+/// Where this machine has datasets that are elsewhere on the server's.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Datasets {
+    /// By the name under which the server knows it.
+    pub by_name: Vec<(String, PathBuf)>,
+    /// The server's folders, and what stands for each here. The longest that fits counts.
+    pub by_prefix: Vec<(PathBuf, PathBuf)>,
+}
+
+impl Datasets {
+    /// The path here of the dataset `name`, which the server has at `path`.
+    pub fn path(&self, name: &str, path: &str) -> PathBuf {
+        if let Some((_, here)) = self.by_name.iter().find(|(known, _)| known == name) {
+            return here.clone();
+        }
+        let path = Path::new(path);
+        let fitting = self.by_prefix.iter().filter_map(|(there, here)| {
+            let rest = path.strip_prefix(there).ok()?;
+            // What climbs out again is no path below it.
+            let is_below = rest.components().all(|part| matches!(part, Component::Normal(_)));
+            is_below.then(|| (there.components().count(), here.join(rest)))
+        });
+        fitting.max_by_key(|(depth, _)| *depth).map_or_else(|| path.into(), |(_, here)| here)
+    }
+}
+
+/// A note in a job's folder on a disk that the server does not have: which attempt was here last.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Here {
+    pub(super) attempt: lockstep_protocol::agent::AttemptRef,
+    /// Rank 0 was here, and so are checkpoints.
+    pub(super) has_rank_0: bool,
+}
+
+impl Here {
+    fn path(job_dir: &Path) -> PathBuf {
+        job_dir.join("here.json")
+    }
+
+    pub(super) fn read(job_dir: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(Self::path(job_dir)).ok()?).ok()
+    }
+
+    fn write(&self, job_dir: &Path) -> io::Result<()> {
+        crate::host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
+    }
+}
+
+/// Decides where the job's folder is, and makes that of the attempt. The server's own is used only if this agent has the server's disk: it
+/// finds there the word that the server has just written, and can write beside it. A path of the same name proves nothing, and neither does
+/// a lock, which some network file systems do not pass on.
+///
+/// # Errors
+/// No folder can be made.
+pub(super) fn place(state_dir: &StateDir, mut start: StartAttempt) -> (StoredAttempt, io::Result<()>) {
+    if let Some(job_dir) = start.job_dir.clone().map(PathBuf::from)
+        && has_servers_disk(state_dir, &job_dir, start.files.mark.as_deref())
+    {
+        let stored = StoredAttempt { start, job_dir };
+        match fs::create_dir_all(stored.attempt_dir()) {
+            Ok(()) => return (stored, Ok(())),
+            Err(error) => {
+                tracing::error!(%error, dir = %stored.attempt_dir().display(), "using the agent's own folder instead");
+            }
+        }
+        start = stored.start;
+    }
+    let job_dir = state_dir.job_dir(&start.attempt);
+    if let Some(id) = &start.files.pretrained {
+        start.spec.model.pretrained = Some(pretrained_dir(&job_dir, id).to_string_lossy().into_owned());
+    }
+    let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
+    let here = Here { attempt: start.attempt.clone(), has_rank_0 };
+    let stored = StoredAttempt { start, job_dir };
+    let made = fs::create_dir_all(stored.attempt_dir()).and_then(|()| here.write(&stored.job_dir));
+    (stored, made)
+}
+
+/// Where a checkpoint of another job is kept that this one begins with.
+pub(super) fn pretrained_dir(job_dir: &Path, id: &str) -> PathBuf {
+    job_dir.join("pretrained").join(id)
+}
+
+/// Whether an attempt's folder is on a disk that the server does not have.
+pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
+    Here::read(&stored.job_dir).is_some()
+}
+
+fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {
+    match mark {
+        Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
+        // A server that could not write it, because its disk is full, or that does not yet.
+        None => state_dir.server_is_here(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{
+        agent::{AttemptRef, StartFiles},
+        job::JobId,
+        spec::JobSpec,
+    };
+
+    fn start(job_dir: &Path, mark: Option<&str>) -> StartAttempt {
+        StartAttempt {
+            attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
+            spec: JobSpec::default(),
+            dataset_path: "/none".into(),
+            world_size: 1,
+            ranks: vec![(0, 0)],
+            master_addr: "127.0.0.1".into(),
+            master_port: 1,
+            secret: String::new(),
+            job_dir: Some(job_dir.to_string_lossy().into_owned()),
+            resume: None,
+            files: StartFiles { mark: mark.map(str::to_owned), ..StartFiles::default() },
+        }
+    }
+
+    /// A path of the same name proves nothing: only what the server has just written does, and that this agent can write there, too.
+    #[test]
+    fn the_servers_folder_is_used_by_an_agent_that_reads_its_mark_and_can_write_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let state_dir = StateDir::open(&dir.path().join("agent")).unwrap();
+        let job = dir.path().join("job");
+        let is_own = |mark| {
+            let (stored, made) = place(&state_dir, start(&job, mark));
+            made.unwrap();
+            assert!(stored.attempt_dir().is_dir());
+            assert_eq!(is_own_disk(&stored), stored.job_dir != job);
+            is_own_disk(&stored)
+        };
+        assert!(is_own(Some("word")), "there is no such folder");
+        assert!(!job.exists(), "and it is not made");
+        fs::create_dir(&job).unwrap();
+        assert!(is_own(Some("word")));
+        fs::write(job.join(MARK), "another").unwrap();
+        assert!(is_own(Some("word")));
+        assert!(is_own(None), "no mark, and no lock of a server on this machine");
+        fs::write(job.join("attempts"), "").unwrap();
+        fs::write(job.join(MARK), "word").unwrap();
+        assert!(is_own(Some("word")), "nothing can be written there, as root or not");
+        fs::remove_file(job.join("attempts")).unwrap();
+        assert!(!is_own(Some("word")));
+        // A server whose disk is full cannot leave a mark; its lock says that it is here.
+        let lock = dir.path().join("server.lock");
+        let locked = fs::File::create(&lock).unwrap();
+        locked.lock().unwrap();
+        state_dir.note_server(Some(&lock));
+        assert!(!is_own(None));
+        drop(locked);
+        assert!(is_own(None));
+    }
+
+    #[test]
+    fn a_dataset_is_found_by_its_name_or_below_a_folder_that_stands_for_the_servers() {
+        let datasets = Datasets {
+            by_name: vec![("flowers".into(), "/here/flowers".into())],
+            by_prefix: vec![("/data".into(), "/mnt/a".into()), ("/data/fast".into(), "/nvme".into())],
+        };
+        for (name, path, here) in [
+            ("flowers", "/data/flowers", "/here/flowers"),
+            ("cars", "/data/cars", "/mnt/a/cars"),
+            ("cars", "/data/fast/cars", "/nvme/cars"),
+            ("cars", "/data", "/mnt/a"),
+            ("cars", "/database/cars", "/database/cars"),
+            ("cars", "/data/../etc", "/data/../etc"),
+            ("cars", "/elsewhere", "/elsewhere"),
+        ] {
+            assert_eq!(datasets.path(name, path), Path::new(here), "{name} {path}");
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! The server's REST interface, as an agent uses it that has a disk of its own.
+
+use super::address::Address;
+use lockstep_protocol::agent::{AttemptRef, UploadState, WhatIsNeeded};
+use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, header};
+use serde_json::Value;
+use std::{sync::Arc, time::Duration};
+
+/// For an answer to begin. The server checks the sums of a whole checkpoint before it answers.
+const PATIENCE: Duration = Duration::from_secs(150);
+/// For the next bytes of a file.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// Why a request was not done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Failed {
+    /// It may be done later: the server is away, busy, or its disk is full.
+    Later(String),
+    /// It will never be done.
+    Never(StatusCode, String),
+}
+
+impl Failed {
+    pub(super) fn words(&self) -> &str {
+        match self {
+            Self::Later(words) | Self::Never(_, words) => words,
+        }
+    }
+}
+
+type Result<T> = std::result::Result<T, Failed>;
+
+/// How the server is asked.
+#[derive(Debug)]
+pub(super) struct Remote {
+    pub(super) address: Arc<Address>,
+    pub(super) agent_id: String,
+    /// The agent's name, for people.
+    pub(super) name: String,
+}
+
+/// A connection for some requests about one attempt.
+pub(super) struct Talk<'a> {
+    remote: &'a Remote,
+    client: Client,
+    /// Up to the attempt.
+    base: String,
+    fencing_token: String,
+}
+
+impl Remote {
+    /// A connection for one piece of work. Certificates are read anew for each.
+    ///
+    /// # Errors
+    /// What cannot be read.
+    pub(super) fn talk(&self, attempt: &AttemptRef) -> Result<Talk<'_>> {
+        let (client, server) = self.address.rest().map_err(Failed::Later)?;
+        let base = format!("{server}/api/v1/agent/attempts/{}/{}", attempt.job, attempt.attempt);
+        Ok(Talk { remote: self, client, base, fencing_token: attempt.fencing_token.into() })
+    }
+}
+
+impl Talk<'_> {
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.client
+            .request(method, format!("{}{path}", self.base))
+            .header("x-lockstep-agent", &self.remote.agent_id)
+            .header("x-lockstep-fencing-token", &self.fencing_token)
+    }
+
+    async fn send(&self, request: RequestBuilder) -> Result<Response> {
+        // Before each: on this machine the port may have changed hands, and the token is not for others.
+        self.remote.address.check_listeners().map_err(Failed::Later)?;
+        let answer = match tokio::time::timeout(PATIENCE, request.send()).await {
+            Err(_) => return Err(Failed::Later("the server does not answer".into())),
+            Ok(Err(error)) => return Err(Failed::Later(self.remote.address.in_words(&error))),
+            Ok(Ok(answer)) => answer,
+        };
+        let status = answer.status();
+        if status.is_success() {
+            return Ok(answer);
+        }
+        let text = answer.text().await.unwrap_or_default();
+        let problem: Value = serde_json::from_str(&text).unwrap_or_default();
+        let detail = problem.get("detail").and_then(Value::as_str).unwrap_or(&text);
+        let words = format!("the server answered {status}: {detail}");
+        let passes = status.is_server_error()
+            || [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::UNAUTHORIZED]
+                .contains(&status);
+        Err(if passes { Failed::Later(words) } else { Failed::Never(status, words) })
+    }
+
+    async fn json<T: serde::de::DeserializeOwned>(&self, request: RequestBuilder) -> Result<T> {
+        let text = self.send(request).await?.text().await.map_err(|e| Failed::Later(e.to_string()))?;
+        serde_json::from_str(&text).map_err(|e| Failed::Later(format!("the server's answer: {e}")))
+    }
+
+    /// This agent has a disk of its own, and is about to start ranks.
+    pub(super) async fn begin(&self) -> Result<()> {
+        self.send(self.request(Method::POST, "")).await.map(drop)
+    }
+
+    pub(super) async fn needed(&self) -> Result<WhatIsNeeded> {
+        self.json(self.request(Method::GET, "")).await
+    }
+
+    /// The fingerprint of the dataset at the job's first start.
+    pub(super) async fn dataset(&self, note: Vec<u8>) -> Result<()> {
+        let request = self.request(Method::POST, "/dataset").header(header::CONTENT_TYPE, "application/json");
+        self.send(request.body(note)).await.map(drop)
+    }
+
+    /// A file of a checkpoint, from a byte on.
+    pub(super) async fn file(&self, id: &str, file: &str, from: u64) -> Result<Download> {
+        let mut request = self.request(Method::GET, &format!("/checkpoints/{id}/{file}"));
+        if from > 0 {
+            request = request.header(header::RANGE, format!("bytes={from}-"));
+        }
+        let answer = self.send(request).await?;
+        if from > 0 && answer.status() != StatusCode::PARTIAL_CONTENT {
+            return Err(Failed::Later("the server sent the whole file, not the rest".into()));
+        }
+        Ok(Download(answer))
+    }
+
+    pub(super) async fn upload_state(&self, name: &str) -> Result<UploadState> {
+        self.json(self.request(Method::GET, &format!("/uploads/{name}"))).await
+    }
+
+    pub(super) async fn piece(&self, name: &str, file: &str, offset: u64, piece: Vec<u8>) -> Result<()> {
+        let request = self.request(Method::PUT, &format!("/uploads/{name}/{file}?offset={offset}"));
+        let request = request.header(header::CONTENT_TYPE, "application/octet-stream");
+        self.send(request.body(piece)).await.map(drop)
+    }
+
+    pub(super) async fn upload_done(&self, name: &str) -> Result<()> {
+        self.send(self.request(Method::POST, &format!("/uploads/{name}"))).await.map(drop)
+    }
+}
+
+/// A file that is on its way.
+pub(super) struct Download(Response);
+
+impl Download {
+    /// The next bytes; none at the end.
+    pub(super) async fn next(&mut self) -> Result<Option<bytes::Bytes>> {
+        match tokio::time::timeout(SILENCE, self.0.chunk()).await {
+            Err(_) => Err(Failed::Later("the file stopped coming".into())),
+            Ok(chunk) => chunk.map_err(|e| Failed::Later(e.to_string())),
+        }
+    }
+}

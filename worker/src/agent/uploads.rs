@@ -1,0 +1,243 @@
+//! Checkpoints on a disk that the server does not have are uploaded while training goes on, and removed here when they are needed no more.
+//!
+//! What is to be done follows from the disk alone: `jobs/<job>/here.json` names the attempt that was here last, and `checkpoints/` what it
+//! has written. So an agent that starts again continues where the one before it was ended. The newest checkpoint goes first, as it is the
+//! one that another machine would continue from.
+
+use super::{
+    place::Here,
+    remote::{Failed, Remote, Talk},
+};
+use crate::checkpoint::{self, MANIFEST, Manifest};
+use lockstep_protocol::JobId;
+use reqwest::StatusCode;
+use sha2::{Digest, Sha256};
+use std::{
+    collections::HashMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+use tokio::io::{AsyncReadExt, AsyncSeekExt};
+
+/// How often folders are looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+/// How much of a file goes in one request. The server takes 8 MiB.
+const PIECE_BYTES: u64 = 4 << 20;
+/// Pauses after a failure, the first and the longest.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// Where nothing is to be done, the server is asked this often whether a job's folder may go.
+const ASK_EVERY: Duration = Duration::from_secs(5);
+
+/// When everything that was on the disk at some moment had been uploaded.
+#[derive(Debug, Default)]
+pub(super) struct Progress(Mutex<Option<Instant>>);
+
+impl Progress {
+    /// Whether all that was written before `moment` is on the server, or not wanted there.
+    pub(super) fn is_done_since(&self, moment: Instant) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|done| done > moment)
+    }
+
+    fn set(&self, looked: Instant) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(looked);
+    }
+}
+
+/// Whether no job is on a disk of this agent's own: nothing is to be waited for.
+pub(super) fn is_empty(dir: &Path) -> bool {
+    let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
+    entries.flatten().all(|entry| Here::read(&entry.path()).is_none())
+}
+
+/// What is known of a job's folder.
+#[derive(Default)]
+struct Known {
+    /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
+    settled: HashMap<String, String>,
+    /// After a failure: when to try again, and the pause after that.
+    wait: Option<(Instant, Duration)>,
+    asked: Option<Instant>,
+}
+
+struct Uploads {
+    dir: PathBuf,
+    remote: Arc<Remote>,
+    jobs: HashMap<JobId, Known>,
+}
+
+/// Uploads for as long as the agent runs; `dir` is its folder.
+pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progress>) {
+    let mut uploads = Uploads { dir, remote, jobs: HashMap::new() };
+    loop {
+        let looked = Instant::now();
+        if uploads.look().await {
+            progress.set(looked);
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What became of one checkpoint.
+enum Sent {
+    /// The server has it, or will never take it.
+    Settled,
+    /// The server has not heard of it yet.
+    NotYet,
+}
+
+impl Uploads {
+    /// One round; whether nothing is left to be uploaded.
+    async fn look(&mut self) -> bool {
+        let Ok(entries) = fs::read_dir(self.dir.join("jobs")) else { return true };
+        let mut all_done = true;
+        let found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+        self.jobs.retain(|job, _| found.iter().any(|path| path.ends_with(job.as_str())));
+        for job_dir in found {
+            let Some(here) = Here::read(&job_dir) else { continue };
+            let mut known = self.jobs.remove(&here.attempt.job).unwrap_or_default();
+            if known.wait.is_some_and(|(until, _)| Instant::now() < until) {
+                all_done = false;
+            } else {
+                match self.settle(&here, &job_dir, &mut known).await {
+                    Ok(done) => {
+                        all_done &= done;
+                        known.wait = None;
+                    }
+                    Err(failed) => {
+                        all_done = false;
+                        let pause = known.wait.map_or(RETRY.0, |(_, pause)| (pause * 2).min(RETRY.1));
+                        if known.wait.is_none() {
+                            let job = here.attempt.job.as_str();
+                            tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
+                        }
+                        known.wait = Some((Instant::now() + pause, pause));
+                    }
+                }
+            }
+            self.jobs.insert(here.attempt.job.clone(), known);
+        }
+        all_done
+    }
+
+    /// Whether ranks of the attempt are here, or reports of it that the server has not taken.
+    fn is_held(&self, here: &Here) -> bool {
+        let name = format!("{}-{}.json", here.attempt.job, here.attempt.attempt);
+        self.dir.join("attempts").join(name).exists()
+    }
+
+    async fn settle(&self, here: &Here, job_dir: &Path, known: &mut Known) -> Result<bool, Failed> {
+        // Before the folder is read: what is reported later is written earlier.
+        let is_held = self.is_held(here);
+        let mut done = true;
+        if here.has_rank_0 {
+            let folder = job_dir.join("checkpoints");
+            let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
+            let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
+            known.settled.retain(|name, _| names.contains(name));
+            for name in names.iter().rev() {
+                let Ok(text) = fs::read(folder.join(name).join(MANIFEST)) else { continue };
+                let sum = hexadecimal(&text);
+                if known.settled.get(name) == Some(&sum) {
+                    continue;
+                }
+                let talk = self.remote.talk(&here.attempt)?;
+                match upload(&talk, &folder.join(name), name, &text, &sum, is_held).await? {
+                    Sent::Settled => {
+                        known.settled.insert(name.clone(), sum);
+                    }
+                    Sent::NotYet => done = false,
+                }
+            }
+        }
+        if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
+            return Ok(done);
+        }
+        known.asked = Some(Instant::now());
+        let keep = match self.remote.talk(&here.attempt)?.needed().await {
+            Ok(needed) => needed.keep,
+            Err(Failed::Never(StatusCode::NOT_FOUND, _)) => false,
+            Err(failed) => return Err(failed),
+        };
+        // An attempt may have begun meanwhile.
+        let is_same = Here::read(job_dir).is_some_and(|now| now == *here);
+        if !keep && is_same && !self.is_held(here) {
+            tracing::info!(job = %here.attempt.job, "the job needs its folder here no more");
+            if let Err(error) = fs::remove_dir_all(job_dir) {
+                tracing::warn!(%error, folder = %job_dir.display(), "it cannot be removed");
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Sends what the server has not yet of one checkpoint.
+async fn upload(
+    talk: &Talk<'_>,
+    folder: &Path,
+    name: &str,
+    text: &[u8],
+    sum: &str,
+    is_held: bool,
+) -> Result<Sent, Failed> {
+    let state = match talk.upload_state(name).await {
+        Ok(state) => state,
+        // Its report may still be on its way.
+        Err(Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _)) if is_held => {
+            return Ok(Sent::NotYet);
+        }
+        Err(Failed::Never(_, why)) => {
+            tracing::info!(checkpoint = name, why, "it is not uploaded");
+            return Ok(Sent::Settled);
+        }
+        Err(failed) => return Err(failed),
+    };
+    if state.stored.as_deref() == Some(sum) {
+        return Ok(Sent::Settled);
+    }
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(text) else { return Ok(Sent::Settled) };
+    let began = Instant::now();
+    let mut received = state.received;
+    if state.manifest.as_deref() != Some(sum) {
+        talk.piece(name, MANIFEST, 0, text.to_vec()).await.map_err(later)?;
+        received.clear();
+    }
+    for (file, wanted) in &manifest.files {
+        let mut offset = received.get(file).copied().unwrap_or(0);
+        while offset < wanted.size_bytes {
+            let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
+            // Removed by retention meanwhile, or taken by a newer one of the same step: the next round looks again.
+            let Ok(piece) = read(&folder.join(file), offset, size).await else { return Ok(Sent::NotYet) };
+            talk.piece(name, file, offset, piece).await.map_err(later)?;
+            offset += size;
+        }
+        // An empty file is a file, too.
+        if wanted.size_bytes == 0 && !received.contains_key(file) {
+            talk.piece(name, file, 0, Vec::new()).await.map_err(later)?;
+        }
+    }
+    talk.upload_done(name).await.map_err(later)?;
+    tracing::info!(checkpoint = name, secs = began.elapsed().as_secs_f64(), "uploaded");
+    Ok(Sent::Settled)
+}
+
+/// Whatever keeps the server from taking a piece: the next round asks what it has.
+fn later(failed: Failed) -> Failed {
+    Failed::Later(failed.words().to_owned())
+}
+
+async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
+    let mut file = tokio::fs::File::open(path).await?;
+    file.seek(io::SeekFrom::Start(offset)).await?;
+    let mut piece = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
+    file.take(size).read_to_end(&mut piece).await?;
+    match piece.len() as u64 == size {
+        true => Ok(piece),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+}

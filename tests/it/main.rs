@@ -31,6 +31,7 @@ mod first_loss;
 mod join;
 mod life;
 mod manners;
+mod mutual_tls;
 mod pause;
 mod people;
 mod progressive;

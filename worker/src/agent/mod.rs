@@ -15,7 +15,7 @@ mod signals;
 mod slots;
 pub mod state_dir;
 
-use crate::{fence::Fence, host, supervisor::RankProcess};
+use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
 use address::Address;
 use attempt::{Attempt, Order, Surroundings};
 use lease::Lease;
@@ -54,7 +54,11 @@ pub struct Options {
     pub ca_file: Option<PathBuf>,
     /// Sent as `Authorization: Bearer`.
     pub token: Option<String>,
-    /// Shown on the dashboard; the host's name when absent.
+    /// The certificate by which the agent shows who it is, for `https`; read again for each connection.
+    pub identity: Option<IdentityFiles>,
+    /// Join a server on another machine without TLS.
+    pub insecure_http: bool,
+    /// Shown on the dashboard; when absent the name in the certificate, or the host's.
     pub name: Option<String>,
     /// The agent's own folder.
     pub dir: PathBuf,
@@ -112,8 +116,10 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = address::parse(&options.server, options.token.as_deref(), options.ca_file.as_deref())
-        .map_err(AgentError::Wrong)?;
+    let request = address::parse(&options).map_err(AgentError::Wrong)?;
+    // A certificate is bound to the first agent of its name, so that is the name to have.
+    let certified =
+        options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;
@@ -132,7 +138,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let adopted: Vec<_> = state_dir.stored_attempts();
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
-        name: options.name.clone().unwrap_or_else(host::hostname),
+        name: options.name.clone().or(certified.flatten()).unwrap_or_else(host::hostname),
         slots,
         only_job: options.only_job.clone(),
         state_dir,

@@ -8,6 +8,7 @@
 
 mod attempts;
 mod caller;
+mod certificates;
 mod codes;
 mod identities;
 mod passwords;
@@ -15,6 +16,7 @@ mod people;
 mod secret;
 
 pub(crate) use caller::Caller;
+pub(crate) use certificates::{certificate_id, is_certificate};
 pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
@@ -207,11 +209,11 @@ impl Access {
         });
     }
 
-    /// Forgets tokens that have not been valid since `before`.
+    /// Forgets tokens that have not been valid since `before`. A certificate's name stays: the certificate is still there.
     pub(crate) fn forget(&self, before: Timestamp) {
         self.write().tokens.retain(|_, c| {
             let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
-            ended.is_none_or(|at| at > before)
+            ended.is_none_or(|at| at > before) || is_certificate(&c.token)
         });
     }
 
@@ -264,10 +266,10 @@ impl Access {
         Some(TokenRow { token: found.shown(), hash: found.hash.clone() })
     }
 
-    /// How many tokens are valid.
+    /// How many tokens are valid; certificates are not counted.
     pub(crate) fn valid_tokens(&self) -> usize {
         let now = crate::now();
-        self.read().tokens.values().filter(|c| c.token.is_valid(now)).count()
+        self.read().tokens.values().filter(|c| c.token.is_valid(now) && !is_certificate(&c.token)).count()
     }
 
     /// Whether a token was ever bound to this agent.

@@ -15,6 +15,7 @@ use crate::{
     leases::Leases,
     machines::Machines,
     oidc::Oidc,
+    refusals::Refusals,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
 };
@@ -44,6 +45,8 @@ pub struct Parts {
     /// Who may do what.
     pub(crate) access: Access,
     pub(crate) audit: Audit,
+    /// Agents that were refused, for the log.
+    pub(crate) refusals: Refusals,
     /// The provider that people sign in with, where there is one.
     pub(crate) oidc: Option<Oidc>,
     pub(crate) dataset_roots: DatasetRoots,
@@ -92,6 +95,7 @@ impl App {
         App(Arc::new(Parts {
             access: Access::new(!config.no_auth),
             audit,
+            refusals: Refusals::default(),
             oidc,
             dataset_roots: DatasetRoots::new(&config),
             last_ready: tokio::sync::Mutex::default(),

@@ -4,6 +4,7 @@ use crate::{
     access_log::AccessLogTo,
     addresses::{Network, PublicUrl},
     oidc_config::OidcConfig,
+    tls::{TlsSuites, TlsVersion},
 };
 use std::{
     borrow::Cow,
@@ -27,6 +28,30 @@ pub enum TlsConfig {
     OwnCa,
 }
 
+/// How agents of other machines show who they are. This machine's own agent has a token of its own in any case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AgentAuth {
+    /// By a token.
+    Token,
+    /// By a certificate alone.
+    Certificate,
+    /// By a certificate or, without one, by a token.
+    Either,
+}
+
+impl std::str::FromStr for AgentAuth {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "token" => Ok(Self::Token),
+            "certificate" => Ok(Self::Certificate),
+            "either" => Ok(Self::Either),
+            _ => Err("agents show who they are by certificate, token or either".into()),
+        }
+    }
+}
+
 /// How the server runs.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
@@ -36,6 +61,16 @@ pub struct ServeConfig {
     pub local_listener: Option<Arc<TcpListener>>,
     /// Encrypt, with a certificate from there.
     pub tls: Option<TlsConfig>,
+    /// The cipher suites that are spoken; all when absent.
+    pub tls_suites: Option<TlsSuites>,
+    /// The lowest version of TLS that is spoken.
+    pub tls_lowest: TlsVersion,
+    /// Authorities of agents' certificates (PEM). When absent, the server's own where it has one.
+    pub agent_ca: Option<PathBuf>,
+    /// The revocation list of these authorities (PEM or DER), read again when it changes.
+    pub agent_crl: Option<PathBuf>,
+    /// How agents show who they are; when absent, by either where there is an authority for certificates, else by token.
+    pub agent_auth: Option<AgentAuth>,
     /// Listen in clear where other machines can reach it.
     pub insecure_http: bool,
     /// The address that people and programs use.
@@ -101,6 +136,11 @@ impl ServeConfig {
             listen: SocketAddr::from(([127, 0, 0, 1], 7070)),
             local_listener: None,
             tls: None,
+            tls_suites: None,
+            tls_lowest: TlsVersion::default(),
+            agent_ca: None,
+            agent_crl: None,
+            agent_auth: None,
             insecure_http: false,
             public_url: None,
             trusted_proxies: Vec::new(),
@@ -128,11 +168,58 @@ impl ServeConfig {
     }
 }
 
+impl ServeConfig {
+    /// How agents show who they are.
+    pub(crate) fn agent_auth(&self) -> AgentAuth {
+        let has_authority = self.agent_ca.is_some() || matches!(self.tls, Some(TlsConfig::OwnCa));
+        self.agent_auth.unwrap_or(if has_authority { AgentAuth::Either } else { AgentAuth::Token })
+    }
+
+    /// Whether handshakes ask for certificates.
+    pub(crate) fn agents_show_certificates(&self) -> bool {
+        self.agent_auth() != AgentAuth::Token
+    }
+
+    /// What contradicts itself about agents' certificates, or has no effect.
+    fn check_agent_auth(&self) -> Result<(), String> {
+        let wants = [
+            (self.agent_ca.is_some(), "--agent-ca"),
+            (self.agent_auth.is_some_and(|auth| auth != AgentAuth::Token), "--agent-auth"),
+            (self.tls_suites.is_some(), "--tls-suites"),
+            (self.tls_lowest != TlsVersion::default(), "--tls-min-version"),
+        ];
+        if let (None, Some((_, option))) = (&self.tls, wants.iter().find(|(given, _)| *given)) {
+            return Err(format!(
+                "{option} is about TLS; give a certificate with --tls-cert and --tls-key, or use --tls-own-ca"
+            ));
+        }
+        if self.agent_crl.is_some() && self.agent_ca.is_none() {
+            return Err("--agent-crl is the list of --agent-ca; the server's own authority has its own (`lockstep ca revoke`)".into());
+        }
+        if self.agent_ca.is_some() && !self.agents_show_certificates() {
+            return Err("--agent-ca has no effect with --agent-auth token; leave out one of the two".into());
+        }
+        if self.agents_show_certificates()
+            && self.agent_ca.is_none()
+            && !matches!(self.tls, Some(TlsConfig::OwnCa))
+        {
+            return Err(
+                "--agent-auth needs the authority of agents' certificates; name it with --agent-ca".into()
+            );
+        }
+        if self.no_auth && self.agent_auth == Some(AgentAuth::Certificate) {
+            return Err("with --no-auth agents show nothing; leave out --no-auth or --agent-auth".into());
+        }
+        Ok(())
+    }
+}
+
 /// Whether the server may listen where it is told to.
 ///
 /// # Errors
 /// Other machines can reach it and it would take requests from anybody, or in clear.
 pub fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
+    config.check_agent_auth().map_err(ServeError::Tls)?;
     if let Some(local_listener) = &config.local_listener {
         let address = local_listener.local_addr().map_err(ServeError::Stopped)?;
         if !address.ip().is_loopback() {

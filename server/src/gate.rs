@@ -4,6 +4,7 @@
 //! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
 //! can forget it.
 
+mod agents;
 mod ownership;
 mod rules;
 
@@ -55,7 +56,17 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     // The guard, which comes before, refuses a request without it.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request.extensions().get::<RequestId>().cloned().unwrap_or_default();
-    let caller = match identify(&app, request.headers()) {
+    let by_certificate = match request.extensions().get::<Peer>() {
+        Some(peer) if needed == Needed::Scope(Scope::Agent) => {
+            agents::by_certificate(&app, request.headers(), peer)
+        }
+        _ => Ok(None),
+    };
+    let caller = match by_certificate {
+        Ok(None) => identify(&app, request.headers()),
+        known => known,
+    };
+    let caller = match caller {
         Ok(caller) => caller,
         Err(_) if needed == Needed::Nothing => None,
         Err(error) => return error.into_response(),

@@ -5,7 +5,7 @@ use crate::{
     addresses::{Network, PublicUrl, forwarded_address, host_and_port},
     config::ServeConfig,
     rate_limit::RateLimiter,
-    tls::ServerCertificate,
+    tls::{AgentTrust, ClientCertificate, ServerCertificate},
 };
 use axum::http::{HeaderMap, HeaderName, header};
 use std::{
@@ -44,6 +44,8 @@ pub(crate) struct Peer {
     /// The host that the client has in its address, where a trusted proxy says it.
     host: Option<Box<str>>,
     transport: Transport,
+    /// What the client has shown in its handshake; none of a proxy's.
+    pub(crate) certificate: Option<Arc<ClientCertificate>>,
 }
 
 /// See the module.
@@ -67,6 +69,11 @@ impl Ingress {
         }
     }
 
+    /// Whom the server takes for an agent by its certificate; none where agents have tokens alone.
+    pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
+        self.certificate.as_ref()?.agents()
+    }
+
     pub(crate) fn trusts(&self, address: IpAddr) -> bool {
         self.proxies.iter().any(|network| network.contains(address))
     }
@@ -75,7 +82,14 @@ impl Ingress {
     pub(crate) fn peer(&self, transport: Transport, headers: &HeaderMap) -> Peer {
         let Transport { from, tls, .. } = transport;
         if self.proxies.is_empty() || !self.trusts(from) {
-            return Peer { address: from, https: tls, by_proxy: false, host: None, transport };
+            return Peer {
+                address: from,
+                https: tls,
+                by_proxy: false,
+                host: None,
+                transport,
+                certificate: None,
+            };
         }
         // Where several stand, the proxy has written the last.
         let last = |name: HeaderName| {
@@ -84,7 +98,14 @@ impl Ingress {
         };
         let https = last(FORWARDED_PROTO).map_or(tls, |proto| proto.eq_ignore_ascii_case("https"));
         let host = last(FORWARDED_HOST).map(Into::into);
-        Peer { address: self.client(from, headers), https, by_proxy: true, host, transport }
+        Peer {
+            address: self.client(from, headers),
+            https,
+            by_proxy: true,
+            host,
+            transport,
+            certificate: None,
+        }
     }
 
     /// Every proxy adds at the right whom it heard, so the right-most address that is no trusted proxy is the client. What stands
@@ -145,6 +166,11 @@ impl Ingress {
 }
 
 impl Peer {
+    /// Whether the connection itself is in clear. Where the server speaks TLS, only this machine's own agent and programs come so.
+    pub(crate) fn is_in_clear(&self) -> bool {
+        !self.transport.tls
+    }
+
     /// The `host[:port]` in the client's address.
     pub(crate) fn authority<'a>(
         &'a self,

@@ -40,6 +40,7 @@ mod oidc_config;
 mod private;
 mod purge;
 mod rate_limit;
+mod refusals;
 mod regular;
 mod request_id;
 mod router;
@@ -54,7 +55,7 @@ mod wait_reasons;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};
-pub use config::{Bundled, ServeConfig, ServeError, TlsConfig};
+pub use config::{AgentAuth, Bundled, ServeConfig, ServeError, TlsConfig};
 pub use oidc_config::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 pub use private::keep_files_private;
 pub use router::{openapi, page_paths};

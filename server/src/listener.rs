@@ -10,8 +10,12 @@ mod answering;
 mod socket;
 
 use crate::{
-    access_log::AccessLog, app::App, handshakes::Handshakes, ingress::Transport, rate_limit::client_key,
-    tls::accept,
+    access_log::AccessLog,
+    app::App,
+    handshakes::Handshakes,
+    ingress::Transport,
+    rate_limit::client_key,
+    tls::{ClientCertificate, accept},
 };
 use answering::{Answering, Counted};
 use axum::{Router, body::Body, extract::Request, response::Response};
@@ -238,8 +242,13 @@ impl Shared {
                 let patience = self.app.config.handshake_patience;
                 tokio::select! {
                     tls = Box::pin(accept(&acceptor, stream, patience)) => match tls {
-                        Some(stream) => Stream::Tls(Box::new(stream)),
-                        None => return,
+                        Ok(stream) => Stream::Tls(Box::new(stream)),
+                        Err(refused) => {
+                            if let Some(refused) = refused {
+                                self.app.refusals.note(transport.from, &refused.who, &refused.why);
+                            }
+                            return;
+                        }
                     },
                     () = handshake.given_up.cancelled() => return,
                     () = connection.give_up.cancelled() => return,
@@ -247,9 +256,14 @@ impl Shared {
                 }
             }
         };
+        let certificate = match &stream {
+            Stream::Tls(stream) => stream.get_ref().1.peer_certificates().and_then(ClientCertificate::of),
+            Stream::Plain(_) => None,
+        };
+        let certificate = certificate.map(Arc::new);
         let service = service_fn(|request: hyper::Request<Incoming>| {
             let answering = Answering::begin(&connection);
-            self.answer(request.map(Body::new), transport, answering)
+            self.answer(request.map(Body::new), transport, certificate.clone(), answering)
         });
         let io = TokioIo::new(Held { stream, _place: place });
         let serving = http1::Builder::new()
@@ -278,9 +292,12 @@ impl Shared {
         &self,
         mut request: Request,
         transport: Transport,
+        certificate: Option<Arc<ClientCertificate>>,
         answering: Answering,
     ) -> impl Future<Output = Result<hyper::Response<Counted>, std::convert::Infallible>> + use<> {
-        let peer = self.app.ingress.peer(transport, request.headers());
+        let mut peer = self.app.ingress.peer(transport, request.headers());
+        // What a proxy shows is not its clients'.
+        peer.certificate = certificate.filter(|_| !peer.by_proxy);
         let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));
         let mut line = self.access_log.as_ref().map(begin);
         request.extensions_mut().insert(peer);

@@ -1,15 +1,20 @@
 //! TLS of the server: the certificate that it serves, from files or from an authority of its own, and how it follows the files
-//! when certificates are renewed. Open connections keep what they began with.
+//! when certificates are renewed; agents' certificates (`agents.rs`); which suites are spoken. Open connections keep what they
+//! began with.
 
 mod accept;
+mod agents;
 pub mod ca;
 mod certificate;
 mod files;
 mod names;
+mod suites;
 
 pub(crate) use accept::accept;
+pub(crate) use agents::{AgentTrust, ClientCertificate};
 pub use certificate::{Facts, Name};
 pub use names::addresses;
+pub use suites::{TlsSuites, TlsVersion};
 
 use crate::config::{ServeConfig, TlsConfig};
 use ca::Authority;
@@ -38,6 +43,10 @@ pub(crate) struct ServerCertificate {
     files: Mutex<Watched>,
     /// Present when the server signs its certificate itself.
     own: Option<Own>,
+    /// Present when agents may show certificates.
+    agents: Option<Arc<AgentTrust>>,
+    suites: Option<TlsSuites>,
+    lowest: TlsVersion,
     current: RwLock<Arc<Loaded>>,
 }
 
@@ -56,12 +65,15 @@ struct Watched {
 }
 
 /// By which it is seen that a file was changed or replaced: inode, length, time.
-type Stamp = [Option<(u64, u64, i64, i64)>; 2];
+type FileStamp = (u64, u64, i64, i64);
+type Stamp = [Option<FileStamp>; 2];
+
+fn stamp_of(path: &Path) -> Option<FileStamp> {
+    fs::metadata(path).ok().map(|about| (about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
+}
 
 fn stamp(certificate: &Path, key: &Path) -> Stamp {
-    [certificate, key].map(|path| {
-        fs::metadata(path).ok().map(|about| (about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
-    })
+    [certificate, key].map(stamp_of)
 }
 
 impl ServerCertificate {
@@ -84,18 +96,32 @@ impl ServerCertificate {
         let stamp = stamp(&certificate, &key);
         let loaded = load(&certificate, &key)?;
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
-        Ok(Arc::new(Self { files, own, current: RwLock::new(Arc::new(loaded)) }))
+        let agents = AgentTrust::open(config, tls)?.map(Arc::new);
+        let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
+        // What nobody could connect with is better refused before anything is listened on.
+        suites::spoken(suites.as_ref(), lowest, &loaded.key)?;
+        let current = RwLock::new(Arc::new(loaded));
+        Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
     }
 
     /// Takes TLS connections in with the certificate of the moment.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
-        let mut config = ServerConfig::builder_with_provider(files::provider())
-            .with_safe_default_protocol_versions()
-            .map_err(|error| error.to_string())?
-            .with_no_client_auth()
-            .with_cert_resolver(self.clone());
+        let spoken = suites::spoken(self.suites.as_ref(), self.lowest, &self.current().key)?;
+        let config = ServerConfig::builder_with_provider(spoken.provider)
+            .with_protocol_versions(&spoken.versions)
+            .map_err(|error| error.to_string())?;
+        let config = match &self.agents {
+            Some(agents) => config.with_client_cert_verifier(agents.clone()),
+            None => config.with_no_client_auth(),
+        };
+        let mut config = config.with_cert_resolver(self.clone());
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))
+    }
+
+    /// Whom the server takes for an agent by its certificate; none where agents have tokens alone.
+    pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
+        self.agents.as_ref()
     }
 
     fn current(&self) -> Arc<Loaded> {
@@ -127,6 +153,7 @@ impl ServerCertificate {
         if let Some(refused) = &self.files().refused {
             warnings.push(format!("the new TLS certificate is not served: {refused}"));
         }
+        warnings.extend(self.agents.iter().flat_map(|agents| agents.warnings()));
         warnings
     }
 
@@ -147,6 +174,9 @@ impl ServerCertificate {
             && let Err(error) = own.renew_if_due()
         {
             tracing::error!(error, "the server's certificate cannot be renewed");
+        }
+        if let Some(agents) = &self.agents {
+            agents.look();
         }
         let mut files = self.files();
         let now = stamp(&files.certificate, &files.key);

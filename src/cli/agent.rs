@@ -5,6 +5,7 @@ use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, Datasets, Options},
     engine::MOST_CPU_SLOTS,
+    tls::IdentityFiles,
 };
 use std::path::PathBuf;
 
@@ -20,7 +21,23 @@ pub(crate) struct Args {
     /// File that holds this agent's access token; see `lockstep token create --scope agent`
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Shown on the dashboard [default: this machine's name]
+    /// Certificate by which this agent shows who it is, instead of a token (PEM, the agent's first, then those between it and the
+    /// CA); read again for each connection. See `lockstep ca issue NAME --agent`
+    #[arg(long, value_name = "FILE", requires = "key_file")]
+    cert_file: Option<PathBuf>,
+    /// The certificate's key (PEM), which only this user may read
+    #[arg(long, value_name = "FILE", requires = "cert_file")]
+    key_file: Option<PathBuf>,
+    /// Certificate and key in one file (PKCS#12), which only this user may read
+    #[arg(long, value_name = "FILE", requires = "pkcs12_password_file", conflicts_with = "cert_file")]
+    pkcs12_file: Option<PathBuf>,
+    /// File whose first line is the password of the PKCS#12 file, which only this user may read
+    #[arg(long, value_name = "FILE", requires = "pkcs12_file")]
+    pkcs12_password_file: Option<PathBuf>,
+    /// Join a server on another machine also without TLS. The token and what is trained can be read on the way
+    #[arg(long)]
+    insecure_http: bool,
+    /// Shown on the dashboard [default: the name in the certificate, or this machine's name]
     #[arg(long)]
     name: Option<String>,
     /// The agent's state directory: its identity and the attempts it runs. One agent per directory
@@ -66,10 +83,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
     let token = args.token_file.as_deref().map(from_file).transpose()?;
+    let identity = match (args.cert_file, args.key_file, args.pkcs12_file, args.pkcs12_password_file) {
+        (Some(certificate), Some(key), ..) => Some(IdentityFiles::Pem { certificate, key }),
+        (_, _, Some(file), Some(password)) => Some(IdentityFiles::Pkcs12 { file, password }),
+        _ => None,
+    };
     let options = Options {
         server: args.server,
         ca_file: args.ca_file,
         token,
+        identity,
+        insecure_http: args.insecure_http,
         name: args.name,
         dir: args.data_dir,
         cpu_slots: args.cpu_slots,

@@ -1,15 +1,16 @@
 //! `lockstep ca`: the certificate authority of a server that makes its own certificates.
 
 use super::{output, wrong};
-use lockstep_server::tls::ca::{Authority, DAYS, MOST_DAYS};
+use lockstep_server::tls::ca::{Authority, DAYS, Kind, MOST_DAYS, Record};
+use lockstep_worker::tls::{pack, password_of};
 use std::{
     fs::{self, File},
-    io::Write,
+    io::{IsTerminal, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
-/// Certificates of a server's own authority (CA): make it, show it, issue more
+/// Certificates of a server's own authority (CA): make it, show it, issue more, revoke them
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -22,17 +23,42 @@ enum Action {
     Init(Which),
     /// Print the authority's certificate, which browsers and clients have to trust
     Show(Which),
-    /// Issue a certificate for another server or a proxy: NAME.crt and NAME.key
+    /// Issue a certificate for another server or a proxy, or with --agent for an agent: NAME.crt and NAME.key
     Issue {
-        /// DNS names and addresses that it is for; files have the first's name
+        /// DNS names and addresses that it is for, or the agent's name; files have the first's name
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
+        /// It is for an agent, which shows with it who it is (`lockstep agent --cert-file --key-file`)
+        #[arg(long)]
+        agent: bool,
+        /// Write NAME.p12 instead, certificate and key in one file (PKCS#12) under a password; for agents
+        #[arg(long, requires = "agent")]
+        pkcs12: bool,
+        /// File whose first line is that password [default: it is asked for]
+        #[arg(long, value_name = "FILE", requires = "pkcs12")]
+        pkcs12_password_file: Option<PathBuf>,
         /// Days that it is valid
         #[arg(long, default_value_t = DAYS, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_DAYS)))]
         days: u32,
         /// Folder for the two files
         #[arg(long, short, value_name = "DIR", default_value = ".")]
         output: PathBuf,
+        #[command(flatten)]
+        which: Which,
+    },
+    /// List what was issued, the oldest first
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Revoke the certificates of a name, or the one with a serial number; a running server refuses them within seconds
+    Revoke {
+        /// As `lockstep ca list` has it
+        #[arg(value_name = "NAME|SERIAL")]
+        certificate: String,
         #[command(flatten)]
         which: Which,
     },
@@ -62,26 +88,102 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             about(&authority);
             output::line(format_args!("{}", authority.pem().trim_end()))
         }
-        Action::Issue { names, days, output, which } => {
+        Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
             let authority = Authority::open(&which.data_dir).map_err(wrong)?;
-            let issued = authority.issue(&names, days).map_err(wrong)?;
             // A star is part of no file's name that one likes to type.
             let stem = names.first().map(|name| name.replace('*', "_").replace(':', "-")).unwrap_or_default();
-            let files = [("crt", 0o644, issued.chain), ("key", 0o600, issued.key)];
-            let paths = files.each_ref().map(|(ending, ..)| output.join(format!("{stem}.{ending}")));
+            let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
+            let paths: Vec<_> =
+                endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
+            // Before anything is issued: what is not written would stay valid all the same.
             if let Some(path) = paths.iter().find(|path| path.exists()) {
                 return Err(wrong(format!(
                     "{} is there already; move it away, or choose another --output",
                     path.display()
                 )));
             }
-            for ((_, mode, content), path) in files.iter().zip(&paths) {
+            let password = if pkcs12 { Some(password(pkcs12_password_file.as_deref())?) } else { None };
+            let issued = match names.as_slice() {
+                [name] if agent => authority.issue_agent(name, days),
+                _ if agent => Err("an agent's certificate is for one name; issue one for each agent".into()),
+                _ => authority.issue(&names, days),
+            };
+            let issued = issued.map_err(wrong)?;
+            let files = match password {
+                Some(password) => {
+                    vec![(0o600, pack(&stem, &issued.chain, &issued.key, &password).map_err(wrong)?)]
+                }
+                None => vec![(0o644, issued.chain.into_bytes()), (0o600, issued.key.into_bytes())],
+            };
+            for ((mode, content), path) in files.iter().zip(&paths) {
                 write(path, *mode, content).map_err(|error| wrong(format!("{}: {error}", path.display())))?;
                 output::line(path.display())?;
             }
             Ok(())
         }
+        Action::List { json, which } => {
+            let authority = Authority::open(&which.data_dir).map_err(wrong)?;
+            list(&authority.issued().map_err(wrong)?, json)
+        }
+        Action::Revoke { certificate, which } => {
+            let authority = Authority::open(&which.data_dir).map_err(wrong)?;
+            for Record { name, serial, .. } in authority.revoke(&certificate).map_err(wrong)? {
+                let name = if name.is_empty() { "(not in the list)" } else { &name };
+                output::line(format_args!("revoked {name}, serial {serial}"))?;
+            }
+            Ok(())
+        }
     }
+}
+
+/// The password for a PKCS#12 file.
+fn password(file: Option<&Path>) -> anyhow::Result<String> {
+    if let Some(path) = file {
+        return password_of(path).map_err(wrong);
+    }
+    if !std::io::stdin().is_terminal() {
+        return Err(wrong(
+            "no terminal to ask for the password at; name a file with --pkcs12-password-file".to_owned(),
+        ));
+    }
+    let ask = |what: &str| rpassword::prompt_password(format!("{what}: "));
+    let (first, second) = (ask("Password for the PKCS#12 file")?, ask("The same again")?);
+    match first.is_empty() || first != second {
+        true => Err(wrong("the passwords are empty or differ; nothing was issued".to_owned())),
+        false => Ok(first),
+    }
+}
+
+fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
+    let now = jiff::Timestamp::now();
+    if json {
+        let rows = records.iter().map(|record| {
+            let mut row = serde_json::to_value(record)?;
+            row["state"] = record.state(now).into();
+            Ok(row)
+        });
+        return output::json(&rows.collect::<Result<Vec<_>, serde_json::Error>>()?);
+    }
+    let width = records.iter().map(|record| record.name.len()).max().unwrap_or(0).max("NAME".len());
+    output::line(format_args!("{:<width$}  {:<7}  {:<7}  {:<10}  SERIAL", "NAME", "FOR", "STATE", "UNTIL"))?;
+    for record in records {
+        let (until, kind) = (
+            record.not_after.to_string(),
+            match record.kind {
+                Kind::Server => "server",
+                Kind::Agent => "agent",
+                Kind::Unknown => "?",
+            },
+        );
+        let until = until.get(..10).unwrap_or(&until);
+        output::line(format_args!(
+            "{:<width$}  {kind:<7}  {:<7}  {until:<10}  {}",
+            record.name,
+            record.state(now),
+            record.serial
+        ))?;
+    }
+    Ok(())
 }
 
 /// For people, beside the certificate on standard output.
@@ -95,9 +197,9 @@ fn about(authority: &Authority) {
     ));
 }
 
-fn write(path: &Path, mode: u32, content: &str) -> std::io::Result<()> {
+fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
-    file.write_all(content.as_bytes())?;
+    file.write_all(content)?;
     // Whatever umask says: a certificate is for everybody.
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
 }

@@ -23,9 +23,10 @@ pub(crate) struct Args {
     /// The data directory whose disk is checked
     #[arg(long, value_name = "DIR", default_value = ".")]
     data_dir: PathBuf,
-    /// The certificate of `serve --tls-cert`, to check as well. That of `--tls-own-ca` is found in the data directory
+    /// A certificate to check as well: of `serve --tls-cert`, `serve --agent-ca` or `agent --cert-file`. May be given several times.
+    /// That of `--tls-own-ca` is found in the data directory
     #[arg(long, value_name = "FILE")]
-    tls_cert: Option<PathBuf>,
+    tls_cert: Vec<PathBuf>,
     /// Print only the environment variables of GPU ranks, for a shell to evaluate
     #[arg(long)]
     environment: bool,

@@ -6,7 +6,10 @@ use super::{
     oidc::OidcArgs,
     output, wrong,
 };
-use lockstep_server::{AccessLogTo, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig};
+use lockstep_server::{
+    AccessLogTo, AgentAuth, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
+    tls::{TlsSuites, TlsVersion},
+};
 use lockstep_worker::{agent::state_dir, engine::MOST_CPU_SLOTS};
 use std::{
     io,
@@ -38,6 +41,23 @@ pub(crate) struct Args {
     /// Encrypt with a certificate that the server makes and renews itself, signed by the CA in <data-dir>/ca
     #[arg(long)]
     tls_own_ca: bool,
+    /// Cipher suites of TLS to speak, between commas, as the IANA or OpenSSL name them [default: all that are secure]
+    #[arg(long, value_name = "LIST")]
+    tls_suites: Option<TlsSuites>,
+    /// Lowest version of TLS to speak: 1.2 or 1.3
+    #[arg(long, value_name = "VERSION", default_value = "1.2")]
+    tls_min_version: TlsVersion,
+    /// CA of the certificates by which agents show who they are (PEM); read again when it changes [default: with --tls-own-ca the
+    /// server's own]
+    #[arg(long, value_name = "FILE")]
+    agent_ca: Option<PathBuf>,
+    /// Revocation list (CRL, PEM or DER) of that CA; read again when it changes
+    #[arg(long, value_name = "FILE", requires = "agent_ca")]
+    agent_crl: Option<PathBuf>,
+    /// How agents of other machines show who they are: certificate, token or either [default: either with --tls-own-ca or
+    /// --agent-ca, else token]
+    #[arg(long, value_name = "HOW")]
+    agent_auth: Option<AgentAuth>,
     /// The address that people and programs use, where it is another than the one listened on
     #[arg(long, value_name = "URL")]
     public_url: Option<PublicUrl>,
@@ -102,6 +122,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         (Some(certificate), Some(key)) => Some(TlsConfig::Files { certificate, key }),
         _ => args.tls_own_ca.then_some(TlsConfig::OwnCa),
     };
+    config.tls_suites = args.tls_suites;
+    config.tls_lowest = args.tls_min_version;
+    config.agent_ca = args.agent_ca;
+    config.agent_crl = args.agent_crl;
+    config.agent_auth = args.agent_auth;
     config.public_url = args.public_url;
     config.trusted_proxies = args.trusted_proxy;
     config.insecure_http = args.insecure_http;

@@ -33,6 +33,7 @@ mod gangs;
 mod join;
 mod life;
 mod manners;
+mod mutual_tls;
 mod pause;
 mod people;
 mod progressive;

@@ -1,4 +1,8 @@
-//! TLS of clients: whom an agent and the command line trust, and what went wrong in words.
+//! TLS of clients: whom an agent and the command line trust, as whom an agent comes, and what went wrong in words.
+
+mod identity;
+
+pub use identity::{IdentityFiles, pack, password_of};
 
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, Error as TlsError, InvalidMessage, RootCertStore,
@@ -23,6 +27,17 @@ const FILE_BYTES: u64 = 16 << 20;
 /// # Errors
 /// A sentence: the file cannot be used.
 pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String> {
+    client_config_as(ca_file, None)
+}
+
+/// As [`client_config`], for a client that shows a certificate of its own when it is asked for one.
+///
+/// # Errors
+/// A sentence: a file cannot be used.
+pub fn client_config_as(
+    ca_file: Option<&Path>,
+    identity: Option<&IdentityFiles>,
+) -> Result<Arc<ClientConfig>, String> {
     let mut roots = RootCertStore::empty();
     // What the system has and cannot be read is not trusted: an error comes when it is needed.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -46,7 +61,7 @@ pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String
             return Err(format!("the CA file {shown} has no certificate (PEM, \"BEGIN CERTIFICATE\")"));
         }
     }
-    config(roots)
+    config(roots, identity)
 }
 
 /// Settings for a client that speaks plain HTTP: nobody is trusted, nothing is read.
@@ -55,16 +70,27 @@ pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String
 /// Never, as long as the cryptography has a version of TLS.
 pub fn without_roots() -> Result<Arc<ClientConfig>, String> {
     static NONE: LazyLock<Result<Arc<ClientConfig>, String>> =
-        LazyLock::new(|| config(RootCertStore::empty()));
+        LazyLock::new(|| config(RootCertStore::empty(), None));
     NONE.clone()
 }
 
-fn config(roots: RootCertStore) -> Result<Arc<ClientConfig>, String> {
-    let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+fn config(roots: RootCertStore, identity: Option<&IdentityFiles>) -> Result<Arc<ClientConfig>, String> {
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .map_err(|error| error.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
+        .with_root_certificates(roots);
+    let mut config = match identity.map(IdentityFiles::read).transpose()? {
+        None => config.with_no_client_auth(),
+        Some(identity) => {
+            config.with_client_auth_cert(identity.chain, identity.key).map_err(|error| match error {
+                TlsError::InconsistentKeys(_) => {
+                    "this agent's key is not the one of its certificate; name the two that belong together"
+                        .to_owned()
+                }
+                other => format!("this agent's certificate cannot be used: {other}"),
+            })?
+        }
+    };
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
@@ -79,9 +105,39 @@ pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
         TlsError::AlertReceived(AlertDescription::ProtocolVersion) | TlsError::PeerIncompatible(_) => {
             "it has no version of TLS in common with this program, which speaks 1.2 and 1.3".into()
         }
+        TlsError::AlertReceived(AlertDescription::HandshakeFailure) => {
+            "it has no cipher suite in common with this program; see `serve --tls-suites` there".into()
+        }
+        TlsError::AlertReceived(alert) => match refusal_in_words(*alert) {
+            Some(why) => why,
+            None => format!("TLS fails: the server says {alert:?}"),
+        },
         other => format!("TLS fails: {other}"),
     };
     Some(format!("{server}: {why}"))
+}
+
+/// Why a server does not take the certificate that this client shows, as far as TLS has a word for it.
+fn refusal_in_words(alert: AlertDescription) -> Option<String> {
+    let why = match alert {
+        AlertDescription::CertificateRevoked => "was revoked there",
+        AlertDescription::CertificateExpired => {
+            "is not valid at this time: it has expired, or one of the two machines has a wrong clock"
+        }
+        AlertDescription::UnknownCA => {
+            "is of an authority (CA) that it does not know (see `serve --agent-ca` there)"
+        }
+        AlertDescription::BadCertificate
+        | AlertDescription::UnsupportedCertificate
+        | AlertDescription::CertificateUnknown
+        | AlertDescription::AccessDenied
+        | AlertDescription::DecryptError => "is not one that it takes; its log says why",
+        _ => return None,
+    };
+    Some(format!(
+        "it refuses this agent's certificate, which {why}. Have another issued (on the server's machine: `lockstep ca issue NAME \
+         --agent`) and put it in place of the files here, which are read again for each connection"
+    ))
 }
 
 fn certificate_in_words(problem: &CertificateError) -> String {

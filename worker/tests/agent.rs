@@ -102,6 +102,8 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         server: String::new(),
         ca_file: None,
         token: None,
+        identity: None,
+        insecure_http: false,
         name: Some("test".into()),
         dir: dir.join("agent"),
         cpu_slots: Some(2),

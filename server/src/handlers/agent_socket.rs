@@ -9,6 +9,7 @@ use crate::{
     dispatch,
     error::{Error, Problem, Result},
     inbox::{RESERVE_TIMEOUT, Work},
+    ingress::Peer,
     lifecycle, machines,
     store::Report,
 };
@@ -43,12 +44,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// For agents
 ///
-/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The token of the request says which agent may speak
-/// here: one that introduces itself under another id is refused.
+/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The token of the request, or the certificate of its
+/// connection, says which agent may speak here: one that introduces itself under another id is refused.
 #[utoipa::path(get, path = "/agent/socket", tag = "agents", responses((status = 101), (status = 426, body = Problem)))]
 pub(crate) async fn socket(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
+    Extension(peer): Extension<Peer>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let upgrade = upgrade.map_err(|e| {
@@ -60,7 +62,7 @@ pub(crate) async fn socket(
     let upgrade = upgrade.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = app.tasks.clone();
-        tasks.track_future(serve(app, caller, socket))
+        tasks.track_future(serve(app, caller, peer, socket))
     }))
 }
 
@@ -131,7 +133,7 @@ fn read(
     }
 }
 
-async fn serve(app: App, caller: Caller, socket: WebSocket) {
+async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
     let (mut to, mut from) = socket.split();
     // Pictures go to agents alone. What comes from them takes up to forty times its bytes while it is decoded.
     let mut unfinished = Unfinished::at_most(MESSAGE_BYTES);
@@ -161,13 +163,15 @@ async fn serve(app: App, caller: Caller, socket: WebSocket) {
     let (hello, connection) = match joined {
         Ok(joined) => joined,
         Err(reason) => {
-            tracing::warn!(reason, "an agent was refused");
+            let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
+            app.refusals.note(peer.address, &who, &reason);
             let _ = send(&mut to, &ToAgent::Refused { reason }).await;
             return close(&mut to, close_code::POLICY, "refused").await;
         }
     };
     let id = hello.row.id.clone();
     let name = hello.row.name.clone();
+    let certified = identity::Certified::of(&app, &caller, &peer, &hello.row);
     let takes_parts = hello.takes_parts;
     let (cut, mut cut_off) = mpsc::channel(1);
     let mut agent = Connection {
@@ -181,6 +185,8 @@ async fn serve(app: App, caller: Caller, socket: WebSocket) {
         waited: Duration::ZERO,
     };
     let welcomed = agent.welcome(&mut to, hello).await;
+    // One for the whole connection: each time that it begins it examines the certificate's signatures.
+    let mut no_longer_certified = std::pin::pin!(certified.ended());
     // Parts of long messages that are still to go, with others between them.
     let (mut parts, mut in_parts) = (VecDeque::new(), 0);
     let End { why, code } = match welcomed {
@@ -231,6 +237,10 @@ async fn serve(app: App, caller: Caller, socket: WebSocket) {
                     }
                     () = caller.ended() => {
                         break End { why: "its token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
+                    }
+                    why = &mut no_longer_certified => {
+                        app.refusals.note(peer.address, &name, &why);
+                        break End { why, code: CLOSE_SIGNED_OUT };
                     }
                     _ = cut_off.recv() => break "records are missing; it is to begin again".to_owned().into(),
                     () = app.stopping.cancelled() => {

@@ -163,7 +163,11 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
             draining,
             now: crate::now(),
         };
-        let warnings = warnings(&looked);
+        let mut warnings = warnings(&looked);
+        if let Some(warning) = app.ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
+            let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
+            warnings.push(MachineWarning { problem: false, text });
+        }
         let lease_secs_left = app.leases.left(&row.id).map(|left| left.as_secs_f64());
         Agent {
             id: row.id,

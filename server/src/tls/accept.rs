@@ -1,5 +1,6 @@
 //! The beginning of a TLS connection, within a time. Whoever speaks plain HTTP here is told so.
 
+use super::agents::{Refused, handshake};
 use crate::error::Error;
 use axum::response::IntoResponse;
 use std::time::Duration;
@@ -14,31 +15,50 @@ const HEAD_BYTES: usize = 16 << 10;
 /// After an answer in clear, for its reader to take it.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
-/// Makes a connection a TLS one; none when its client does not speak TLS, or not in time.
+/// Makes a connection a TLS one.
+///
+/// # Errors
+/// Its client does not speak TLS, or not in time, or shows a certificate that is refused: that is given.
 pub(crate) async fn accept(
     acceptor: &TlsAcceptor,
     stream: TcpStream,
     patience: Duration,
-) -> Option<TlsStream<TcpStream>> {
+) -> Result<TlsStream<TcpStream>, Option<Refused>> {
     let work = async {
         let mut first = [0];
-        if stream.peek(&mut first).await.ok()? == 0 {
-            return None;
+        if stream.peek(&mut first).await.unwrap_or(0) == 0 {
+            return Err(None);
         }
         // A TLS connection begins with the byte 22, a request with the name of a method.
         if first[0].is_ascii_uppercase() {
             answer_plain(stream).await;
-            return None;
+            return Err(None);
         }
-        match acceptor.accept(stream).await {
-            Ok(stream) => Some(stream),
-            Err(error) => {
+        match handshake(acceptor.accept(stream).into_fallible()).await {
+            (Ok(stream), _) => Ok(stream),
+            (Err((error, stream)), refused) => {
                 tracing::debug!(%error, "a TLS handshake failed");
-                None
+                if refused.is_some() {
+                    let_it_read(stream).await;
+                }
+                Err(refused)
             }
         }
     };
-    tokio::time::timeout(patience, work).await.ok().flatten()
+    tokio::time::timeout(patience, work).await.unwrap_or(Err(None))
+}
+
+/// A client that speaks TLS 1.3 has sent its request already. Closing with that unread would take the alert, which says why it is
+/// refused, from it.
+async fn let_it_read(mut stream: TcpStream) {
+    let told = async {
+        stream.shutdown().await?;
+        let mut rest = [0; 1024];
+        while stream.read(&mut rest).await? > 0 {}
+        std::io::Result::Ok(())
+    };
+    // Whoever has gone need not be told.
+    let _ = tokio::time::timeout(LAST_BYTES, told).await;
 }
 
 /// Reads a request's head and answers 400.

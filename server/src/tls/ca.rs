@@ -2,7 +2,11 @@
 //! signs and renews its own certificates with it.
 //!
 //! It lies in the folder `ca` of the data directory: `ca.crt` to give away, `ca.key` to keep, `server.pem` with what the server
-//! serves.
+//! serves. `issued.jsonl` lists what was issued, and `ca.crl` what of it was revoked.
+
+mod issued;
+
+pub use issued::{Kind, Record, revocation_list, serial_text};
 
 use super::{
     certificate::Facts,
@@ -11,7 +15,7 @@ use super::{
 };
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
+    KeyUsagePurpose, SerialNumber,
 };
 use std::{
     fs::{self, DirBuilder, File},
@@ -149,33 +153,78 @@ impl Authority {
     /// # Errors
     /// A name that is none, or too many days.
     pub fn issue(&self, names: &[String], days: u32) -> Result<Issued, String> {
-        if !(1..=MOST_DAYS).contains(&days) {
-            return Err(format!("a certificate is valid for 1 to {MOST_DAYS} days"));
-        }
         if let Some(name) = names.iter().find(|name| !is_name(name)) {
             return Err(format!(
                 "{name:?} is no DNS name and no address; an example is lockstep.example.org"
             ));
         }
         let first = names.first().ok_or("a certificate is for at least one name")?;
+        self.sign(Kind::Server, first, names, days)
+    }
+
+    /// A certificate by which the agent of this name shows who it is.
+    ///
+    /// # Errors
+    /// A name that no agent can have, or too many days.
+    pub fn issue_agent(&self, name: &str, days: u32) -> Result<Issued, String> {
+        let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+        if name.is_empty()
+            || name.len() > COMMON_NAME_CHARS
+            || !name.bytes().all(is_plain)
+            || name.starts_with(['-', '.'])
+        {
+            return Err(format!(
+                "{name:?} is no name for an agent's certificate: 1 to {COMMON_NAME_CHARS} letters, digits, '-', '_' and '.'; an \
+                 example is node-a"
+            ));
+        }
+        let names = if is_name(name) { vec![name.to_owned()] } else { Vec::new() };
+        self.sign(Kind::Agent, name, &names, days)
+    }
+
+    fn sign(&self, kind: Kind, first: &str, names: &[String], days: u32) -> Result<Issued, String> {
+        if !(1..=MOST_DAYS).contains(&days) {
+            return Err(format!("a certificate is valid for 1 to {MOST_DAYS} days"));
+        }
+        let now = OffsetDateTime::now_utc();
+        let serial = issued::new_serial();
+        // An agent's begins when it is issued: one that was issued before its name was taken away stays without effect.
+        let not_before = if kind == Kind::Agent { now } else { now - EARLIER };
+        let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {
             let mut params = CertificateParams::new(names)?;
             params.distinguished_name = rcgen::DistinguishedName::new();
             if first.len() <= COMMON_NAME_CHARS {
                 params.distinguished_name.push(DnType::CommonName, first);
             }
-            let now = OffsetDateTime::now_utc();
-            params.not_before = now - EARLIER;
-            params.not_after = now + Duration::days(days.into());
+            params.serial_number = Some(SerialNumber::from(serial.clone()));
+            params.not_before = not_before;
+            params.not_after = not_after;
             params.is_ca = IsCa::ExplicitNoCa;
             params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-            params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+            params.extended_key_usages = vec![match kind {
+                Kind::Agent => ExtendedKeyUsagePurpose::ClientAuth,
+                Kind::Server | Kind::Unknown => ExtendedKeyUsagePurpose::ServerAuth,
+            }];
             params.use_authority_key_identifier_extension = true;
             let key = KeyPair::generate()?;
             let certificate = params.signed_by(&key, &self.issuer)?;
             Ok(Issued { chain: format!("{}{}", certificate.pem(), self.pem), key: key.serialize_pem() })
         };
-        issue().map_err(|error| error.to_string())
+        let issued = issue().map_err(|error| error.to_string())?;
+        let at = |time: OffsetDateTime| {
+            jiff::Timestamp::from_second(time.unix_timestamp()).map_err(|error| error.to_string())
+        };
+        // Noted before it is given away: what is not in the list is harder to revoke.
+        self.note(Record {
+            serial: serial_text(&serial),
+            name: first.to_owned(),
+            kind,
+            not_before: at(not_before)?,
+            not_after: at(not_after)?,
+            revoked_at: None,
+        })?;
+        Ok(issued)
     }
 
     /// Where the server's own certificate lies, chain and key in one file.
@@ -189,16 +238,7 @@ impl Authority {
     /// It cannot be written.
     pub(super) fn issue_for_server(&self, names: &[String]) -> Result<(), String> {
         let issued = self.issue(names, DAYS)?;
-        let path = self.server_file();
-        let unfinished = self.folder.join(format!("server.{}", uuid::Uuid::new_v4().simple()));
-        let written = || -> std::io::Result<()> {
-            write(&unfinished, format!("{}{}", issued.chain, issued.key).as_bytes())?;
-            fs::rename(&unfinished, &path)
-        };
-        written().map_err(|error| {
-            let _ = fs::remove_file(&unfinished);
-            format!("{}: {error}", path.display())
-        })
+        self.replace("server.pem", format!("{}{}", issued.chain, issued.key).as_bytes())
     }
 }
 
@@ -213,7 +253,7 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
     let now = OffsetDateTime::now_utc();
     params.not_before = now - EARLIER;
     params.not_after = now + Duration::days(AUTHORITY_DAYS);
-    // It signs certificates of servers, no other authorities.
+    // It signs certificates of servers and agents, no other authorities.
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = AUTHORITY_USES.to_vec();
     Ok((params, KeyPair::generate()?))

@@ -40,8 +40,12 @@ impl Name {
 /// What a certificate says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
+    /// The serial number that its authority gave it.
+    pub serial: Vec<u8>,
     /// The subject's common name, when the subject is nothing else.
     pub common_name: Option<String>,
+    /// The subject's common name, whatever else the subject has; the last where there are several.
+    pub subject_name: Option<String>,
     /// It is not to be trusted before.
     pub not_before: Timestamp,
     /// It is not to be trusted after.
@@ -58,12 +62,13 @@ impl Facts {
         if fields.tag() == Some(VERSION) {
             fields.next()?;
         }
-        fields.take(INTEGER)?;
+        let serial = fields.take(INTEGER)?.to_vec();
         let _signature = fields.take(SEQUENCE)?;
         let _issuer = fields.take(SEQUENCE)?;
         let mut validity = Der(fields.take(SEQUENCE)?);
         let (not_before, not_after) = (time(validity.next()?)?, time(validity.next()?)?);
-        let common_name = common_name(fields.take(SEQUENCE)?);
+        let subject = fields.take(SEQUENCE)?;
+        let (common_name, subject_name) = (common_name(subject), subject_name(subject));
         let _public_key = fields.take(SEQUENCE)?;
         let mut names = Vec::new();
         while let Some((tag, content)) = fields.next() {
@@ -71,7 +76,7 @@ impl Facts {
                 names = alternative_names(content)?;
             }
         }
-        Some(Self { common_name, not_before, not_after, names })
+        Some(Self { serial, common_name, subject_name, not_before, not_after, names })
     }
 
     /// Whole days until it ends; 0 when it has.
@@ -177,6 +182,22 @@ fn common_name(subject: &[u8]) -> Option<String> {
     (is_it && alone).then(|| String::from_utf8(text.to_vec()).ok())?
 }
 
+/// As [`common_name`], among other parts.
+fn subject_name(subject: &[u8]) -> Option<String> {
+    let (mut parts, mut found) = (Der(subject), None);
+    while let Some(part) = parts.take(SET) {
+        let mut attributes = Der(part);
+        while let Some(attribute) = attributes.take(SEQUENCE) {
+            let mut attribute = Der(attribute);
+            if attribute.take(OBJECT_ID)? == COMMON_NAME_ID {
+                let (_, text) = attribute.next()?;
+                found = String::from_utf8(text.to_vec()).ok();
+            }
+        }
+    }
+    found
+}
+
 fn alternative_names(extensions: &[u8]) -> Option<Vec<Name>> {
     let mut extensions = Der(Der(extensions).take(SEQUENCE)?);
     let mut names = Vec::new();
@@ -234,7 +255,9 @@ mod tests {
         let far = Facts::read(&certificate(|p| p.not_after = date_time_ymd(2080, 1, 1))).unwrap();
         assert_eq!(far.not_after, "2080-01-01T00:00:00Z".parse().unwrap());
         let subject = |p: &mut CertificateParams| p.distinguished_name.push(DnType::OrganizationName, "Lab");
-        assert_eq!(Facts::read(&certificate(subject)).unwrap().common_name, None);
+        let of_lab = Facts::read(&certificate(subject)).unwrap();
+        assert_eq!(of_lab.common_name, None);
+        assert_eq!(of_lab.subject_name.as_deref(), Some("rcgen self signed cert"));
         assert_eq!(Facts::read(&certificate(|p| p.subject_alt_names.clear())).unwrap().names, []);
     }
 
@@ -272,7 +295,9 @@ mod tests {
     #[test]
     fn soon_is_90_days_or_a_quarter_of_a_short_life() {
         let facts = |days: i64| Facts {
+            serial: Vec::new(),
             common_name: None,
+            subject_name: None,
             not_before: Timestamp::UNIX_EPOCH,
             not_after: Timestamp::from_second(days * DAY).unwrap(),
             names: Vec::new(),

@@ -4,7 +4,7 @@ use super::certificate::Facts;
 use jiff::Timestamp;
 use rustls::{
     crypto::{CryptoProvider, ring},
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject},
     sign::CertifiedKey,
 };
 use sha2::{Digest, Sha256};
@@ -97,6 +97,25 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
     match chain {
         Ok(chain) if !chain.is_empty() => Ok(chain),
         Ok(_) => Err(format!("{shown} has no certificate (PEM, \"BEGIN CERTIFICATE\")")),
+        Err(error) => Err(format!("{shown} cannot be read as PEM: {error}")),
+    }
+}
+
+/// The revocation lists of a file (PEM, or one in DER), at least one.
+///
+/// # Errors
+/// As [`load`].
+pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
+    const SEQUENCE: u8 = 0x30;
+    let shown = path.display();
+    let content = read(path, false)?;
+    if content.first() == Some(&SEQUENCE) {
+        return Ok(vec![CertificateRevocationListDer::from(content)]);
+    }
+    let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(&content).collect();
+    match lists {
+        Ok(lists) if !lists.is_empty() => Ok(lists),
+        Ok(_) => Err(format!("{shown} has no revocation list (PEM, \"BEGIN X509 CRL\", or DER)")),
         Err(error) => Err(format!("{shown} cannot be read as PEM: {error}")),
     }
 }

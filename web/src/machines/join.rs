@@ -64,6 +64,10 @@ impl Join {
             Some(url) => format!("lockstep agent --server {url}"),
             None => format!("lockstep agent --server {}", self.own_url),
         };
+        // A server that others reach in clear was told so; so has an agent to be.
+        if self.server_url.as_ref().is_some_and(|url| url.starts_with("http://")) {
+            command.push_str(" --insecure-http");
+        }
         if self.with_ca {
             command.push_str(&format!(" --ca-file {CA}"));
         }
@@ -87,7 +91,10 @@ mod tests {
     fn commands_have_what_the_server_asks_for_and_no_more() {
         let open = Join { server_url: Some("http://10.0.0.1:7070".into()), ..Join::default() };
         assert_eq!(open.here(), [""; 0]);
-        assert_eq!(open.there(), "lockstep agent --server http://10.0.0.1:7070 --name node-1");
+        assert_eq!(
+            open.there(),
+            "lockstep agent --server http://10.0.0.1:7070 --insecure-http --name node-1"
+        );
         let closed = Join {
             server_url: Some("https://gpu:7070".into()),
             own_url: "https://127.0.0.1:7070".into(),

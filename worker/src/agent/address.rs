@@ -1,9 +1,13 @@
 //! The address of the server, and how a connection to it begins.
 
-use crate::{host, tls};
+use super::Options;
+use crate::{
+    host,
+    tls::{self, IdentityFiles},
+};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::OnceLock,
     time::Duration,
 };
@@ -26,13 +30,16 @@ pub(super) struct Address {
     ca_file: Option<PathBuf>,
     /// The accounts that listened there when the server first accepted this agent, where it is on this machine.
     owners: OnceLock<Vec<u32>>,
+    /// The certificate by which this agent shows who it is.
+    identity: Option<IdentityFiles>,
 }
 
-/// The address of the agents' websocket on `server`.
+/// The address of the agents' websocket on the server of `options`.
 ///
 /// # Errors
-/// A sentence that says what a server's address looks like.
-pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -> Result<Address, String> {
+/// A sentence: it is no address, or one where what is sent could be read on the way, or a file cannot be used.
+pub(super) fn parse(options: &Options) -> Result<Address, String> {
+    let server = options.server.as_str();
     let base = server.trim_end_matches('/');
     let base = match base.split_once("://") {
         Some(("http" | "ws", rest)) => format!("ws://{rest}"),
@@ -43,7 +50,22 @@ pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -
     let mut request = format!("{base}/api/v1/agent/socket")
         .into_client_request()
         .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
-    if let Some(token) = token {
+    let host = request.uri().host().unwrap_or_default().trim_matches(['[', ']']);
+    let in_clear = request.uri().scheme_str() != Some("wss");
+    if in_clear && options.identity.is_some() {
+        return Err(format!(
+            "--server {server}: a certificate is shown over TLS alone; begin the address with https://, or leave out --cert-file and \
+             --pkcs12-file"
+        ));
+    }
+    if in_clear && !options.insecure_http && !is_loopback(host) {
+        return Err(format!(
+            "--server {server}: refusing to join another machine's server without TLS: whoever can listen to the network could read \
+             the token and what is trained; begin the address with https:// (`lockstep serve --tls-own-ca` makes its own \
+             certificate), or take an ssh tunnel; --insecure-http joins in clear nevertheless"
+        ));
+    }
+    if let Some(token) = &options.token {
         let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
             .map_err(|_| "the token has characters that no token has".to_owned())?;
         request.headers_mut().insert(AUTHORIZATION, value);
@@ -51,19 +73,29 @@ pub(super) fn parse(server: &str, token: Option<&str>, ca_file: Option<&Path>) -
     let address = Address {
         server: server.to_owned(),
         request,
-        ca_file: ca_file.map(Path::to_owned),
+        ca_file: options.ca_file.clone(),
         owners: OnceLock::new(),
+        identity: options.identity.clone(),
     };
     // What is wrong with the file is better told now than when there is no connection.
     address.connector()?;
     Ok(address)
 }
 
+/// Whether what is sent to a host never leaves this machine.
+fn is_loopback(host: &str) -> bool {
+    host.eq_ignore_ascii_case("localhost")
+        || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
+}
+
 impl Address {
-    /// Read for each connection: a new authority is known without a new start.
+    /// Read for each connection: a new authority, or a renewed certificate, is known without a new start.
     pub(super) fn connector(&self) -> Result<Connector, String> {
         match self.request.uri().scheme_str() {
-            Some("wss") => Ok(Connector::Rustls(tls::client_config(self.ca_file.as_deref())?)),
+            Some("wss") => {
+                let config = tls::client_config_as(self.ca_file.as_deref(), self.identity.as_ref())?;
+                Ok(Connector::Rustls(config))
+            }
             _ => Ok(Connector::Plain),
         }
     }
@@ -138,5 +170,59 @@ impl Address {
             host => host.parse().ok().filter(IpAddr::is_loopback).into_iter().collect(),
         };
         addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(server: &str) -> Options {
+        Options {
+            server: server.into(),
+            ca_file: None,
+            token: None,
+            identity: None,
+            insecure_http: false,
+            name: None,
+            dir: PathBuf::new(),
+            cpu_slots: None,
+            gpus: None,
+            only_job: None,
+            program: None,
+            spool_bytes: 0,
+            follow_parent: false,
+        }
+    }
+
+    #[test]
+    fn another_machines_server_is_joined_in_clear_when_that_is_asked_for() {
+        for server in [
+            "http://127.0.0.1:7070",
+            "http://127.8.8.8:7070",
+            "http://localhost:7070",
+            "http://[::1]:7070",
+            "localhost:7070",
+        ] {
+            assert!(parse(&options(server)).is_ok(), "{server}");
+        }
+        for server in [
+            "http://10.0.0.5:7070",
+            "http://gpu:7070",
+            "ws://[2001:db8::7]:7070",
+            "gpu:7070",
+            "http://localhost.example:7070",
+        ] {
+            let refused = parse(&options(server)).unwrap_err();
+            assert!(refused.contains("--insecure-http") && refused.contains("https://"), "{refused}");
+            assert!(parse(&Options { insecure_http: true, ..options(server) }).is_ok(), "{server}");
+        }
+    }
+
+    #[test]
+    fn a_certificate_is_shown_over_tls_alone() {
+        let identity = Some(IdentityFiles::Pem { certificate: "a.crt".into(), key: "a.key".into() });
+        let refused = parse(&Options { identity, ..options("http://127.0.0.1:7070") }).unwrap_err();
+        assert!(refused.contains("over TLS alone"), "{refused}");
     }
 }

@@ -22,7 +22,7 @@ mod uploads;
 
 pub use place::Datasets;
 
-use crate::{fence::Fence, host, supervisor::RankProcess};
+use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
 use address::Address;
 use attempt::{Attempt, Order, Surroundings, free_port};
 use lease::Lease;
@@ -66,7 +66,11 @@ pub struct Options {
     pub ca_file: Option<PathBuf>,
     /// Sent as `Authorization: Bearer`.
     pub token: Option<String>,
-    /// Shown on the dashboard; the host's name when absent.
+    /// The certificate by which the agent shows who it is, for `https`; read again for each connection.
+    pub identity: Option<IdentityFiles>,
+    /// Join a server on another machine without TLS.
+    pub insecure_http: bool,
+    /// Shown on the dashboard; when absent the name in the certificate, or the host's.
     pub name: Option<String>,
     /// The agent's own folder.
     pub dir: PathBuf,
@@ -131,16 +135,17 @@ impl AgentError {
 /// # Errors
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
-    let request = address::parse(&options.server, options.token.as_deref(), options.ca_file.as_deref())
-        .map_err(AgentError::Wrong)?;
-    let request = Arc::new(request);
+    let request = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
+    // A certificate is bound to the first agent of its name, so that is the name to have.
+    let certified =
+        options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
     let network = Network::of(&options)?;
     let state_dir = StateDir::open(&options.dir)?;
     let fence = Fence::open(state_dir.dir())?;
     let fence_path = fence.path().to_owned();
     let lease = Arc::new(Lease::new(fence));
-    let name = options.name.clone().unwrap_or_else(host::hostname);
+    let name = options.name.clone().or(certified.flatten()).unwrap_or_else(host::hostname);
     let remote = Arc::new(Remote {
         address: request.clone(),
         agent_id: state_dir.agent_id().to_owned(),

@@ -1,9 +1,43 @@
-//! Whether the agent that introduces itself is the one whose token it has.
+//! Whether the agent that introduces itself is the one whose token or certificate it has.
 
-use crate::{access::Caller, app::App, store::AgentRow};
+use crate::{
+    access::{Caller, is_certificate},
+    app::App,
+    ingress::Peer,
+    store::AgentRow,
+    tls::{AgentTrust, ClientCertificate},
+};
+use lockstep_protocol::access::Token;
+use std::sync::Arc;
+
+/// The certificate of an agent that has joined with one.
+pub(super) struct Certified(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
+
+impl Certified {
+    pub(super) fn of(app: &App, caller: &Caller, peer: &Peer, agent: &AgentRow) -> Self {
+        let came_with_it = caller.token().is_some_and(is_certificate);
+        let both = app.ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| came_with_it);
+        if let Some(trust) = app.ingress.agents() {
+            trust.joined(&agent.id, &agent.name, both.as_ref().map(|(_, certificate)| &**certificate));
+            if let Some(warning) = trust.warning_of(&agent.id) {
+                tracing::warn!(agent = agent.name, "{warning}");
+            }
+        }
+        Self(both)
+    }
+
+    /// Returns, with the reason, when the certificate is revoked or over.
+    pub(super) async fn ended(&self) -> String {
+        match &self.0 {
+            Some((trust, certificate)) => trust.ended(certificate).await,
+            None => std::future::pending().await,
+        }
+    }
+}
 
 /// Checks an agent's id against its token. The first new agent that joins under the name of a token without an id becomes that
-/// token's agent for good. New it must be: a token cannot be used to take over an agent that the server knows.
+/// token's agent for good. New it must be: a token cannot be used to take over an agent that the server knows. A certificate is
+/// bound in the same way; as its authority has issued it for that name, it may also be bound to the agent that has the name already.
 ///
 /// # Errors
 /// Why it is refused, for the agent's user.
@@ -26,15 +60,22 @@ pub(super) async fn check(app: &App, caller: &Caller, agent: &AgentRow) -> Resul
                 )
             });
         }
-        Some(_) => return Err(other_agents(&token.name, agent)),
+        Some(_) => return Err(other_agents(token, agent)),
         None => {}
     }
     if bound.token.revoked_at.is_some() {
         return Err("its token was revoked".into());
     }
-    let known = others.iter().any(|row| row.id == agent.id);
-    if known || app.access.has_agent(&agent.id) || bound.token.agent.as_deref() != Some(&agent.name) {
-        return Err(other_agents(&token.name, agent));
+    let known = others.iter().find(|row| row.id == agent.id);
+    let name = bound.token.agent.as_deref();
+    let is_free = if is_certificate(token) {
+        let is_named = |row: &AgentRow| name == Some(row.name.as_str()) || name == Some(row.id.as_str());
+        is_named(agent) && known.is_none_or(is_named)
+    } else {
+        known.is_none() && !app.access.has_agent(&agent.id) && name == Some(agent.name.as_str())
+    };
+    if !is_free {
+        return Err(other_agents(token, agent));
     }
     let mut bound = bound;
     bound.token.agent_id = Some(agent.id.clone());
@@ -43,10 +84,26 @@ pub(super) async fn check(app: &App, caller: &Caller, agent: &AgentRow) -> Resul
     Ok(())
 }
 
-fn other_agents(token: &str, agent: &AgentRow) -> String {
+fn other_agents(token: &Token, agent: &AgentRow) -> String {
+    let (name, id) = (&agent.name, &agent.id);
+    if !is_certificate(token) {
+        return format!(
+            "the token {:?} is for another agent than this one, which is {name} with the id {id}; make one for it: lockstep token create \
+             --scope agent --agent {id}",
+            token.name
+        );
+    }
+    let bound = token.agent.as_deref().unwrap_or_default();
+    if token.agent_id.is_none() && bound != name {
+        return format!(
+            "its certificate is for an agent named {bound:?}, and this one is {name}; start it with --name {bound}, or have a certificate \
+             issued for it: lockstep ca issue {name} --agent"
+        );
+    }
     format!(
-        "the token {token:?} is for another agent than this one, which is {} with the id {}; make one for it: lockstep token create \
-         --scope agent --agent {}",
-        agent.name, agent.id, agent.id
+        "the name {bound:?} of its certificate is bound to another agent than this one, which has the id {id}; start it with the \
+         --data-dir of that agent, or have a certificate with another name issued, or, if that agent is gone for good, an admin frees the \
+         name (lockstep token revoke {}) and issues its certificate anew",
+        token.id
     )
 }

@@ -118,7 +118,7 @@ impl SqlStore {
             ),
             (
                 "DELETE FROM tokens WHERE id IN \
-                 (SELECT id FROM tokens WHERE expires_at <= $1 OR revoked_at <= $1 LIMIT $2)",
+                 (SELECT id FROM tokens WHERE (expires_at <= $1 OR revoked_at <= $1) AND id NOT LIKE 'certificate-%' LIMIT $2)",
                 before,
             ),
         ] {

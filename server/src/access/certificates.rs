@@ -1,0 +1,91 @@
+//! Agents' certificates among tokens.
+//!
+//! A certificate's name is bound to an agent in the same way as a token is: by a row among the tokens, whose id says that it is a
+//! certificate's. Nobody has a secret for it. Revoking the row ends the agent's connection and refuses every certificate of that
+//! name that was issued before; which certificates count at all is for their authority and its revocation list to say.
+
+use super::{Access, Caller, Denied, Secret};
+use crate::store::TokenRow;
+use jiff::Timestamp;
+use lockstep_protocol::access::{Scope, Token};
+
+/// What ids of certificates' rows begin with; those of tokens are random or `local`.
+const PREFIX: &str = "certificate-";
+
+/// The id of the row of a certificate's name.
+pub(crate) fn certificate_id(name: &str) -> String {
+    format!("{PREFIX}{name}")
+}
+
+/// Whether a row is a certificate's.
+pub(crate) fn is_certificate(token: &Token) -> bool {
+    token.id.starts_with(PREFIX)
+}
+
+impl Access {
+    /// Whoever has a valid certificate of this name, which begins at `not_before`.
+    ///
+    /// # Errors
+    /// The name was revoked since, or the system has no random bits.
+    pub(crate) fn by_certificate(&self, name: &str, not_before: Timestamp) -> Result<Caller, Denied> {
+        let id = certificate_id(name);
+        let find = || self.read().tokens.values().find(|c| c.token.id == id).cloned();
+        let known = find();
+        let revoked_at = known.as_ref().and_then(|c| c.token.revoked_at);
+        if revoked_at.is_some_and(|at| at >= not_before) {
+            return Err(Denied::Revoked);
+        }
+        let now = crate::now();
+        if known.is_none() || revoked_at.is_some() {
+            let token = Token {
+                id: id.clone(),
+                name: format!("certificate {name}").chars().take(100).collect(),
+                scope: Scope::Agent,
+                agent: Some(name.to_owned()),
+                agent_id: None,
+                owner: None,
+                created_at: now,
+                expires_at: None,
+                revoked_at: None,
+                last_used_at: None,
+            };
+            // A hash of what nobody knows. It is stored when an agent is bound to it.
+            let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
+            self.put_token(TokenRow { token, hash });
+        }
+        let credential = find().ok_or(Denied::Unknown)?;
+        credential.used(now);
+        Ok(Caller::known(credential))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_was_revoked_takes_certificates_that_begin_later() {
+        let access = Access::new(true);
+        let at = |second: i64| Timestamp::from_second(second).unwrap();
+        let caller = access.by_certificate("node-a", at(100)).unwrap();
+        let token = caller.token().unwrap();
+        assert_eq!((token.agent.as_deref(), token.scope), (Some("node-a"), Scope::Agent));
+        assert!(is_certificate(token) && access.valid_tokens() == 0, "it is no secret that counts");
+        let mut row = access.token(&certificate_id("node-a")).unwrap();
+        row.token.agent_id = Some("1".into());
+        row.token.revoked_at = Some(at(200));
+        access.put_token(row);
+        for begins in [100, 200] {
+            assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
+        }
+        // It is bound anew.
+        let again = access.by_certificate("node-a", at(201)).unwrap();
+        assert_eq!(again.token().unwrap().agent_id, None);
+        // What was revoked is remembered, however long ago that was.
+        let mut row = access.token(&certificate_id("node-a")).unwrap();
+        row.token.revoked_at = Some(at(300));
+        access.put_token(row);
+        access.forget(at(1_000_000));
+        assert!(matches!(access.by_certificate("node-a", at(250)), Err(Denied::Revoked)));
+    }
+}

@@ -1,0 +1,64 @@
+//! Who opens an agent's connection: whom its certificate names, or, where that is enough, whom its token names.
+
+use crate::{
+    access::{Caller, Denied, certificate_id},
+    app::App,
+    config::AgentAuth,
+    error::Error,
+    ingress::Peer,
+};
+use axum::http::{HeaderMap, header};
+
+/// What an agent without a certificate is told.
+const HOW: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
+    --agent`)";
+
+/// The agent that a certificate names.
+///
+/// `None` is left to tokens.
+///
+/// # Errors
+/// It is refused, which is logged.
+pub(super) fn by_certificate(app: &App, headers: &HeaderMap, peer: &Peer) -> Result<Option<Caller>, Error> {
+    let auth = app.config.agent_auth();
+    let Some(trust) = app.ingress.agents().filter(|_| app.access.is_required()) else { return Ok(None) };
+    let refused = |who: &str, why: &str, advice: &str| {
+        app.refusals.note(peer.address, who, why);
+        Err(Error::Unauthorized(format!("this server refuses the agent: {why}; {advice}")))
+    };
+    let Some(certificate) = &peer.certificate else {
+        // This machine's own agent comes in clear, with the token that the server gave it.
+        let needs_one = auth == AgentAuth::Certificate && !peer.is_in_clear();
+        if needs_one || !headers.contains_key(header::AUTHORIZATION) {
+            let why = match auth {
+                AgentAuth::Certificate => "it shows no certificate, which this server asks of agents",
+                _ => "it shows neither a certificate nor a token",
+            };
+            return refused("(unknown)", why, HOW);
+        }
+        return Ok(None);
+    };
+    let who = certificate.who();
+    if let Err(why) = trust.check(certificate) {
+        return refused(&who, &why, "have another issued");
+    }
+    let Some(name) = &certificate.name else {
+        return refused(
+            &who,
+            "its certificate has no name (common name)",
+            "have one issued with the agent's name",
+        );
+    };
+    match app.access.by_certificate(name, certificate.facts.not_before) {
+        Ok(caller) => Ok(Some(caller)),
+        Err(Denied::Revoked) => refused(
+            &who,
+            "an admin has revoked the access of this name after its certificate was issued",
+            &format!(
+                "a certificate that is issued from now on is taken (`lockstep token list`: {})",
+                certificate_id(name)
+            ),
+        ),
+        Err(_) => refused(&who, "this name may not join", "ask an admin"),
+    }
+}

@@ -1,0 +1,87 @@
+//! Agents that are refused, in the log: one line at once that says who and why, and the next for the same only after a while. An
+//! agent tries again every few seconds, and a scanner more often.
+
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// The same refusal is logged again after this, with the number of those between.
+const AGAIN: Duration = Duration::from_secs(60);
+/// Refusals that are told apart; of more, those that come then are one.
+const TOLD_APART: usize = 1000;
+
+/// Address, who, why.
+type Key = (Option<IpAddr>, String, String);
+
+/// Those of the last minutes.
+#[derive(Debug, Default)]
+pub(crate) struct Refusals(Mutex<HashMap<Key, (Instant, u64)>>);
+
+impl Refusals {
+    /// Logs that an agent was refused, or counts it.
+    pub(crate) fn note(&self, address: IpAddr, who: &str, why: &str) {
+        if let Some(repeated) = self.is_due((Some(address), who.to_owned(), why.to_owned()), Instant::now()) {
+            tracing::warn!(%address, agent = who, reason = why, repeated, "an agent was refused");
+        }
+    }
+
+    /// How often it came without being logged, when it is to be logged now.
+    fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !all.contains_key(&key) && all.len() >= TOLD_APART {
+            all.retain(|_, (logged, _)| now.duration_since(*logged) < AGAIN);
+        }
+        let key = if all.contains_key(&key) || all.len() < TOLD_APART { key } else { Key::default() };
+        match all.get_mut(&key) {
+            Some((logged, repeated)) if now.duration_since(*logged) < AGAIN => {
+                *repeated += 1;
+                None
+            }
+            Some((logged, repeated)) => {
+                *logged = now;
+                Some(std::mem::take(repeated))
+            }
+            None => {
+                all.insert(key, (now, 0));
+                Some(0)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(n: u32) -> Key {
+        (Some(IpAddr::from(n.to_be_bytes())), "node-a".into(), "it was revoked".into())
+    }
+
+    #[test]
+    fn a_refusal_is_logged_once_a_minute_with_how_often_it_came() {
+        let (refusals, now) = (Refusals::default(), Instant::now());
+        assert_eq!(refusals.is_due(key(1), now), Some(0));
+        for second in 1..60 {
+            assert_eq!(refusals.is_due(key(1), now + Duration::from_secs(second)), None);
+        }
+        assert_eq!(refusals.is_due(key(2), now), Some(0));
+        assert_eq!(refusals.is_due(key(1), now + AGAIN), Some(59));
+        assert_eq!(refusals.is_due(key(1), now + AGAIN * 2), Some(0));
+    }
+
+    #[test]
+    fn many_that_differ_take_no_more_memory_and_no_more_lines() {
+        let (refusals, now) = (Refusals::default(), Instant::now());
+        for n in 0..TOLD_APART as u32 {
+            assert_eq!(refusals.is_due(key(n), now), Some(0));
+        }
+        assert_eq!(refusals.is_due(key(5000), now), Some(0), "one for all that are more");
+        assert_eq!(refusals.is_due(key(5001), now), None);
+        assert!(refusals.0.lock().unwrap().len() <= TOLD_APART + 1);
+        assert_eq!(refusals.is_due(key(5001), now + AGAIN), Some(0), "the old ones are forgotten");
+        assert_eq!(refusals.0.lock().unwrap().len(), 1);
+    }
+}

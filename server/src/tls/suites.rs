@@ -1,0 +1,166 @@
+//! Which versions and cipher suites of TLS the server speaks, where somebody wants fewer than all.
+
+use super::files;
+use rustls::{
+    SignatureAlgorithm, SupportedCipherSuite, SupportedProtocolVersion,
+    crypto::CryptoProvider,
+    sign::CertifiedKey,
+    version::{TLS12, TLS13},
+};
+use std::{str::FromStr, sync::Arc};
+
+/// Longest list of suites, in bytes.
+const LIST_BYTES: usize = 4096;
+
+/// The lowest version that is spoken.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum TlsVersion {
+    /// TLS 1.2, RFC 5246.
+    #[default]
+    V1_2,
+    /// TLS 1.3, RFC 8446.
+    V1_3,
+}
+
+impl FromStr for TlsVersion {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "1.2" => Ok(Self::V1_2),
+            "1.3" => Ok(Self::V1_3),
+            _ => Err("the versions that are spoken here are 1.2 and 1.3".into()),
+        }
+    }
+}
+
+/// Cipher suites in the order in which they were named.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TlsSuites(Vec<SupportedCipherSuite>);
+
+impl FromStr for TlsSuites {
+    type Err = String;
+
+    /// Names as the IANA or as OpenSSL has them, between commas or colons.
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.len() > LIST_BYTES {
+            return Err(format!("a list of suites has at most {LIST_BYTES} bytes"));
+        }
+        let known = &files::provider().cipher_suites;
+        let mut suites: Vec<SupportedCipherSuite> = Vec::new();
+        for name in text.split([',', ':']).map(str::trim).filter(|name| !name.is_empty()) {
+            let found = known.iter().find(|suite| names(suite).iter().any(|n| n.eq_ignore_ascii_case(name)));
+            let Some(found) = found else {
+                let known: Vec<_> = known.iter().map(|suite| iana(suite)).collect();
+                return Err(format!(
+                    "{name:?} is no cipher suite that this program speaks; these are {}",
+                    known.join(", ")
+                ));
+            };
+            if !suites.contains(found) {
+                suites.push(*found);
+            }
+        }
+        if suites.is_empty() {
+            return Err("name at least one cipher suite, such as TLS_AES_256_GCM_SHA384".into());
+        }
+        Ok(Self(suites))
+    }
+}
+
+/// As the IANA has it.
+fn iana(suite: &SupportedCipherSuite) -> String {
+    format!("{:?}", suite.suite()).replacen("TLS13_", "TLS_", 1)
+}
+
+/// Every name of a suite.
+fn names(suite: &SupportedCipherSuite) -> [String; 3] {
+    let (rustls, iana) = (format!("{:?}", suite.suite()), iana(suite));
+    // OpenSSL has names of its own for those before TLS 1.3: ECDHE-RSA-AES128-GCM-SHA256.
+    let openssl = iana.strip_prefix("TLS_").unwrap_or(&iana).replace("_WITH_", "-");
+    let openssl = openssl.replace("AES_", "AES").replace("_POLY1305_SHA256", "-POLY1305").replace('_', "-");
+    [rustls, iana, openssl]
+}
+
+/// What the server speaks.
+pub(super) struct Spoken {
+    pub(super) provider: Arc<CryptoProvider>,
+    pub(super) versions: Vec<&'static SupportedProtocolVersion>,
+}
+
+/// Versions and suites as they were asked for, with a key that they have to work with.
+///
+/// # Errors
+/// Nobody could connect.
+pub(super) fn spoken(
+    suites: Option<&TlsSuites>,
+    lowest: TlsVersion,
+    key: &CertifiedKey,
+) -> Result<Spoken, String> {
+    let provider = files::provider();
+    let mut provider = CryptoProvider::clone(&provider);
+    if let Some(TlsSuites(suites)) = suites {
+        provider.cipher_suites.clone_from(suites);
+    }
+    if lowest == TlsVersion::V1_3 {
+        provider.cipher_suites.retain(|suite| suite.tls13().is_some());
+    }
+    // Before TLS 1.3 a suite is for one kind of key.
+    let signs = match key.key.algorithm() {
+        SignatureAlgorithm::RSA => "_RSA_",
+        _ => "_ECDSA_",
+    };
+    let has = |version: &SupportedProtocolVersion| {
+        provider.cipher_suites.iter().any(|suite| {
+            suite.version() == version && (suite.tls13().is_some() || iana(suite).contains(signs))
+        })
+    };
+    let versions: Vec<_> = [&TLS13, &TLS12].into_iter().filter(|version| has(version)).collect();
+    if versions.is_empty() {
+        return Err(match lowest {
+            TlsVersion::V1_3 => {
+                "--tls-suites has no suite of TLS 1.3, which --tls-min-version asks for; add one, such as \
+                 TLS_AES_256_GCM_SHA384"
+                    .into()
+            }
+            TlsVersion::V1_2 => format!(
+                "--tls-suites has no suite for the kind of key of this server's certificate; add one with {} in its name, or one of \
+                 TLS 1.3 such as TLS_AES_256_GCM_SHA384",
+                signs.trim_matches('_')
+            ),
+        });
+    }
+    Ok(Spoken { provider: Arc::new(provider), versions })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_suite_is_known_by_each_of_its_names() {
+        for name in [
+            "TLS_AES_128_GCM_SHA256",
+            "TLS13_AES_128_GCM_SHA256",
+            "tls_ecdhe_rsa_with_aes_128_gcm_sha256",
+            "ECDHE-ECDSA-AES256-GCM-SHA384",
+            "ECDHE-RSA-CHACHA20-POLY1305",
+        ] {
+            assert_eq!(name.parse::<TlsSuites>().map(|suites| suites.0.len()), Ok(1), "{name}");
+        }
+        let both: TlsSuites =
+            "TLS_AES_128_GCM_SHA256, ECDHE-RSA-AES128-GCM-SHA256,TLS_AES_128_GCM_SHA256".parse().unwrap();
+        assert_eq!(both.0.len(), 2);
+    }
+
+    #[test]
+    fn an_unknown_suite_is_refused_with_those_that_are_known() {
+        let refused = "TLS_AES_128_GCM_SHA256,RC4-MD5".parse::<TlsSuites>().unwrap_err();
+        assert!(refused.contains("RC4-MD5") && refused.contains("TLS_AES_256_GCM_SHA384"), "{refused}");
+        assert!(" , ".parse::<TlsSuites>().is_err());
+        let long = |bytes: usize| format!("{}TLS_AES_128_GCM_SHA256", ",".repeat(bytes - 22));
+        assert!(long(LIST_BYTES).parse::<TlsSuites>().is_ok());
+        assert!(long(LIST_BYTES + 1).parse::<TlsSuites>().is_err());
+        assert!("1.1".parse::<TlsVersion>().is_err() && "1.3".parse() == Ok(TlsVersion::V1_3));
+    }
+}

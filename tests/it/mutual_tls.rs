@@ -1,0 +1,383 @@
+//! Agents that show who they are by a certificate: the real server and agents, with certificates of `lockstep ca` and of openssl.
+
+mod options;
+
+use crate::{
+    pictures,
+    server::{Finished, Folder, SOON, lockstep, signal, turn},
+    specs,
+    tls::serve::{Serve, listens, trusting},
+};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+/// `lockstep agent`, ended with the test.
+struct Agent {
+    process: Child,
+    log: PathBuf,
+}
+
+impl Agent {
+    /// In the server's folder, with a state directory and a log of this name.
+    fn start(serve: &Serve, dir: &str, options: &[&str]) -> Self {
+        let log = serve.folder.path().join(format!("{dir}.log"));
+        let mut command = lockstep();
+        command.args(["agent", "--server", &https(serve), "--ca-file", "data/ca/ca.crt", "--cpu-slots", "1"]);
+        command.args(["--data-dir", dir]).args(options).current_dir(serve.folder.path());
+        command.stdout(Stdio::null()).stderr(fs::File::create(&log).expect("a log"));
+        Self { process: command.spawn().expect("an agent"), log }
+    }
+
+    fn said(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Waits until it has said this.
+    async fn says(&self, words: &str) {
+        soon(words, || self.said().contains(words), || self.said()).await;
+    }
+
+    async fn ends(&mut self) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.process.try_wait().expect("its status") {
+                return status;
+            }
+            assert!(start.elapsed() < SOON, "it does not end: {}", self.said());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        signal(self.process.id() as i32, Signal::TERM);
+        let _ = self.process.wait();
+    }
+}
+
+async fn soon(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -> String) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < SOON, "{what}: {}", otherwise());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn https(serve: &Serve) -> String {
+    format!("https://localhost:{}", serve.port)
+}
+
+fn ca(folder: &Path, args: &[&str]) -> Finished {
+    let mut command = lockstep();
+    Finished::of(command.arg("ca").args(args).current_dir(folder))
+}
+
+/// A certificate of the server's authority, in its folder; other arguments of `ca issue` come after the name.
+fn issue(serve: &Serve, name: &str, more: &[&str]) {
+    let args = [&["issue", name, "--agent", "--data-dir", "data"], more].concat();
+    ca(serve.folder.path(), &args).ok();
+}
+
+/// The lines of the server's log that say that an agent was refused.
+fn refusals(serve: &Serve) -> Vec<String> {
+    serve.log().lines().filter(|line| line.contains("an agent was refused")).map(str::to_owned).collect()
+}
+
+async fn agents(serve: &Serve) -> Vec<Value> {
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let answer = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("an answer");
+    answer.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
+}
+
+/// The agent of this name, once it is as it should be.
+async fn agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    let start = Instant::now();
+    loop {
+        let all = agents(serve).await;
+        if let Some(found) = all.iter().find(|agent| agent["name"] == name && is_so(agent)) {
+            return found.clone();
+        }
+        assert!(start.elapsed() < SOON, "{name}: {all:#?} {}", serve.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn is_online(agent: &Value) -> bool {
+    agent["online"] == true
+}
+
+/// The options that name the files of a certificate.
+fn files(name: &str) -> [String; 4] {
+    ["--cert-file".into(), format!("{name}.crt"), "--key-file".into(), format!("{name}.key")]
+}
+
+#[tokio::test]
+async fn an_agent_with_a_certificate_joins_and_trains_until_it_is_revoked() {
+    let _turn = turn().await;
+    let serve =
+        Serve::start(&["--tls-own-ca", "--no-local-agent", "--agent-auth", "certificate"], listens).await;
+    issue(&serve, "node-a", &["--days", "120"]);
+    let certificate = files("node-a");
+    let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
+    let mut first = Agent::start(&serve, "one", &certificate);
+    let joined = agent(&serve, "node-a", is_online).await;
+    assert_eq!(joined["warnings"].as_array().map(Vec::len), Some(0), "{joined:#}");
+
+    let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
+    let here = |args: &[&str]| serve.cli(&https(&serve), Some(&serve.ca()), args);
+    here(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
+    let spec = serve.folder.write("job.json", specs::short("by-certificate", "pictures", 1, 20).to_string());
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let body = fs::read_to_string(spec).expect("a job");
+    let submitted = client.post(format!("{}/api/v1/jobs", https(&serve)));
+    let submitted =
+        submitted.header("content-type", "application/json").body(body).send().await.expect("an answer");
+    let job: Value = submitted.json().await.expect("JSON");
+    let watched = here(&["watch", job["id"].as_str().expect("an id")]);
+    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+
+    // The name is this agent's: another with the same certificate is told so, and ends.
+    let mut second = Agent::start(&serve, "two", &certificate);
+    assert_eq!(second.ends().await.code(), Some(1), "{}", second.said());
+    assert!(second.said().contains("is bound to another agent"), "{}", second.said());
+    let bound = refusals(&serve);
+    assert!(
+        bound.len() == 1 && bound[0].contains("node-a") && bound[0].contains("bound to another"),
+        "{bound:?}"
+    );
+
+    // A browser has none, and is asked for a token as ever; an agent's token alone is not enough.
+    let page = client.get(format!("{}/jobs", https(&serve))).send().await.expect("a page");
+    assert!(page.status().is_success());
+    let token = here(&["token", "create", "--scope", "agent", "--agent", "node-t"]);
+    serve.folder.write("node-t.token", token.ok());
+    let by_token = Agent::start(&serve, "three", &["--name", "node-t", "--token-file", "node-t.token"]);
+    by_token.says("shows no certificate").await;
+    assert!(by_token.said().contains("--cert-file"), "{}", by_token.said());
+    let missing = refusals(&serve);
+    assert!(missing.len() == 2 && missing[1].contains("shows no certificate"), "{missing:?}");
+    drop(by_token);
+
+    // Revoked: an open connection ends within seconds, and none begins; one line says so however often it tries.
+    let listed = ca(serve.folder.path(), &["list", "--data-dir", "data"]);
+    assert!(listed.ok().contains("node-a") && listed.stdout.contains("valid"), "{}", listed.stdout);
+    let revoked = Instant::now();
+    ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
+    agent(&serve, "node-a", |agent| !is_online(agent)).await;
+    assert!(revoked.elapsed() < Duration::from_secs(12), "{:?}", revoked.elapsed());
+    first.says("which was revoked there").await;
+    soon("it tries again", || first.said().matches("revoked").count() >= 2, || first.said()).await;
+    let of_revoked: Vec<_> =
+        refusals(&serve).into_iter().filter(|line| line.contains("certificate was revoked")).collect();
+    assert!((1..=2).contains(&of_revoked.len()), "the end, and the first new try: {of_revoked:?}");
+    assert!(of_revoked.iter().all(|line| line.contains("node-a")), "{of_revoked:?}");
+    assert!(first.process.try_wait().expect("its status").is_none(), "it tries on");
+
+    // A new certificate in place of the files: the same agent is back without a new start.
+    for ending in ["crt", "key"] {
+        fs::remove_file(serve.folder.path().join(format!("node-a.{ending}"))).expect("a file");
+    }
+    issue(&serve, "node-a", &["--days", "20"]);
+    let back = agent(&serve, "node-a", is_online).await;
+    assert_eq!(back["id"], joined["id"]);
+}
+
+#[tokio::test]
+async fn a_certificate_that_ends_soon_is_told_to_everybody_who_should_know() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    // 89 days are left of 400: the clock of the one who issues it is set.
+    issue_at(&serve, "node-a", "-311d", "400");
+    let certificate = files("node-a");
+    let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
+    let _agent = Agent::start(&serve, "one", &certificate);
+    let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate ends in 88 days");
+    agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
+    soon("the log", || serve.log().contains("its certificate ends in 88 days"), || serve.log()).await;
+    let mut doctor = lockstep();
+    doctor.args(["doctor", "--quick", "--tls-cert", "node-a.crt"]).current_dir(serve.folder.path());
+    let found = Finished::of(&mut doctor).stdout;
+    assert!(found.contains("node-a.crt: 88 days left"), "{found}");
+    let ready = serve.bearer();
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client = client.default_headers(ready).build().expect("a client");
+    let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
+    let ready = ready.text().await.expect("text");
+    assert!(ready.contains("note: the certificate of the agent node-a ends in 88 days"), "{ready}");
+}
+
+/// As [`issue`], by a clock that differs.
+fn issue_at(serve: &Serve, name: &str, clock: &str, days: &str) {
+    let found = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
+    let library =
+        found.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
+    let library =
+        library.expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)");
+    let mut command = lockstep();
+    command.args(["ca", "issue", name, "--agent", "--days", days, "--data-dir", "data"]);
+    command.env("LD_PRELOAD", library).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1");
+    Finished::of(command.current_dir(serve.folder.path())).ok();
+}
+
+#[tokio::test]
+async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_says_why() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    issue_at(&serve, "node-old", "-31d", "30");
+    let foreign = Folder::new();
+    ca(foreign.path(), &["init"]).ok();
+    ca(foreign.path(), &["issue", "node-x", "--agent"]).ok();
+    for ending in ["crt", "key"] {
+        let name = format!("node-x.{ending}");
+        let to = serve.folder.path().join(&name);
+        fs::copy(foreign.path().join(&name), &to).expect("a copy");
+    }
+    // A server's certificate of the right authority is none of an agent's.
+    ca(serve.folder.path(), &["issue", "proxy.example", "--data-dir", "data"]).ok();
+    for (name, why, told) in [
+        ("node-old", "certificate expired at", "it has expired"),
+        ("node-x", "of an authority that is not in", "of an authority (CA) that it does not know"),
+        ("proxy.example", "not for clients", "is not one that it takes"),
+    ] {
+        let certificate = files(name);
+        let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
+        let agent = Agent::start(&serve, name, &certificate);
+        agent.says(told).await;
+        assert!(agent.said().contains("lockstep ca issue NAME --agent"), "{}", agent.said());
+        let said: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains(name)).collect();
+        assert!(
+            said.len() == 1 && said[0].contains(why) && said[0].contains("127.0.0.1"),
+            "{name}: {said:?}"
+        );
+    }
+    // Neither certificate nor token.
+    let nobody = Agent::start(&serve, "nobody", &[]);
+    nobody.says("neither a certificate nor a token").await;
+    let said: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(agents(&serve).await.is_empty());
+    // Another name than the certificate's.
+    issue(&serve, "node-b", &[]);
+    let certificate = files("node-b");
+    let mut other: Vec<_> = certificate.iter().map(String::as_str).collect();
+    other.extend(["--name", "node-c"]);
+    let mut other = Agent::start(&serve, "other", &other);
+    assert_eq!(other.ends().await.code(), Some(1), "{}", other.said());
+    assert!(other.said().contains("start it with --name node-b"), "{}", other.said());
+}
+
+#[tokio::test]
+async fn a_pkcs12_file_and_an_authority_of_somebody_elses_are_taken() {
+    // Made by openssl alone, as another authority would.
+    let folder = Folder::new();
+    let openssl = |line: &str| {
+        let done = Command::new("openssl")
+            .args(line.split(' '))
+            .current_dir(folder.path())
+            .output()
+            .expect("openssl");
+        assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
+    };
+    openssl(
+        "req -x509 -newkey rsa:2048 -nodes -keyout root.key -out root.crt -days 900 -subj /O=Lab/CN=Lab-Root",
+    );
+    openssl("req -newkey rsa:2048 -nodes -keyout node-p.key -out node-p.csr -subj /O=Lab/CN=node-p");
+    folder.write("client.ext", "extendedKeyUsage=clientAuth\n");
+    openssl(
+        "x509 -req -in node-p.csr -CA root.crt -CAkey root.key -CAcreateserial -days 300 -extfile client.ext -out node-p.crt",
+    );
+    openssl(
+        "pkcs12 -export -in node-p.crt -inkey node-p.key -certfile root.crt -name node-p -passout pass:sesame -out node-p.p12",
+    );
+    let private = |name: &str, mode: u32| {
+        fs::set_permissions(folder.path().join(name), fs::Permissions::from_mode(mode)).expect("its mode");
+    };
+    private("node-p.p12", 0o600);
+    for (name, text) in [("right", "sesame\n"), ("wrong", "open\n")] {
+        folder.write(name, text);
+        private(name, 0o600);
+    }
+    let serve =
+        Serve::start_in(folder, &["--tls-own-ca", "--no-local-agent", "--agent-ca", "root.crt"], listens)
+            .await;
+    let packed = |password: &'static str| ["--pkcs12-file", "node-p.p12", "--pkcs12-password-file", password];
+    let mut wrong = Agent::start(&serve, "wrong-password", &packed("wrong"));
+    assert_eq!(wrong.ends().await.code(), Some(2), "{}", wrong.said());
+    assert!(wrong.said().contains("--pkcs12-password-file"), "{}", wrong.said());
+    let right = Agent::start(&serve, "right-password", &packed("right"));
+    agent(&serve, "node-p", is_online).await;
+    drop(right);
+
+    // Files that others can read are refused before anything is sent.
+    let mode = |name: &str, mode: u32| {
+        fs::set_permissions(serve.folder.path().join(name), fs::Permissions::from_mode(mode))
+            .expect("its mode");
+    };
+    for (name, options) in [
+        ("node-p.p12", packed("right")),
+        ("right", packed("right")),
+        ("node-p.key", ["--cert-file", "node-p.crt", "--key-file", "node-p.key"]),
+    ] {
+        mode(name, 0o644);
+        let mut open = Agent::start(&serve, "open", &options);
+        assert_eq!(open.ends().await.code(), Some(2), "{}", open.said());
+        assert!(open.said().contains(&format!("chmod 600 {name}")), "{}", open.said());
+        mode(name, 0o600);
+    }
+    // The server's own authority does not count here: --agent-ca names another.
+    issue(&serve, "node-a", &[]);
+    let certificate = files("node-a");
+    let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
+    let own = Agent::start(&serve, "own", &certificate);
+    own.says("that it does not know").await;
+
+    // `ca issue` packs, too, and openssl reads it.
+    issue(&serve, "node-q", &["--pkcs12", "--pkcs12-password-file", "right"]);
+    let mut read = Command::new("openssl");
+    read.args(["pkcs12", "-in", "node-q.p12", "-passin", "pass:sesame", "-nodes"]);
+    let read = read.current_dir(serve.folder.path()).output().expect("openssl");
+    let read = String::from_utf8_lossy(&read.stdout).into_owned();
+    assert!(read.contains("BEGIN PRIVATE KEY") && read.contains("CN = node-q"), "{read}");
+}
+
+#[tokio::test]
+async fn a_revocation_list_by_file_is_read_again_and_a_torn_one_is_not_used() {
+    let folder = Folder::new();
+    let authority = |args: &[&str]| ca(folder.path(), &[args, &["--data-dir", "lab"]].concat());
+    authority(&["init"]).ok();
+    for name in ["node-1", "node-2"] {
+        authority(&["issue", name, "--agent"]).ok();
+    }
+    authority(&["revoke", "node-1"]).ok();
+    let path = folder.path().to_owned();
+    let options =
+        ["--tls-own-ca", "--no-local-agent", "--agent-ca", "lab/ca/ca.crt", "--agent-crl", "lab/ca/ca.crl"];
+    let serve = Serve::start_in(folder, &options, listens).await;
+    let come = |name: &str| {
+        let certificate = files(name);
+        Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let revoked = come("node-1");
+    revoked.says("which was revoked there").await;
+    let still_valid = come("node-2");
+    agent(&serve, "node-2", is_online).await;
+
+    // Half a list revokes nobody and lets nobody in.
+    let list = path.join("lab/ca/ca.crl");
+    let whole = fs::read(&list).expect("a list");
+    fs::write(&list, &whole[..whole.len() / 2]).expect("half of it");
+    soon("it is noticed", || serve.log().contains("the old ones stay"), || serve.log()).await;
+    assert!(is_online(&agent(&serve, "node-2", |_| true).await), "{}", still_valid.said());
+    assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
+    fs::write(&list, &whole).expect("all of it");
+    ca(&path, &["revoke", "node-2", "--data-dir", "lab"]).ok();
+    agent(&serve, "node-2", |agent| !is_online(agent)).await;
+}

@@ -1,0 +1,89 @@
+//! What the tests of TLS share: a server with options, and a client that trusts its authority.
+
+use crate::server::{Finished, Folder, SOON, free_port, lockstep};
+use reqwest::header::{AUTHORIZATION, HeaderMap};
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, pem::PemObject},
+};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Child,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// `lockstep serve` with more arguments, ended with the test.
+pub(crate) struct Serve {
+    process: Child,
+    pub(crate) port: u16,
+    pub(crate) folder: Folder,
+}
+
+impl Serve {
+    pub(crate) async fn start(options: &[&str], ready: impl AsyncFn(u16) -> bool) -> Self {
+        Self::start_in(Folder::new(), options, ready).await
+    }
+
+    /// As [`Serve::start`], in a folder that has something already.
+    pub(crate) async fn start_in(folder: Folder, options: &[&str], ready: impl AsyncFn(u16) -> bool) -> Self {
+        let port = free_port();
+        let mut command = lockstep();
+        command.args(["serve", "--listen", &format!("127.0.0.1:{port}"), "--data-dir", "data"]).args(options);
+        let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
+        command.current_dir(folder.path()).stdout(log.try_clone().expect("a log")).stderr(log);
+        let mut serve = Self { process: command.spawn().expect("lockstep serve"), port, folder };
+        let start = Instant::now();
+        while !(serve.log().contains("dashboard: ") && ready(port).await) {
+            let ended = serve.process.try_wait().expect("its status");
+            assert!(ended.is_none() && start.elapsed() < SOON, "{ended:?}: {}", serve.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        serve
+    }
+
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("serve.log")).unwrap_or_default()
+    }
+
+    pub(crate) fn ca(&self) -> PathBuf {
+        self.folder.path().join("data/ca/ca.crt")
+    }
+
+    /// The header of whoever has the server's own token.
+    pub(crate) fn bearer(&self) -> HeaderMap {
+        let token = fs::read_to_string(self.folder.path().join("data/token")).expect("the server's token");
+        let value = format!("Bearer {}", token.trim()).parse().expect("a header");
+        HeaderMap::from_iter([(AUTHORIZATION, value)])
+    }
+
+    /// A command against it with its own token, which trusts `ca`.
+    pub(crate) fn cli(&self, server: &str, ca: Option<&Path>, args: &[&str]) -> Finished {
+        let mut command = lockstep();
+        command.args(args).env("LOCKSTEP_SERVER", server).current_dir(self.folder.path());
+        command.env("LOCKSTEP_TOKEN_FILE", self.folder.path().join("data/token"));
+        if let Some(ca) = ca {
+            command.env("LOCKSTEP_CA_FILE", ca);
+        }
+        Finished::of(&mut command)
+    }
+}
+
+impl Drop for Serve {
+    fn drop(&mut self) {
+        crate::server::signal(self.process.id() as i32, rustix::process::Signal::TERM);
+        let _ = self.process.wait();
+    }
+}
+
+/// A client that trusts the authority in a file.
+pub(crate) fn trusting(ca: &Path) -> Arc<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(ca).expect("a certificate")).expect("an authority");
+    Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth())
+}
+
+pub(crate) async fn listens(port: u16) -> bool {
+    tokio::net::TcpStream::connect(("127.0.0.1", port)).await.is_ok()
+}

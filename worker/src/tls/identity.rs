@@ -1,0 +1,209 @@
+//! The certificate by which a client shows who it is (mutual TLS): PEM files, or one PKCS#12 file under a password.
+
+use p12_keystore::{
+    Certificate, KeyStore, KeyStoreEntry, Pkcs12Archive, PrivateKey as StoredKey, PrivateKeyChain,
+};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject};
+use std::{
+    fs::File,
+    io::Read,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+/// The longest file that is read: a chain has a few kilobytes.
+const FILE_BYTES: u64 = 1 << 20;
+/// The longest password.
+const PASSWORD_BYTES: usize = 1024;
+
+/// Where a client's certificate and key lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum IdentityFiles {
+    /// PEM; the client's certificate first, then those between it and the authority.
+    Pem {
+        /// The chain.
+        certificate: PathBuf,
+        /// The key, which nobody else may read.
+        key: PathBuf,
+    },
+    /// PKCS#12, as many authorities hand certificates out.
+    Pkcs12 {
+        /// Certificate and key.
+        file: PathBuf,
+        /// The file that holds the password, which nobody else may read.
+        password: PathBuf,
+    },
+}
+
+/// What was read from the files.
+pub(super) struct Identity {
+    pub(super) chain: Vec<CertificateDer<'static>>,
+    pub(super) key: PrivateKeyDer<'static>,
+}
+
+impl IdentityFiles {
+    /// Reads them; they may have changed since the last time.
+    ///
+    /// # Errors
+    /// A sentence that says what to change.
+    pub(super) fn read(&self) -> Result<Identity, String> {
+        match self {
+            Self::Pem { certificate, key } => {
+                let shown = certificate.display();
+                let pem = read(certificate, None)?;
+                let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+                let chain = chain.map_err(|error| format!("{shown} cannot be read as PEM: {error}"))?;
+                if chain.is_empty() {
+                    return Err(format!("{shown} has no certificate (PEM, \"BEGIN CERTIFICATE\")"));
+                }
+                let pem = read(key, Some("key"))?;
+                let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|_| {
+                    format!(
+                        "{} has no private key (PEM, \"BEGIN PRIVATE KEY\", without a passphrase); a key with a passphrase can be \
+                         given as --pkcs12-file",
+                        key.display()
+                    )
+                })?;
+                Ok(Identity { chain, key })
+            }
+            Self::Pkcs12 { file, password } => {
+                let password = password_of(password)?;
+                unpack(&read(file, Some("file"))?, &password)
+                    .map_err(|error| format!("{}: {error}", file.display()))
+            }
+        }
+    }
+
+    /// The name in the certificate (its common name), when it is one that an agent can have as it stands.
+    ///
+    /// # Errors
+    /// The files cannot be used.
+    pub fn name(&self) -> Result<Option<String>, String> {
+        let identity = self.read()?;
+        let leaf = identity.chain.first().and_then(|leaf| Certificate::from_der(leaf).ok());
+        let name = leaf.and_then(|leaf| {
+            let name = leaf.subject().split(", ").find_map(|part| part.strip_prefix("CN="))?;
+            let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+            (!name.is_empty() && name.bytes().all(is_plain)).then(|| name.to_owned())
+        });
+        Ok(name)
+    }
+}
+
+/// The password in a file: its first line.
+///
+/// # Errors
+/// It cannot be read, others can read it, or it is too long.
+pub fn password_of(path: &Path) -> Result<String, String> {
+    let text = String::from_utf8(read(path, Some("password"))?)
+        .map_err(|_| format!("{} is no text (UTF-8)", path.display()))?;
+    let line = text.lines().next().unwrap_or_default();
+    if line.is_empty() || line.len() > PASSWORD_BYTES {
+        return Err(format!(
+            "{} must have a password of 1 to {PASSWORD_BYTES} bytes in its first line",
+            path.display()
+        ));
+    }
+    Ok(line.to_owned())
+}
+
+/// A PKCS#12 file with a chain (PEM) and its key (PEM, PKCS#8), encrypted with AES-256 under a password.
+///
+/// # Errors
+/// The two are none.
+pub fn pack(name: &str, chain: &str, key: &str, password: &str) -> Result<Vec<u8>, String> {
+    let failed = |error: p12_keystore::error::Error| error.to_string();
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(chain.as_bytes()).collect();
+    let chain: Result<Vec<_>, _> =
+        chain.map_err(|e| e.to_string())?.iter().map(|der| Certificate::from_der(der)).collect();
+    let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).map_err(|error| error.to_string())?;
+    let key = StoredKey::from_der(key.secret_der()).map_err(failed)?;
+    let mut store = KeyStore::new();
+    let entry = PrivateKeyChain::new(name, key, chain.map_err(failed)?);
+    store.add_entry(name, KeyStoreEntry::PrivateKeyChain(entry));
+    store.writer(password).write().map_err(failed)
+}
+
+fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
+    let archive = Pkcs12Archive::from_pkcs12(bytes, password).map_err(|error| {
+        format!(
+            "this cannot be read as PKCS#12 with that password ({error}); is --pkcs12-password-file right?"
+        )
+    })?;
+    let [key] = archive.keys.as_slice() else {
+        return Err(format!("there are {} private keys in it; it must have one", archive.keys.len()));
+    };
+    // The key's own certificate has its id; the others are between it and the authority.
+    let id = key.local_key_id.as_ref().map(AsRef::<[u8]>::as_ref);
+    let own = archive.certs.iter().position(|bag| id.is_some() && bag.local_key_id.as_deref() == id);
+    let own = own.unwrap_or(0);
+    let Some(leaf) = archive.certs.get(own) else { return Err("there is no certificate in it".into()) };
+    let others = archive.certs.iter().enumerate().filter(|(at, _)| *at != own).map(|(_, bag)| bag);
+    let chain = std::iter::once(leaf)
+        .chain(others)
+        .map(|bag| CertificateDer::from(bag.cert.as_der().to_vec()))
+        .collect();
+    let key = PrivatePkcs8KeyDer::from(key.key.as_der().to_vec()).into();
+    Ok(Identity { chain, key })
+}
+
+/// A file's content; a `private` one (what it is, for the message) must be closed to others, as the server's key is.
+fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
+    let shown = path.display();
+    let failed = |error: std::io::Error| format!("{shown}: {error}");
+    let file = File::open(path).map_err(failed)?;
+    let about = file.metadata().map_err(failed)?;
+    if !about.is_file() || about.len() > FILE_BYTES {
+        return Err(format!("{shown} is no file of at most {} KiB", FILE_BYTES >> 10));
+    }
+    // 0600, or 0640 where it is root's, as Debian's group `ssl-cert` has it.
+    let open_to = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
+    if let Some(what) = private
+        && open_to != 0
+    {
+        return Err(format!(
+            "the {what} {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
+            about.mode() & 0o7777
+        ));
+    }
+    let mut content = Vec::new();
+    file.take(FILE_BYTES).read_to_end(&mut content).map_err(failed)?;
+    Ok(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    #[test]
+    fn a_password_is_a_line_of_a_file_that_others_cannot_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("password");
+        for (text, right) in [
+            ("secret\nmore\n".to_owned(), Some("secret")),
+            (String::new(), None),
+            ("a".repeat(PASSWORD_BYTES), Some("a")),
+            ("a".repeat(PASSWORD_BYTES + 1), None),
+        ] {
+            fs::write(&path, &text).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+            let found = password_of(&path);
+            assert_eq!(found.is_ok(), right.is_some(), "{} bytes: {found:?}", text.len());
+            assert!(right.is_none_or(|right| found.unwrap().starts_with(right)));
+        }
+        fs::write(&path, "secret").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(password_of(&path).unwrap_err().contains("chmod 600"));
+    }
+
+    #[test]
+    fn files_have_a_longest_length() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("long");
+        fs::write(&path, vec![b'a'; FILE_BYTES as usize]).unwrap();
+        assert!(read(&path, None).is_ok());
+        fs::write(&path, vec![b'a'; FILE_BYTES as usize + 1]).unwrap();
+        assert!(read(&path, None).unwrap_err().contains("1024 KiB"));
+    }
+}

@@ -138,7 +138,8 @@ pub enum ToAgent {
     /// Stored, on disk.
     Ack(Acknowledged),
     Start(Box<StartAttempt>),
-    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`.
+    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`. Attempt 0, which no job has, tells an agent that serves this
+    /// job alone that the job is over; earlier agents ignore it.
     Stop {
         attempt: AttemptRef,
         reason: String,

@@ -7,6 +7,7 @@
 
 #![allow(unreachable_pub)] // A module is shared with the server's tests.
 
+mod cluster;
 mod pictures;
 #[path = "../../server/tests/it/postgres.rs"]
 mod postgres;
@@ -29,6 +30,7 @@ mod faults;
 mod finetune;
 mod first_loss;
 mod join;
+mod launch;
 mod life;
 mod manners;
 mod pause;

@@ -316,6 +316,8 @@ impl Connected {
                 }
             }
             ToAgent::Start(start) => agent.start(*start),
+            // Attempts are numbered from 1: this is about the job.
+            ToAgent::Stop { attempt, .. } if attempt.attempt == 0 => agent.job_is_final(&attempt.job),
             ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
                 self.end(agent, &attempt, patient);

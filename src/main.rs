@@ -20,6 +20,9 @@ enum Command {
     Demo(cli::demo::Args),
     Agent(cli::agent::Args),
     Train(cli::train::Args),
+    Launch(cli::launch::Args),
+    #[command(hide = true)]
+    Launched(cli::launch::node::Args),
     #[command(hide = true)]
     Rank(cli::rank::Args),
     Init(cli::init::Args),
@@ -70,6 +73,8 @@ fn main() -> ExitCode {
         Command::Demo(args) => cli::demo::run(args),
         Command::Agent(args) => cli::agent::run(args),
         Command::Train(args) => cli::train::run(args),
+        Command::Launch(args) => cli::launch::run(args),
+        Command::Launched(args) => cli::launch::node::run(&args),
         Command::Rank(args) => cli::rank::run(args),
         Command::Init(args) => cli::init::run(&args),
         Command::Submit(args) => cli::submit::run(args),

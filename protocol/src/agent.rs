@@ -153,7 +153,8 @@ pub enum ToAgent {
         /// Where rank 0 listens.
         master_port: u16,
     },
-    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`.
+    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`. Attempt 0, which no job has, tells an agent that serves this
+    /// job alone that the job is over; earlier agents ignore it.
     Stop {
         attempt: AttemptRef,
         reason: String,

@@ -3,10 +3,11 @@
 mod launcher;
 mod local;
 mod out_lock;
+mod part;
 mod show;
 
 use super::{api::mistake, init_tracing, output, wrong};
-use launcher::Place;
+use launcher::{Place, Ranks};
 use local::Ended;
 use lockstep_protocol::{
     JobSpec,
@@ -29,6 +30,7 @@ use lockstep_worker::{
     supervisor::configs,
 };
 use out_lock::OutLock;
+use part::Part;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -53,21 +55,33 @@ pub(crate) struct Args {
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
+    /// A rank table of MindSpore or HCCL (JSON), which says which rank runs on which device of which machine. This process is the
+    /// rank RANK_ID of it, or starts the ranks of the machine --node
+    #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
+    rank_table: Option<PathBuf>,
+    /// Which machine of --rank-table this one is, counted from 0 in the table's order
+    #[arg(long, value_name = "N", requires = "rank_table")]
+    node: Option<usize>,
 }
 
-/// Trains to the end. Under torchrun, Open MPI or Slurm this process is one rank; else it starts all.
+/// Trains to the end. Under torchrun, Open MPI, Slurm or MindSpore's launcher this process is one rank; else it starts all.
 ///
 /// # Errors
 /// Exit status 2 for mistakes in the specification or the arguments, 1 when training failed or was stopped.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let began = Instant::now();
-    let place = launcher::detect(|name| std::env::var(name).ok()).map_err(wrong)?;
-    if let Some(place) = &place {
+    if launcher::is_scheduler(|name| std::env::var(name).ok()) {
+        return output::line(
+            "MS_ROLE is MS_SCHED: Lockstep's ranks find each other at rank 0 and need no scheduler; nothing to do",
+        );
+    }
+    let part = Part::find(&args)?;
+    if let Part::Rank(place) = &part {
         // Before the job file is read: a pipe is read once.
         libraries::start_anew_if_needed(Which::needed(place.world_size));
     }
-    let (mut spec, validation_given) = read(&args, place.as_ref())?;
+    let (mut spec, validation_given) = read(&args, part.world())?;
     let dataset = dataset_path(&spec, &args.job)?;
     if !validation_given {
         choose_validation(&mut spec, &dataset);
@@ -79,14 +93,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
     // The ranks of a launcher share the folder: rank 0 locks it for all.
-    let _lock = match &place {
-        Some(place) if place.rank > 0 => None,
-        _ => Some(OutLock::take(&out)?),
-    };
-    let resume = match &place {
+    let _lock = if part.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
+    let resume = match part.has_rank_0() {
+        true => resume_from(&out, args.resume.as_deref())?,
         // Rank 0 reads the checkpoint and sends it; the others only need to know that there is one.
-        Some(place) if place.rank > 0 => args.resume.clone(),
-        _ => resume_from(&out, args.resume.as_deref())?,
+        false => args.resume.clone(),
     };
     let world_size = spec.parallel.ranks;
     let start = StartAttempt {
@@ -103,9 +114,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         files: Default::default(),
         spec,
     };
-    let ended = match place {
-        Some(place) => in_this_process(start, &place, &out)?,
-        None => in_processes(start, &out)?,
+    let ended = match part {
+        Part::Rank(place) => in_this_process(start, &place, &out)?,
+        Part::Machine(ranks) => of_this_machine(start, &ranks, &out)?,
+        Part::All => in_processes(start, &out)?,
     };
     conclude(&ended, &out, began)
 }
@@ -129,15 +141,52 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     local::run(&configs)
 }
 
+/// The ranks that a rank table has on this machine.
+fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Ended> {
+    start.master_addr.clone_from(&ranks.addr);
+    start.master_port = ranks.port;
+    start.secret.clone_from(&ranks.secret);
+    start.ranks.clone_from(&ranks.local);
+    start.attempt.attempt = next_attempt(out, ranks.local[0].0);
+    let has_rank_0 = ranks.local.iter().any(|(rank, _)| *rank == 0);
+    if has_rank_0 {
+        write_spec(out, &start.spec)?;
+    }
+    let visible = devices(&start.spec)?;
+    let device = |(rank, device): &(u32, u32)| {
+        visible.get(*device as usize).cloned().ok_or_else(|| {
+            let count = visible.len();
+            wrong(format!(
+                "--rank-table: rank {rank} is on device {device}, and this machine has {count} visible GPUs"
+            ))
+        })
+    };
+    let chosen = match visible.is_empty() {
+        true => Vec::new(),
+        false => ranks.local.iter().map(device).collect::<anyhow::Result<_>>()?,
+    };
+    let configs = configs(&start, &chosen, None, out);
+    fs::create_dir_all(configs[0].attempt_dir())?;
+    match local::run(&configs)? {
+        Ended::Succeeded { .. } if !has_rank_0 => Ok(Ended::Elsewhere),
+        ended => Ok(ended),
+    }
+}
+
+/// The first attempt of which there are no records of a rank. Machines may share the folder.
+fn next_attempt(out: &Path, rank: u32) -> u32 {
+    let events = |n: u32| {
+        let dir = out.join("attempts").join(n.to_string());
+        lockstep_worker::report::events_path(&dir, rank)
+    };
+    (1..).find(|n| !events(*n).exists()).unwrap_or(1)
+}
+
 fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow::Result<Ended> {
     start.master_addr.clone_from(&place.addr);
     start.master_port = place.port;
     start.secret.clone_from(&place.secret);
-    let events = |n: u32| {
-        let dir = out.join("attempts").join(n.to_string());
-        lockstep_worker::report::events_path(&dir, place.rank)
-    };
-    start.attempt.attempt = (1..).find(|n| !events(*n).exists()).unwrap_or(1);
+    start.attempt.attempt = next_attempt(out, place.rank);
     if place.rank == 0 {
         write_spec(out, &start.spec)?;
     }
@@ -181,7 +230,7 @@ fn device_of(spec: &JobSpec, place: &Place) -> anyhow::Result<Option<RankGpu>> {
     if visible.is_empty() {
         return Ok(None);
     }
-    let ordinal = if visible.len() == 1 { 0 } else { place.local_rank };
+    let ordinal = if visible.len() == 1 { 0 } else { place.device.unwrap_or(place.local_rank) };
     if ordinal as usize >= visible.len() {
         let (by, count, ranks) = (place.by, visible.len(), place.local_ranks);
         return Err(wrong(format!("{by} has started {ranks} ranks on a machine of {count} visible GPUs")));
@@ -255,18 +304,17 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     }
 }
 
-/// Reads the specification, and whether it gives `data.validation`; the ranks are those of `place`, or of `--ranks`.
-fn read(args: &Args, place: Option<&Place>) -> anyhow::Result<(JobSpec, bool)> {
+/// Reads the specification, and whether it gives `data.validation`; the ranks are those of a launcher, or of `--ranks`.
+fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let shown = args.job.display();
     let text = super::submit::job_file(&args.job)?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
     let mut sets = args.sets.clone();
-    if let Some(place) = place {
-        if args.ranks.is_some_and(|ranks| ranks != place.world_size) {
-            let (by, ranks) = (place.by, place.world_size);
+    if let Some((by, ranks)) = world {
+        if args.ranks.is_some_and(|given| given != ranks) {
             return Err(wrong(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
         }
-        sets.push(format!("parallel.ranks={}", place.world_size));
+        sets.push(format!("parallel.ranks={ranks}"));
     } else if let Some(ranks) = args.ranks {
         sets.push(format!("parallel.ranks={ranks}"));
     }

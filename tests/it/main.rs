@@ -7,6 +7,7 @@
 
 #![allow(unreachable_pub)] // A module is shared with the server's tests.
 
+mod cluster;
 mod pictures;
 #[path = "../../server/tests/it/postgres.rs"]
 mod postgres;
@@ -31,6 +32,7 @@ mod finetune;
 mod first_loss;
 mod gangs;
 mod join;
+mod launch;
 mod life;
 mod manners;
 mod mutual_tls;

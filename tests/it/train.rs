@@ -2,6 +2,7 @@
 
 mod average;
 mod example;
+mod launchers;
 mod layers;
 mod refusals;
 mod stops;

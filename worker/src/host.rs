@@ -72,11 +72,11 @@ pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// As [`write_whole`], for this user's eyes only.
+/// Writes a file that others see complete or not at all, and that its owner alone can read.
 ///
 /// # Errors
 /// The sentence names the file.
-pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
+pub fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o600)
 }
 

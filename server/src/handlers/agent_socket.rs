@@ -25,7 +25,8 @@ use axum::{
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
 use lockstep_protocol::{
-    agent::{FromAgent, Slot, ToAgent},
+    agent::{AttemptRef, FencingToken, FromAgent, Slot, ToAgent},
+    job::JobId,
     reason::ReasonCode,
     stream::CLOSE_SIGNED_OUT,
     wire::{self, Unfinished},
@@ -181,6 +182,7 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         number: connection,
         slots: hello.row.slots.clone(),
         cut,
+        only_job: hello.only_job.clone(),
         leaving: None,
         waited: Duration::ZERO,
     };
@@ -274,6 +276,8 @@ struct Connection<'a> {
     number: u64,
     slots: Vec<Slot>,
     cut: mpsc::Sender<()>,
+    /// The one job that it serves.
+    only_job: Option<JobId>,
     leaving: Option<String>,
     /// How long reports have waited for inbox space since the last heartbeat.
     waited: Duration,
@@ -340,6 +344,7 @@ impl Connection<'_> {
                     app.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 app.agents.send(&self.id, ToAgent::HeartbeatAck);
+                self.release_from_final_job().await;
             }
             FromAgent::Report { attempt, source, first, events } => {
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
@@ -373,5 +378,19 @@ impl Connection<'_> {
             FromAgent::Part(_) => {}
         }
         ControlFlow::Continue(())
+    }
+    /// Tells an agent that serves one job alone when that job is over: it may have waited for its turn and never got one.
+    async fn release_from_final_job(&self) {
+        let Some(job) = &self.only_job else { return };
+        let is_over = match self.app.store.job(job).await {
+            Ok(found) => found.is_none_or(|row| row.job.state.is_final()),
+            // Looked at again with the next heartbeat.
+            Err(_) => false,
+        };
+        if is_over {
+            let attempt = AttemptRef { job: job.clone(), attempt: 0, fencing_token: FencingToken::NONE };
+            let reason = "its job is over".into();
+            self.app.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
+        }
     }
 }

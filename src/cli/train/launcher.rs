@@ -1,5 +1,13 @@
-//! Which rank this process is, when torchrun, Open MPI or Slurm has started it.
+//! Which rank this process is, when torchrun, Open MPI, Slurm or MindSpore's launcher has started it, or a rank table says so.
 
+mod mindspore;
+mod nodelist;
+mod table;
+
+pub(super) use mindspore::is_scheduler;
+pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank, rank_id};
+
+use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// This process among those that a launcher has started.
@@ -11,6 +19,8 @@ pub(super) struct Place {
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
     pub(super) local_ranks: u32,
+    /// The number of its GPU among those of the machine, where the launcher gives one that need not be `local_rank`.
+    pub(super) device: Option<u32>,
     /// Where rank 0 listens.
     pub(super) addr: String,
     pub(super) port: u16,
@@ -25,11 +35,11 @@ pub(super) struct Place {
 /// # Errors
 /// Some variables are there and others are missing or no numbers; a sentence.
 pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, String> {
-    let number = |name: &str| -> Result<Option<u32>, String> {
-        variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is no number"))).transpose()
-    };
+    let number = |name: &str| number(&variable, name);
     // The first of these that is there, the job's name in it, and the launcher's own port plus this.
     let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
+    // Slurm's name of the machine that has rank 0.
+    let mut first = None;
     if let (Some(r), Some(w)) = (number("RANK")?, number("WORLD_SIZE")?) {
         by = "torchrun";
         (rank, world_size) = (r, w);
@@ -37,6 +47,8 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         job = variable("TORCHELASTIC_RUN_ID");
         // torchrun itself may be listening at MASTER_PORT.
         port_shift = u16::from(variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True"));
+    } else if variable("MS_ROLE").is_some() {
+        return mindspore::detect(&variable).map(Some);
     } else if let (Some(r), Some(w)) = (number("OMPI_COMM_WORLD_RANK")?, number("OMPI_COMM_WORLD_SIZE")?) {
         by = "mpirun";
         (rank, world_size) = (r, w);
@@ -54,6 +66,9 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         let machine = number("SLURM_NODEID")?.unwrap_or(0);
         local_ranks = variable("SLURM_STEP_TASKS_PER_NODE").and_then(|list| tasks_of(&list, machine));
         job = variable("SLURM_JOB_ID").map(|job| format!("{job}.{step}"));
+        first = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"]
+            .iter()
+            .find_map(|name| first_node(&variable(name)?));
         port_shift = 0;
     } else {
         return Ok(None);
@@ -68,6 +83,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         }
         Some(addr) => addr.trim().to_owned(),
         None if local_ranks == world_size => "127.0.0.1".into(),
+        None if first.is_some() => first.unwrap_or_default(),
         None => {
             return Err(format!(
                 "{by} has started ranks on several machines: set MASTER_ADDR to rank 0's machine and \
@@ -76,37 +92,32 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
         }
     };
     let job = job.unwrap_or_default();
-    let port = match number("MASTER_PORT")? {
-        Some(port) => u16::try_from(port)
-            .ok()
-            .and_then(|port| port.checked_add(port_shift))
-            .ok_or_else(|| format!("MASTER_PORT={port} is no port"))?,
-        // The same for all ranks of the job, another for other jobs, below the ephemeral ports.
-        None => {
-            let mut hash = DefaultHasher::new();
-            job.hash(&mut hash);
-            20_000 + (hash.finish() % 10_000) as u16
+    let port = match port(&variable)? {
+        Some(port) => {
+            port.checked_add(port_shift).ok_or_else(|| format!("MASTER_PORT={port} is no port for {by}"))?
         }
+        None => port_for(&job),
     };
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
     let local_rank = local_rank.unwrap_or(0);
-    Ok(Some(Place { by, rank, world_size, local_rank, local_ranks, addr, port, secret }))
+    Ok(Some(Place { by, rank, world_size, local_rank, local_ranks, device: None, addr, port, secret }))
 }
 
-/// Ranks of a machine, by its number, from Slurm's list of all of them: `4`, or `4(x2),3` where they differ.
-fn tasks_of(list: &str, machine: u32) -> Option<u32> {
-    let mut left = machine;
-    for entry in list.split(',') {
-        let (tasks, machines) = match entry.split_once("(x") {
-            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
-            None => (entry, 1),
-        };
-        if left < machines {
-            return tasks.parse().ok();
-        }
-        left -= machines;
-    }
-    None
+fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u32>, String> {
+    variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is no number"))).transpose()
+}
+
+/// `MASTER_PORT`.
+fn port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, String> {
+    let given = number(variable, "MASTER_PORT")?;
+    given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is no port"))).transpose()
+}
+
+/// Without `MASTER_PORT`: the same for all ranks of the job, another for other jobs, below the ephemeral ports.
+fn port_for(job: &str) -> u16 {
+    let mut hash = DefaultHasher::new();
+    job.hash(&mut hash);
+    20_000 + (hash.finish() % 10_000) as u16
 }
 
 #[cfg(test)]
@@ -175,6 +186,12 @@ mod tests {
             with(&more).unwrap().unwrap().local_ranks
         };
         assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
+        // Without MASTER_ADDR rank 0 is on the first machine of the step.
+        let mut listed = step.to_vec();
+        listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));
+        listed.push(("SLURM_JOB_ID", "12"));
+        let place = with(&listed).unwrap().unwrap();
+        assert_eq!((place.addr.as_str(), place.secret.contains("12.0")), ("gpu007", true));
         // A batch script is no step.
         assert_eq!(with(&step[..3]).unwrap(), None);
     }

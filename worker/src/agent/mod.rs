@@ -184,6 +184,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         only_job_over: None,
         datasets: options.datasets.clone(),
         uploaded,
+        only_job_is_final: false,
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
@@ -240,6 +241,8 @@ struct Agent {
     datasets: Datasets,
     /// How far checkpoints on a disk of this agent's own have been uploaded.
     uploaded: Arc<Progress>,
+    /// The server has said that nothing more of it comes.
+    only_job_is_final: bool,
 }
 
 type AttemptKey = (JobId, u32);
@@ -434,6 +437,10 @@ impl Agent {
             tracing::info!("the server that started this agent is gone, and no rank is left here");
             return Turn::End;
         }
+        if self.only_job_is_final && self.attempts.is_empty() {
+            tracing::info!("the job is over");
+            return Turn::End;
+        }
         // A failed attempt may be followed by another one.
         let patience = if self.only_job_failed { Duration::from_secs(60) } else { Duration::ZERO };
         match self.only_job_over {
@@ -473,6 +480,11 @@ impl Agent {
         self.only_job_failed = false;
         self.only_job_over = None;
         self.take(Attempt::start(stored, refusal, self.around.clone()));
+    }
+
+    /// A job is over, or was deleted. An agent that serves it alone has nothing to wait for, also if it never ran an attempt of it.
+    fn job_is_final(&mut self, job: &JobId) {
+        self.only_job_is_final |= self.only_job.as_ref() == Some(job);
     }
 
     /// The server has everything of an attempt that is over, or wants none of it.

@@ -341,6 +341,8 @@ impl Connected {
                     gang.launch(master_port);
                 }
             }
+            // Attempts are numbered from 1: this is about the job.
+            ToAgent::Stop { attempt, .. } if attempt.attempt == 0 => agent.job_is_final(&attempt.job),
             ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
                 self.end(agent, &attempt, patient);

@@ -1,0 +1,380 @@
+//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI or Slurm. These place the agents; the
+//! server gives them the job's ranks as it does to any agent.
+
+mod bundle;
+mod follow;
+mod hosts;
+mod mpirun;
+pub(crate) mod node;
+mod slurm;
+mod ssh;
+
+use super::{
+    api::{Api, ServerArgs},
+    block_on, output,
+    rank_table::RankTable,
+    submit, wrong,
+};
+use bundle::{Bundle, Node};
+use hosts::Host;
+use lockstep_protocol::{Job, JobSpec, access::Scope};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// Machines of a launch.
+pub(crate) const MOST_HOSTS: usize = 256;
+/// Slots of a machine, as the server takes them.
+pub(crate) const MOST_SLOTS: u32 = 1024;
+/// The agents' tokens are revoked when the launch has seen the job's end, and end after this time otherwise.
+const TOKEN_SECS: u64 = 30 * 24 * 3600;
+
+/// Start agents for one job by SSH, mpirun or Slurm
+///
+/// Each machine gets an agent that runs this job alone and ends with it. It needs `lockstep` there, and reaches the server at --agent-server.
+/// The agents' tokens go over standard input or in files that only you can read. Making these tokens needs the scope admin. Ctrl-C ends the
+/// display, not the job.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job: its id, the start of its id, its name, or a TOML file, which is submitted
+    #[arg(value_name = "JOB")]
+    job: String,
+    /// What starts the agents
+    #[arg(long, value_enum)]
+    with: With,
+    /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated)
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+    /// The machines, a line each: HOST slots=4 env:NAME=VALUE
+    #[arg(long, value_name = "FILE")]
+    hostfile: Option<PathBuf>,
+    /// The machines and their slots, such as node1:4,node2:4
+    #[arg(short = 'H', long = "host", value_name = "HOST:N,...", conflicts_with = "hostfile")]
+    hosts: Option<String>,
+    /// The machines and devices of a rank table of MindSpore or HCCL (JSON), in its order
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["hostfile", "hosts"])]
+    rank_table: Option<PathBuf>,
+    /// Machines to ask Slurm for [default: 1]
+    #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
+        value_parser = clap::value_parser!(u32).range(1..=MOST_HOSTS as i64))]
+    nodes: Option<u32>,
+    /// Ranks on each machine that no list gives slots [default: the job's ranks, shared out evenly]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
+    slots: Option<u32>,
+    /// The server's address as the machines reach it [default: --server]
+    #[arg(long, value_name = "URL")]
+    agent_server: Option<String>,
+    /// The program on the machines: a path, or a name on the PATH there
+    #[arg(long, value_name = "PATH", default_value = "lockstep")]
+    program: String,
+    /// Folder for the agents' state on the machines, from the home directory there; with Slurm on a file system that all machines share
+    #[arg(long, value_name = "DIR", default_value = ".lockstep/launch")]
+    dir: PathBuf,
+    /// Print what would be run and with which script; submit and start nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Return when the agents are online (with Slurm: when it has the batch job), instead of showing the job's progress
+    #[arg(long)]
+    detach: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+    /// Options for ssh, mpirun or sbatch, after --
+    #[arg(last = true, value_name = "OPTION")]
+    options: Vec<String>,
+}
+
+/// What starts the agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum With {
+    /// An SSH connection to each machine
+    Ssh,
+    /// Open MPI's mpirun
+    Mpirun,
+    /// A batch job of Slurm
+    Slurm,
+}
+
+impl With {
+    /// The programs that this machine must have.
+    fn programs(self) -> &'static [&'static str] {
+        match self {
+            With::Ssh => &["ssh"],
+            With::Mpirun => &["mpirun"],
+            With::Slurm => &["sbatch", "squeue", "scancel"],
+        }
+    }
+}
+
+/// A launch that is about to start.
+struct Launch {
+    args: Args,
+    api: Api,
+    job: Job,
+    /// Whether this command has submitted the job, and so may cancel it when nothing can be started.
+    is_ours: bool,
+    hosts: Vec<Host>,
+    bundle: Bundle,
+    /// Ids of the agents' tokens.
+    tokens: Vec<String>,
+}
+
+/// Starts the agents and shows the job's progress.
+///
+/// # Errors
+/// Exit status 2 for mistakes in the arguments and lists; 1 when agents cannot be started, or the job ends in another way than `succeeded`.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let mut hosts = machines(&args)?;
+    let path = Path::new(&args.job);
+    let is_file = path.extension().is_some_and(|extension| extension == "toml") || path.is_file();
+    if !is_file && !args.sets.is_empty() {
+        return Err(wrong("--set changes a TOML file; this job is submitted already"));
+    }
+    let mut document = if is_file { Some(submit::document(path, &args.sets)?) } else { None };
+    let spec = document.as_ref().map(|document| submit::check(path, document)).transpose()?;
+    reachable(&args, &hosts)?;
+    if !args.dry_run {
+        args.with.programs().iter().try_for_each(|program| on_path(program))?;
+    }
+    let api = args.server.api()?;
+    block_on(async {
+        let found = if is_file { None } else { Some(api.find_job(&args.job).await?) };
+        if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
+            return Err(wrong(format!(
+                "job {} is over ({}); `lockstep retry` queues it again",
+                job.id, job.state
+            )));
+        }
+        let spec = match (&spec, &found) {
+            (Some(spec), _) => spec,
+            (None, Some(job)) => &job.spec,
+            (None, None) => return Ok(()),
+        };
+        share_out(&mut hosts, args.slots, spec)?;
+        let ca = ca(&args)?;
+        if args.dry_run {
+            let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
+            return show(&args, &id, &hosts, spec);
+        }
+        let is_ours = found.is_none();
+        let job = match (found, &mut document) {
+            (Some(job), _) => job,
+            (None, Some(document)) => {
+                submit::name_dataset(&api, document, true).await?;
+                let job: Job = api.post("/jobs", document).await?;
+                job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+                job
+            }
+            (None, None) => return Ok(()),
+        };
+        if !args.server.json {
+            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
+        }
+        let server = args.agent_server.clone().unwrap_or_else(|| args.server.server.clone());
+        let bundle = Bundle { server, ca, job: job.id.clone(), dir: args.dir.clone(), nodes: Vec::new() };
+        let mut launch = Launch { args, api, job, is_ours, hosts, bundle, tokens: Vec::new() };
+        let done = launch.start().await;
+        launch.finish(done).await
+    })
+}
+
+impl Launch {
+    async fn start(&mut self) -> anyhow::Result<()> {
+        self.introduce().await?;
+        match self.args.with {
+            With::Ssh => ssh::start(self).await,
+            With::Mpirun => mpirun::start(self).await,
+            With::Slurm => slurm::start(self).await,
+        }
+    }
+
+    /// Makes an identity and a token for each agent.
+    async fn introduce(&mut self) -> anyhow::Result<()> {
+        let device = self.job.spec.parallel.device;
+        for (index, host) in self.hosts.iter().enumerate() {
+            let agent_id = uuid::Uuid::new_v4().simple().to_string();
+            let name = agent_name(&self.job, index, host);
+            let body = json!({
+                "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
+            });
+            let made: Value = self.api.post("/tokens", &body).await?;
+            let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+            self.tokens.push(text("/id"));
+            self.bundle.nodes.push(Node {
+                name,
+                agent_id,
+                token: text("/secret"),
+                slots: host.slots.unwrap_or(1),
+                device,
+                gpus: host.devices.clone(),
+                env: host.env.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Once the job is over, the tokens are of no use. A job that this command submitted and no agent could be started for is cancelled.
+    async fn finish(&self, done: anyhow::Result<()>) -> anyhow::Result<()> {
+        let path = format!("/jobs/{}", self.job.id);
+        let Ok(job) = self.api.get::<Job>(&path).await else { return done };
+        let never_started = done.is_err() && self.is_ours && job.attempt == 0 && !job.state.is_final();
+        if never_started {
+            let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
+            if cancelled.is_ok() {
+                output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
+            }
+        }
+        if never_started || job.state.is_final() {
+            for token in &self.tokens {
+                // It ends by itself later.
+                let _ =
+                    self.api.request(reqwest::Method::DELETE, &format!("/tokens/{token}"), None::<&()>).await;
+            }
+        }
+        done
+    }
+
+    /// This launch's folder on this machine: logs, and with Slurm what the agents need.
+    fn folder(&self) -> anyhow::Result<PathBuf> {
+        let folder = node::home().join(&self.args.dir).join(self.job.id.as_str());
+        node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
+        Ok(folder)
+    }
+}
+
+/// The machines that the arguments name; those that Slurm is to choose have no name.
+fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
+    let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
+        (Some(path), _, _) => hosts::read(path)?,
+        (None, Some(list), _) => hosts::of_list(list).map_err(|e| wrong(format!("--host: {e}")))?,
+        (None, None, Some(path)) => {
+            hosts::of_table(&RankTable::read(path)?).map_err(|e| wrong(format!("--rank-table: {e}")))?
+        }
+        (None, None, None) if args.with == With::Slurm => {
+            vec![Host::default(); args.nodes.unwrap_or(1) as usize]
+        }
+        (None, None, None) => {
+            return Err(wrong(
+                "which machines? Give --hostfile FILE, -H host1:4,host2:4 or --rank-table FILE",
+            ));
+        }
+    };
+    if args.nodes.is_some() && args.with != With::Slurm {
+        return Err(wrong(
+            "--nodes is for Slurm, which chooses the machines; name them with --hostfile or -H",
+        ));
+    }
+    if args.with == With::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
+        return Err(wrong(
+            "--hostfile: env: is for ssh and mpirun; with Slurm give sbatch --export=NAME=VALUE after --",
+        ));
+    }
+    for host in &mut hosts {
+        host.slots = host.slots.or(args.slots);
+    }
+    Ok(hosts)
+}
+
+/// Gives slots to the machines that have none yet.
+fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
+    let ranks = spec.parallel.ranks;
+    let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
+    let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
+    if without > 0 {
+        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MOST_SLOTS);
+        hosts.iter_mut().for_each(|host| host.slots = host.slots.or(each).or(Some(share)));
+    }
+    let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();
+    if slots < ranks {
+        return Err(wrong(format!(
+            "the job has {ranks} ranks, and these machines {slots} slots: add machines or slots, or lower parallel.ranks"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks that other machines can reach the server where they are told that it is.
+fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
+    let server = args.agent_server.as_ref().unwrap_or(&args.server.server);
+    let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
+    let url =
+        reqwest::Url::parse(&with_scheme).map_err(|e| wrong(format!("--agent-server {server}: {e}")))?;
+    let own = |name: &str| {
+        let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
+        name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    };
+    // Whether Slurm's machines are this one, it alone knows.
+    let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
+    if let Some(host) = elsewhere
+        && own(url.host_str().unwrap_or_default())
+    {
+        return Err(wrong(format!(
+            "{} cannot reach the server at {server}: give its address there with --agent-server",
+            host.name
+        )));
+    }
+    Ok(())
+}
+
+/// The authorities that the agents are to trust besides those of their systems.
+fn ca(args: &Args) -> anyhow::Result<Option<String>> {
+    let Some(path) = &args.server.ca_file else { return Ok(None) };
+    fs::read_to_string(path).map(Some).map_err(|e| wrong(format!("--ca-file {}: {e}", path.display())))
+}
+
+/// Checks that a program is on the PATH.
+fn on_path(program: &str) -> anyhow::Result<()> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    if std::env::split_paths(&path).any(|dir| dir.join(program).is_file()) {
+        return Ok(());
+    }
+    let package = match program {
+        "ssh" => "OpenSSH's client (openssh-client)",
+        "mpirun" => "Open MPI (openmpi-bin)",
+        _ => "Slurm's commands (slurm-client), on a machine that may submit to the cluster",
+    };
+    Err(wrong(format!("there is no {program} on the PATH: install {package}")))
+}
+
+/// `launch-6f2c1a-0-node1`: unique among agents.
+fn agent_name(job: &Job, index: usize, host: &Host) -> String {
+    let id = job.id.as_str();
+    let short = &id[id.len().saturating_sub(6)..];
+    let host: String = host.name.chars().take(60).collect();
+    match host.as_str() {
+        "" => format!("launch-{short}-{index}"),
+        host => format!("launch-{short}-{index}-{host}"),
+    }
+}
+
+/// What `--dry-run` prints: no secret is in it.
+fn show(args: &Args, job: &str, hosts: &[Host], spec: &JobSpec) -> anyhow::Result<()> {
+    match args.with {
+        With::Ssh => hosts.iter().try_for_each(|host| output::line(in_words(&ssh::command(args, host)))),
+        With::Mpirun => output::line(in_words(&mpirun::command(args, hosts))),
+        With::Slurm => {
+            let folder = node::home().join(&args.dir).join(job);
+            output::line(in_words(&slurm::command(args)))?;
+            output::line(slurm::script(args, hosts, spec, job, &folder)?)
+        }
+    }
+}
+
+/// A command as a shell takes it.
+fn in_words(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
+}
+
+/// A word for a POSIX shell.
+pub(crate) fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}

@@ -1,0 +1,165 @@
+//! Follows a launch whose agents hang on processes of this machine (ssh, mpirun) to the job's end.
+
+use super::{
+    super::{api::Api, output, watch},
+    Launch,
+};
+use lockstep_protocol::{Job, JobState};
+use serde_json::Value;
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+/// For agents to end after their job: they learn of it with a heartbeat.
+const FAREWELL: Duration = Duration::from_secs(90);
+const POLL: Duration = Duration::from_millis(200);
+/// How much of a log is looked at for its last line.
+const TAIL_BYTES: usize = 4096;
+
+/// A process that agents hang on. It is in a process group of its own, and writes into a file: Ctrl-C ends this command alone.
+pub(super) struct Launched {
+    /// The machine, or the program.
+    label: String,
+    child: Child,
+    log: PathBuf,
+    status: Option<ExitStatus>,
+}
+
+impl Launched {
+    /// Starts a process and writes `input` to it.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub(super) fn start(label: &str, mut command: Command, input: &[u8], log: &Path) -> io::Result<Self> {
+        use std::os::unix::process::CommandExt as _;
+        let output = File::options().create(true).append(true).open(log)?;
+        command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
+        let mut child = command.spawn()?;
+        if let Some(mut to) = child.stdin.take() {
+            // A process that has ended already reads nothing: its status says more than a broken pipe.
+            let _ = to.write_all(input);
+        }
+        Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
+    }
+
+    /// How it ended, the first time that this is asked after its end.
+    fn ended(&mut self) -> Option<ExitStatus> {
+        if self.status.is_some() {
+            return None;
+        }
+        self.status = self.child.try_wait().ok().flatten();
+        self.status
+    }
+
+    /// The last line that it wrote.
+    fn last_line(&self) -> String {
+        let bytes = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(TAIL_BYTES)..]).into_owned();
+        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
+        last.unwrap_or("it wrote nothing").to_owned()
+    }
+}
+
+/// Says what the end of a launched process means: label, status, last line.
+pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
+
+/// Shows the job until it ends, or with `--detach` until the agents are online.
+///
+/// # Errors
+/// A process ends with an error before the job has started, all of them end before the job does, or the job does not succeed.
+pub(super) async fn follow(
+    launch: &Launch,
+    mut launched: Vec<Launched>,
+    explain: Explain,
+) -> anyhow::Result<()> {
+    let api = &launch.api;
+    let logs = launch.folder()?;
+    output::warn(format_args!("the agents' logs are in {}", logs.display()));
+    if launch.args.detach {
+        return until_online(launch, &mut launched, explain).await;
+    }
+    watch::announce(&launch.job);
+    let watching = watch::to_the_end(api, launch.job.clone(), launch.args.server.json);
+    let done = tokio::select! {
+        done = watching => done,
+        failure = first_failure(launch, &mut launched, explain) => return Err(failure),
+    };
+    let until = Instant::now() + FAREWELL;
+    while launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none()) {
+        if Instant::now() > until {
+            let left: Vec<_> =
+                launched.iter().filter(|one| one.status.is_none()).map(|one| one.label.as_str()).collect();
+            output::warn(format_args!(
+                "the agents started on {} have not ended yet; see {}",
+                left.join(", "),
+                logs.display()
+            ));
+            break;
+        }
+        tokio::time::sleep(POLL).await;
+    }
+    done
+}
+
+/// Returns when the job cannot be run by what was launched.
+async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
+    loop {
+        for at in 0..launched.len() {
+            let Some(status) = launched[at].ended() else { continue };
+            let Ok(job) = job(&launch.api, launch).await else { continue };
+            if job.state.is_final() {
+                continue;
+            }
+            let what = explain(&launched[at].label, status, &launched[at].last_line());
+            let is_last = launched.iter().all(|one| one.status.is_some());
+            if !status.success() && never_ran(&job) {
+                return anyhow::anyhow!(what);
+            }
+            if is_last {
+                return anyhow::anyhow!(
+                    "no agent of this launch is left, and the job is {}: {what}. `lockstep launch {}` starts agents for it again",
+                    job.state,
+                    job.id
+                );
+            }
+            output::warn(what);
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// Waits until all agents are online, or the job has left the queue.
+async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Result<()> {
+    loop {
+        let job = job(&launch.api, launch).await?;
+        if !never_ran(&job) {
+            return Ok(());
+        }
+        for one in launched.iter_mut() {
+            if let Some(status) = one.ended() {
+                anyhow::bail!(explain(&one.label, status, &one.last_line()));
+            }
+        }
+        let agents: Value = launch.api.get("/agents").await?;
+        let agents = agents.get("agents").and_then(Value::as_array).cloned().unwrap_or_default();
+        let is_online = |name: &str| {
+            agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
+        };
+        if launch.bundle.nodes.iter().all(|node| is_online(&node.name)) {
+            return Ok(());
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+fn never_ran(job: &Job) -> bool {
+    job.state == JobState::Queued && job.attempt == 0
+}
+
+async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
+    api.get(&format!("/jobs/{}", launch.job.id)).await
+}

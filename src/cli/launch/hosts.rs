@@ -1,0 +1,241 @@
+//! Lists of machines: a hostfile, `-H`, or a rank table.
+
+use super::{
+    super::{file, rank_table::RankTable, wrong},
+    MOST_HOSTS, MOST_SLOTS,
+};
+use std::{collections::BTreeMap, path::Path};
+
+const HOSTFILE_BYTES: u64 = 1 << 20;
+/// Variables of a machine, and their bytes together: 256 machines fit into one environment.
+const MOST_VARIABLES: usize = 32;
+const MOST_VARIABLE_BYTES: usize = 2048;
+const MOST_NAME_BYTES: usize = 253;
+
+/// A machine that is to have an agent.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Host {
+    /// A name or address, with `user@` before it where SSH needs one. Empty: Slurm chooses.
+    pub(super) name: String,
+    pub(super) slots: Option<u32>,
+    /// Numbers of the GPUs that it is to use; none: the first ones.
+    pub(super) devices: Vec<u32>,
+    /// For the agent there and its ranks.
+    pub(super) env: BTreeMap<String, String>,
+}
+
+/// Reads a hostfile.
+///
+/// # Errors
+/// Exit status 2: what is wrong, with the number of the line.
+pub(super) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
+    let failed = |detail: String| wrong(format!("--hostfile {}: {detail}", path.display()));
+    let bytes =
+        file::read(path, HOSTFILE_BYTES, "is larger than 1 MiB; a hostfile is not").map_err(failed)?;
+    let text = String::from_utf8(bytes).map_err(|_| failed("is no text (UTF-8)".into()))?;
+    parse(&text).map_err(failed)
+}
+
+fn parse(text: &str) -> Result<Vec<Host>, String> {
+    let mut hosts = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let words = words(line).map_err(|e| format!("line {number}: {e}"))?;
+        if let [name, rest @ ..] = &words[..] {
+            add(&mut hosts, of_line(name, rest).map_err(|e| format!("line {number}: {e}"))?)
+                .map_err(|e| format!("line {number}: {e}"))?;
+        }
+    }
+    if hosts.is_empty() { Err("names no machine".into()) } else { Ok(hosts) }
+}
+
+fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
+    let mut host = Host { name: checked(name)?, ..Host::default() };
+    for word in words {
+        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+        match key.strip_prefix("env:") {
+            Some(name) => {
+                let begins = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+                if !begins
+                    || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+                    || !word.contains('=')
+                {
+                    return Err(format!("{word:?} is no variable: write env:NAME=VALUE"));
+                }
+                host.env.insert(name.into(), value.into());
+            }
+            None if key == "slots" => host.slots = Some(slots(value)?),
+            None => {
+                return Err(format!(
+                    "{word:?} is not known: after the machine there may be slots=N and env:NAME=VALUE"
+                ));
+            }
+        }
+    }
+    if host.env.len() > MOST_VARIABLES {
+        return Err(format!("a machine may have at most {MOST_VARIABLES} variables"));
+    }
+    if host.env.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() > MOST_VARIABLE_BYTES {
+        return Err(format!(
+            "the variables of a machine may have at most {MOST_VARIABLE_BYTES} bytes together"
+        ));
+    }
+    Ok(host)
+}
+
+/// `node1:4,node2:4`. An IPv6 address is in brackets.
+///
+/// # Errors
+/// What is wrong with it.
+pub(super) fn of_list(list: &str) -> Result<Vec<Host>, String> {
+    let mut hosts = Vec::new();
+    for entry in list.split(',').map(str::trim) {
+        let (name, count) = match entry.rsplit_once(':') {
+            Some((name, count)) if !count.ends_with(']') => (name, Some(slots(count)?)),
+            _ => (entry, None),
+        };
+        add(&mut hosts, Host { name: checked(name)?, slots: count, ..Host::default() })?;
+    }
+    Ok(hosts)
+}
+
+/// The machines of a rank table with their devices, in its order.
+///
+/// # Errors
+/// There are too many.
+pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
+    let mut hosts = Vec::new();
+    for machine in &table.machines {
+        let devices: Vec<u32> = machine.devices.iter().map(|device| device.device).collect();
+        let slots = slots(&devices.len().to_string())?;
+        add(
+            &mut hosts,
+            Host { name: machine.address.clone(), slots: Some(slots), devices, ..Host::default() },
+        )?;
+    }
+    Ok(hosts)
+}
+
+fn add(hosts: &mut Vec<Host>, host: Host) -> Result<(), String> {
+    if hosts.iter().any(|other| other.name == host.name) {
+        return Err(format!("{} is named twice: give it more slots instead", host.name));
+    }
+    if hosts.len() == MOST_HOSTS {
+        return Err(format!("a launch may have at most {MOST_HOSTS} machines"));
+    }
+    hosts.push(host);
+    Ok(())
+}
+
+fn slots(text: &str) -> Result<u32, String> {
+    let slots = text.trim().parse().ok().filter(|slots| (1..=MOST_SLOTS).contains(slots));
+    slots.ok_or_else(|| format!("slots={text}: must be 1 to {MOST_SLOTS}"))
+}
+
+/// A name that no program takes for an option, and no shell for anything else.
+fn checked(name: &str) -> Result<String, String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
+    let is_name = !name.is_empty() && name.len() <= MOST_NAME_BYTES && name.chars().all(plain);
+    if is_name && !name.starts_with('-') && !name.contains("@-") {
+        Ok(name.to_owned())
+    } else {
+        Err(format!("{name:?} is no machine's name or address (at most {MOST_NAME_BYTES} plain characters)"))
+    }
+}
+
+/// Words between spaces; double quotes keep spaces in a word, and # begins a comment.
+fn words(line: &str) -> Result<Vec<String>, String> {
+    let mut words = Vec::new();
+    let (mut word, mut is_word, mut is_quoted) = (String::new(), false, false);
+    for c in line.chars() {
+        match c {
+            '"' => (is_quoted, is_word) = (!is_quoted, true),
+            '#' if !is_quoted && !is_word => break,
+            c if c.is_whitespace() && !is_quoted => {
+                if std::mem::take(&mut is_word) {
+                    words.push(std::mem::take(&mut word));
+                }
+            }
+            c => {
+                word.push(c);
+                is_word = true;
+            }
+        }
+    }
+    if is_quoted {
+        return Err("a quotation mark is not closed".into());
+    }
+    if is_word {
+        words.push(word);
+    }
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hostfile_names_machines() {
+        let text = "# the two big ones\nnode1 slots=4\n\n  user@node2\tslots=2 env:NCCL_SOCKET_IFNAME=eth1 env:NOTE=\"a b # c\" # here\nnode3\n";
+        let hosts = parse(text).unwrap();
+        let names: Vec<_> = hosts.iter().map(|host| (host.name.as_str(), host.slots)).collect();
+        assert_eq!(names, [("node1", Some(4)), ("user@node2", Some(2)), ("node3", None)]);
+        let env: Vec<_> = hosts[1].env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        assert_eq!(env, [("NCCL_SOCKET_IFNAME", "eth1"), ("NOTE", "a b # c")]);
+    }
+
+    #[test]
+    fn mistakes_have_their_line() {
+        for (text, said) in [
+            ("", "names no machine"),
+            ("a slots=0", "line 1: slots=0: must be 1 to 1024"),
+            ("a slots=1025", "must be 1 to 1024"),
+            ("a slots=x", "must be 1 to 1024"),
+            ("a\n\na slots=2", "line 3: a is named twice"),
+            ("a max_slots=4", "line 1: \"max_slots=4\" is not known"),
+            ("a env:1X=2", "write env:NAME=VALUE"),
+            ("a env:X", "write env:NAME=VALUE"),
+            ("a env:X=\"b", "not closed"),
+            ("-oProxyCommand=x", "no machine's name"),
+            ("me@-x", "no machine's name"),
+            ("a;b", "no machine's name"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(said), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn lists_have_limits() {
+        let file = |n: usize| (0..n).map(|n| format!("n{n} slots=1024\n")).collect::<String>();
+        assert_eq!(parse(&file(MOST_HOSTS)).unwrap().len(), MOST_HOSTS);
+        assert!(parse(&file(MOST_HOSTS + 1)).unwrap_err().contains("at most 256 machines"));
+        let variables = |n: usize| (0..n).fold("a".to_owned(), |line, n| format!("{line} env:V{n}=1"));
+        assert!(parse(&variables(MOST_VARIABLES)).is_ok());
+        assert!(parse(&variables(MOST_VARIABLES + 1)).unwrap_err().contains("at most 32 variables"));
+        let value = |bytes: usize| format!("a env:V={}", "x".repeat(bytes - 1));
+        assert!(parse(&value(MOST_VARIABLE_BYTES)).is_ok());
+        assert!(parse(&value(MOST_VARIABLE_BYTES + 1)).unwrap_err().contains("at most 2048 bytes"));
+        assert!(parse(&"n".repeat(MOST_NAME_BYTES)).is_ok());
+        assert!(parse(&"n".repeat(MOST_NAME_BYTES + 1)).is_err());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("hosts");
+        std::fs::write(&path, format!("a{}", "\n".repeat((1 << 20) - 1))).unwrap();
+        assert_eq!(read(&path).unwrap().len(), 1);
+        std::fs::write(&path, format!("a{}", "\n".repeat(1 << 20))).unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("larger than 1 MiB"));
+    }
+
+    #[test]
+    fn a_list_of_the_command_line() {
+        let names = |list: &str| -> Vec<_> {
+            of_list(list).unwrap().into_iter().map(|h| (h.name, h.slots)).collect()
+        };
+        assert_eq!(names("a:4,b"), [("a".into(), Some(4)), ("b".into(), None)]);
+        assert_eq!(
+            names("[fd00::1]:2,[fd00::2]"),
+            [("[fd00::1]".into(), Some(2)), ("[fd00::2]".into(), None)]
+        );
+        assert!(of_list("a:,b").is_err() && of_list("").is_err() && of_list("a,a").is_err());
+    }
+}

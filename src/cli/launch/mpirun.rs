@@ -1,0 +1,56 @@
+//! Agents by Open MPI's mpirun: one process on each machine. Their description goes in an environment, which mpirun hands over through
+//! its own daemons.
+
+use super::{
+    super::wrong,
+    Args, Launch,
+    follow::{Launched, follow},
+    hosts::Host,
+    node::VARIABLE,
+};
+use std::process::{Command, ExitStatus};
+
+/// The kernel takes 128 KiB for one variable.
+const MOST_BYTES: usize = 120 << 10;
+
+/// The command. Without its own environment: that has the description.
+pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
+    let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
+    let mut command = Command::new("mpirun");
+    // One process a machine, on all of its cores: the agent starts the ranks. One that fails does not end the others: the server decides.
+    command.args([
+        "-H",
+        &names.join(","),
+        "-np",
+        &hosts.len().to_string(),
+        "--bind-to",
+        "none",
+        "-x",
+        VARIABLE,
+    ]);
+    command.args(&args.options).args([&args.program, "launched", "env"]);
+    command
+}
+
+/// Starts the agents and follows them.
+///
+/// # Errors
+/// The description is too long, or see [`follow`].
+pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
+    let text = serde_json::to_string(&launch.bundle)?;
+    if text.len() > MOST_BYTES {
+        return Err(wrong(format!(
+            "what {} machines are to be told is longer than 120 KiB, which mpirun cannot hand over: start fewer, or use --with ssh",
+            launch.hosts.len()
+        )));
+    }
+    let mut command = command(&launch.args, &launch.hosts);
+    command.env(VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
+    let log = launch.folder()?.join("mpirun.log");
+    let launched = Launched::start("mpirun", command, &[], &log)?;
+    follow(launch, vec![launched], explain).await
+}
+
+fn explain(_: &str, status: ExitStatus, last: &str) -> String {
+    if status.success() { "mpirun has ended".into() } else { format!("mpirun ended ({status}): {last}") }
+}

@@ -1,0 +1,217 @@
+//! `lockstep launched`: what a launcher starts on each machine. It becomes the agent.
+
+use super::{
+    super::{file, wrong},
+    bundle::{BUNDLE_BYTES, Bundle, Node},
+};
+use lockstep_protocol::spec::Device;
+use lockstep_worker::host::{own_program, write_private};
+use std::{
+    fs::{self, DirBuilder},
+    io::{self, Read as _},
+    os::unix::{fs::DirBuilderExt as _, process::CommandExt as _},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+/// The variable with the bundle where a launcher hands over environments (mpirun).
+pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
+/// Which of the launcher's processes this is, the first that is set.
+const NUMBERS: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
+/// Names of variables that say who this process is: the agent gets what its bundle says.
+const NOT_FOR_AGENTS: [&str; 5] =
+    [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
+
+/// Become the agent that `lockstep launch` has described (started by it)
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Where the description is: - (standard input), env (LOCKSTEP_LAUNCH) or a file
+    source: String,
+}
+
+/// Replaces this process by an agent.
+///
+/// # Errors
+/// The description cannot be read or has no part for this process, or a folder cannot be written.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    lockstep_server::keep_files_private();
+    let text = read(&args.source)?;
+    let bundle: Bundle = serde_json::from_slice(&text).map_err(|e| {
+        wrong(format!(
+            "what `lockstep launch` has sent cannot be read ({e}): run the same version on both machines"
+        ))
+    })?;
+    let index = index(&bundle, |name| std::env::var(name).ok()).map_err(wrong)?;
+    let node = &bundle.nodes[index];
+    let folder = home().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
+    let failed = |e: io::Error| wrong(format!("the agent's folder {}: {e}", folder.display()));
+    let mut command = agent(&bundle, node, &folder, has_gpus()).map_err(failed)?;
+    // On success this does not return.
+    Err(anyhow::Error::from(command.exec())
+        .context(format!("{} cannot be started", own_program()?.display())))
+}
+
+fn read(source: &str) -> anyhow::Result<Vec<u8>> {
+    let larger = "is larger than 1 MiB";
+    let text = match source {
+        "-" => {
+            let mut text = Vec::new();
+            io::stdin().take(BUNDLE_BYTES + 1).read_to_end(&mut text)?;
+            text
+        }
+        "env" => std::env::var(VARIABLE)
+            .map_err(|_| wrong(format!("{VARIABLE} is not set: `lockstep launch` starts this")))?
+            .into_bytes(),
+        path => file::read(Path::new(path), BUNDLE_BYTES, larger).map_err(|e| {
+            wrong(format!("{path}: {e}; with Slurm, --dir must be a folder that all machines share"))
+        })?,
+    };
+    if text.len() as u64 > BUNDLE_BYTES { Err(wrong(format!("{source}: {larger}"))) } else { Ok(text) }
+}
+
+/// Which of the nodes this process is.
+fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<usize, String> {
+    let nodes = bundle.nodes.len();
+    if nodes == 1 {
+        return Ok(0);
+    }
+    let found = NUMBERS.iter().find_map(|name| Some((*name, variable(name)?)));
+    let Some((name, value)) = found else {
+        return Err(format!(
+            "one of {nodes} agents is to start here, and none of {} says which",
+            NUMBERS.join(", ")
+        ));
+    };
+    let index = value.trim().parse().ok().filter(|index| *index < nodes);
+    index.ok_or_else(|| format!("{name}={value:?}, and the launch has {nodes} agents"))
+}
+
+/// Writes the agent's files and makes its command.
+fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Result<Command> {
+    make_private_dir(folder)?;
+    let (token, ca) = (folder.join("token"), folder.join("ca.crt"));
+    write_private(&folder.join("agent_id"), node.agent_id.as_bytes())?;
+    write_private(&token, node.token.as_bytes())?;
+    let mut command = Command::new(own_program()?);
+    command.args(["agent", "--server", &bundle.server, "--name", &node.name, "--job", bundle.job.as_str()]);
+    command.arg("--token-file").arg(&token).arg("--data-dir").arg(folder);
+    if let Some(text) = &bundle.ca {
+        write_private(&ca, text.as_bytes())?;
+        command.arg("--ca-file").arg(&ca);
+    }
+    let on_gpus = match node.device {
+        Device::Cpu => false,
+        Device::Cuda => true,
+        Device::Auto => has_gpus,
+    };
+    if on_gpus {
+        let first = || (0..node.slots).collect();
+        let gpus: Vec<u32> = if node.gpus.is_empty() { first() } else { node.gpus.clone() };
+        let gpus: Vec<_> = gpus.iter().map(ToString::to_string).collect();
+        command.args(["--gpus", &gpus.join(",")]);
+    } else {
+        command.args(["--cpu-slots", &node.slots.to_string()]);
+    }
+    NOT_FOR_AGENTS.iter().for_each(|name| {
+        command.env_remove(name);
+    });
+    command.envs(&node.env).stdin(Stdio::null());
+    Ok(command)
+}
+
+fn has_gpus() -> bool {
+    Path::new("/dev/nvidiactl").exists()
+}
+
+/// Where relative folders begin.
+pub(super) fn home() -> PathBuf {
+    std::env::var_os("HOME").filter(|home| !home.is_empty()).map_or_else(|| PathBuf::from("/"), PathBuf::from)
+}
+
+/// A folder that only its owner can look into.
+///
+/// # Errors
+/// It cannot be made.
+pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{collections::BTreeMap, os::unix::fs::PermissionsExt as _};
+
+    fn bundle(nodes: usize) -> Bundle {
+        let node = |n: usize| Node {
+            name: format!("node-{n}"),
+            agent_id: format!("id-{n}"),
+            token: "secret-token".into(),
+            slots: 2,
+            device: Device::Auto,
+            gpus: Vec::new(),
+            env: BTreeMap::from([("NCCL_SOCKET_IFNAME".into(), "eth1".into())]),
+        };
+        Bundle {
+            server: "https://10.0.0.5:7070".into(),
+            ca: Some("PEM".into()),
+            job: lockstep_protocol::JobId::generate(),
+            dir: "x".into(),
+            nodes: (0..nodes).map(node).collect(),
+        }
+    }
+
+    #[test]
+    fn a_process_knows_its_number() {
+        let with = |name: &'static str, value: &'static str| {
+            index(&bundle(3), move |asked| (asked == name).then(|| value.to_owned()))
+        };
+        assert_eq!(with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
+        assert_eq!(with("SLURM_PROCID", "0"), Ok(0));
+        assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
+        assert!(with("OTHER", "1").unwrap_err().contains("none of"));
+        assert_eq!(index(&bundle(1), |_| None), Ok(0));
+    }
+
+    #[test]
+    fn the_token_is_in_a_file_of_its_owner_s() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("agent");
+        let bundle = bundle(1);
+        let command = agent(&bundle, &bundle.nodes[0], &path, false).unwrap();
+        let arguments: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
+        assert!(arguments.iter().all(|a| !a.contains("secret-token")), "{arguments:?}");
+        assert!(arguments.windows(2).any(|a| a == ["--cpu-slots", "2"]), "{arguments:?}");
+        assert!(arguments.windows(2).any(|a| a[0] == "--ca-file"), "{arguments:?}");
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&path), mode(&path.join("token"))), (0o700, 0o600));
+        assert_eq!(fs::read_to_string(path.join("token")).unwrap(), "secret-token");
+        assert_eq!(fs::read_to_string(path.join("agent_id")).unwrap(), "id-0");
+        let environment: Vec<_> = command.get_envs().collect();
+        assert!(environment.contains(&(VARIABLE.as_ref(), None)));
+        assert!(environment.contains(&("NCCL_SOCKET_IFNAME".as_ref(), Some("eth1".as_ref()))));
+        // GPUs where the machine has some: the first ones, or those of the rank table.
+        let gpus = |gpus: &[u32]| {
+            let node = Node { gpus: gpus.to_vec(), ..bundle.nodes[0].clone() };
+            let command = agent(&bundle, &node, &path, true).unwrap();
+            command.get_args().last().unwrap().to_string_lossy().into_owned()
+        };
+        assert_eq!((gpus(&[]), gpus(&[5, 4])), ("0,1".into(), "5,4".into()));
+    }
+
+    #[test]
+    fn a_description_has_a_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("bundle.json");
+        let text = path.to_str().unwrap();
+        fs::write(&path, vec![b' '; BUNDLE_BYTES as usize]).unwrap();
+        assert_eq!(read(text).unwrap().len() as u64, BUNDLE_BYTES);
+        fs::write(&path, vec![b' '; BUNDLE_BYTES as usize + 1]).unwrap();
+        assert!(read(text).unwrap_err().to_string().contains("larger than 1 MiB"));
+    }
+}

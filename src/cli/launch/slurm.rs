@@ -1,0 +1,228 @@
+//! Agents in a batch job of Slurm: `srun` starts one on each of its machines. Slurm's time limit becomes a checkpoint and a requeue.
+
+use super::{
+    super::{output, watch, wrong},
+    Args, Launch, MOST_SLOTS,
+    hosts::Host,
+    in_words, quoted,
+};
+use lockstep_protocol::{Job, JobSpec, spec::Device};
+use lockstep_worker::host::write_private;
+use std::{
+    fmt::Write as _,
+    fs,
+    io::Write as _,
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+const POLL: Duration = Duration::from_secs(2);
+/// For Slurm to end its job once ours is over.
+const FAREWELL: Duration = Duration::from_secs(60);
+
+/// `sbatch`, which reads the script from standard input.
+pub(super) fn command(args: &Args) -> Command {
+    let mut command = Command::new("sbatch");
+    command.arg("--parsable").args(&args.options);
+    command
+}
+
+/// The batch script. Options on sbatch's command line win over those in it.
+///
+/// # Errors
+/// A folder whose name no line of a script can have.
+pub(super) fn script(
+    args: &Args,
+    hosts: &[Host],
+    spec: &JobSpec,
+    job: &str,
+    folder: &Path,
+) -> anyhow::Result<String> {
+    let shown = folder.display().to_string();
+    if shown.contains(['\n', '%', '"', '\\']) {
+        return Err(wrong(format!(
+            "--dir: Slurm cannot write logs to {shown:?}: choose a folder with a plain name"
+        )));
+    }
+    let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MOST_SLOTS);
+    let mut text = String::from("#!/bin/bash\n");
+    let mut option = |option: String| {
+        let _ = writeln!(text, "#SBATCH {option}");
+    };
+    option(format!("--job-name=lockstep-{job}"));
+    option(format!("--nodes={}", hosts.len()));
+    option("--ntasks-per-node=1".into());
+    if spec.parallel.device == Device::Cpu {
+        option(format!("--cpus-per-task={slots}"));
+    }
+    let names: Vec<_> = hosts.iter().map(|host| host.name.as_str()).filter(|name| !name.is_empty()).collect();
+    if !names.is_empty() {
+        option(format!("--nodelist={}", names.join(",")));
+    }
+    // Two minutes before the time limit, for a checkpoint.
+    option("--signal=B:USR1@120".into());
+    option("--requeue".into());
+    option("--open-mode=append".into());
+    option(format!("--output=\"{shown}/slurm-%j.log\""));
+    let bundle = quoted(&folder.join("bundle.json").to_string_lossy());
+    let program = quoted(&args.program);
+    let _ = write!(
+        text,
+        r#"
+# Before the time limit the agents are asked to end: their ranks write a checkpoint, the job goes back to Lockstep's queue, and this
+# batch job to Slurm's.
+limit=0
+trap 'limit=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+
+srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} {program} launched {bundle} &
+step=$!
+wait "$step"
+status=$?
+# A signal ends wait, not the step.
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+    status=$?
+done
+[ "$limit" = 1 ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$status"
+"#
+    );
+    Ok(text)
+}
+
+/// Submits the batch job and follows it.
+///
+/// # Errors
+/// Slurm refuses it, it ends before the job does, or the job does not succeed.
+pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
+    let folder = launch.folder()?;
+    let bundle = folder.join("bundle.json");
+    write_private(&bundle, &serde_json::to_vec(&launch.bundle)?)
+        .map_err(|e| wrong(format!("--dir: {}: {e}", bundle.display())))?;
+    let script = script(&launch.args, &launch.hosts, &launch.job.spec, launch.job.id.as_str(), &folder)?;
+    let id = match submit(&launch.args, &script) {
+        Ok(id) => id,
+        Err(error) => {
+            let _ = fs::remove_file(&bundle);
+            return Err(error);
+        }
+    };
+    output::warn(format_args!("Slurm's job is {id}; its log will be {}/slurm-{id}.log", folder.display()));
+    if launch.args.detach {
+        return Ok(());
+    }
+    watch::announce(&launch.job);
+    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let done = tokio::select! {
+        done = watching => done,
+        ended = until_gone(launch, &id) => Err(ended),
+    };
+    // Agents end with their job; a batch job that still waits for machines, or was requeued, has nothing more to do.
+    let until = tokio::time::Instant::now() + FAREWELL;
+    loop {
+        match state(&id) {
+            Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > until => {
+                let _ = Command::new("scancel").arg(&id).status();
+                break;
+            }
+            Some(_) => tokio::time::sleep(POLL).await,
+            None => break,
+        }
+    }
+    let _ = fs::remove_file(&bundle);
+    done
+}
+
+fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
+    let mut command = command(args);
+    // The batch job gets this environment. A token that is no agent's does not belong there.
+    command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn()?;
+    if let Some(mut to) = child.stdin.take() {
+        let _ = to.write_all(script.as_bytes());
+    }
+    let said = child.wait_with_output()?;
+    if !said.status.success() {
+        let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
+        return Err(wrong(format!("Slurm does not take the job: {why} ({})", in_words(&command))));
+    }
+    // `12`, or `12;cluster`.
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let id = text.trim().split(';').next().unwrap_or_default().to_owned();
+    if id.is_empty() || !id.bytes().all(|b| b.is_ascii_digit()) {
+        anyhow::bail!("sbatch said {text:?}, which is no job's number");
+    }
+    Ok(id)
+}
+
+/// State and reason of Slurm's job, as `squeue` has them; none: it is gone.
+fn state(id: &str) -> Option<String> {
+    let said = Command::new("squeue").args(["-h", "-t", "all", "-o", "%T (%r)", "-j", id]).output().ok()?;
+    if !said.status.success() {
+        let why = String::from_utf8_lossy(&said.stderr).into_owned();
+        // A controller that does not answer has not lost the job.
+        return if why.contains("Invalid job id") { None } else { Some("UNKNOWN".into()) };
+    }
+    let text = String::from_utf8_lossy(&said.stdout).trim().to_owned();
+    let state = text.split(' ').next().unwrap_or_default();
+    let is_over = [
+        "COMPLETED",
+        "CANCELLED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "BOOT_FAIL",
+        "DEADLINE",
+    ];
+    if text.is_empty() || is_over.contains(&state) { None } else { Some(text) }
+}
+
+/// Shows the states of Slurm's job, and returns when it is gone and ours is not over.
+async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
+    let mut last = String::new();
+    loop {
+        let now = state(id);
+        if let Some(now) = &now
+            && *now != last
+        {
+            output::warn(format_args!("Slurm's job {id}: {now}"));
+            last.clone_from(now);
+        }
+        if now.is_none() {
+            // Whoever watches our job sees its end in a moment.
+            tokio::time::sleep(POLL).await;
+            let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
+            if let Ok(job) = job
+                && !job.state.is_final()
+            {
+                return anyhow::anyhow!(
+                    "Slurm's job {id} is over ({}) and ours is {}; `lockstep launch {}` starts agents for it again",
+                    how_it_ended(id),
+                    job.state,
+                    job.id
+                );
+            }
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// What Slurm's accounting says, or its controller where there is none.
+fn how_it_ended(id: &str) -> String {
+    let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
+    if let Ok(said) = sacct
+        && said.status.success()
+        && let Some(line) = String::from_utf8_lossy(&said.stdout).lines().last()
+    {
+        return line.replace('|', ", exit code ");
+    }
+    let said = Command::new("scontrol").args(["-o", "show", "job", id]).output();
+    let text = said.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default();
+    let field = |name: &str| text.split_whitespace().find_map(|word| word.strip_prefix(name));
+    match (field("JobState="), field("Reason=")) {
+        (Some(state), Some(reason)) => format!("{state}, {reason}"),
+        _ => "Slurm has forgotten how".into(),
+    }
+}

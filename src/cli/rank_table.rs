@@ -1,0 +1,219 @@
+//! Rank tables of MindSpore and HCCL: JSON files that say which rank runs on which device of which machine. Both forms are read:
+//! `server_list`, and the older `group_list`.
+
+use super::{file, wrong};
+use serde_json::Value;
+use std::{collections::HashMap, fmt::Display, path::Path};
+
+/// A table of 4096 devices has about half of this.
+const TABLE_BYTES: u64 = 1 << 20;
+/// Devices of a table. MindSpore's own tools write tables of 2, 8 and 16.
+pub(crate) const MOST_DEVICES: usize = 4096;
+/// Longest name of a machine: that of a DNS name.
+const MOST_NAME_BYTES: usize = 253;
+
+/// Which ranks run where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RankTable {
+    /// In the table's order.
+    pub(crate) machines: Vec<Machine>,
+}
+
+/// A machine of a table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Machine {
+    /// `server_id`: its address.
+    pub(crate) address: String,
+    /// By rank.
+    pub(crate) devices: Vec<Device>,
+}
+
+/// A device of a machine and the rank that runs on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Device {
+    pub(crate) rank: u32,
+    /// Its number among the machine's devices.
+    pub(crate) device: u32,
+}
+
+impl RankTable {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// Exit status 2: what is wrong in it, with the name of the field.
+    pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
+        let larger = "is larger than 1 MiB; a rank table is not";
+        let failed = |detail: String| wrong(format!("the rank table {}: {detail}", path.display()));
+        let bytes = file::read(path, TABLE_BYTES, larger).map_err(failed)?;
+        Self::parse(&bytes).map_err(failed)
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let table: Value = serde_json::from_slice(bytes).map_err(|e| format!("is no JSON: {e}"))?;
+        if let Some(status) = table.get("status").and_then(Value::as_str)
+            && status != "completed"
+        {
+            return Err(format!(
+                "status: is {status:?} and must be \"completed\": the table is not finished"
+            ));
+        }
+        let mut entries = Entries::default();
+        match (table.get("server_list"), table.get("group_list")) {
+            (Some(_), _) => entries.add_servers(&table)?,
+            (None, Some(_)) => entries.add_groups(&table)?,
+            (None, None) => return Err("has neither server_list nor group_list".into()),
+        }
+        entries.finish()
+    }
+
+    /// Ranks in all.
+    pub(crate) fn world_size(&self) -> u32 {
+        self.machines.iter().map(|machine| machine.devices.len() as u32).sum()
+    }
+
+    /// The machine of a rank, and the rank's place among those of this machine.
+    pub(crate) fn place(&self, rank: u32) -> Option<(&Machine, u32)> {
+        let local = |machine: &Machine| machine.devices.iter().position(|device| device.rank == rank);
+        self.machines.iter().find_map(|machine| Some((machine, local(machine)? as u32)))
+    }
+}
+
+/// What has been read of a table, and where in it each rank and device was.
+#[derive(Default)]
+struct Entries {
+    machines: Vec<Machine>,
+    ranks: HashMap<u32, String>,
+    devices: HashMap<(usize, u32), String>,
+}
+
+impl Entries {
+    fn add_servers(&mut self, table: &Value) -> Result<(), String> {
+        let servers = list(table, "server_list", "server_list")?;
+        counted(table, "server_count", "server_count", "server_list", servers.len())?;
+        for (s, server) in servers.iter().enumerate() {
+            let at = format!("server_list[{s}]");
+            let address = address(server, &at)?;
+            if self.machines.iter().any(|machine| machine.address == address) {
+                return Err(format!("{at}.server_id: {address} is in the list twice"));
+            }
+            for (d, device) in list(server, "device", &format!("{at}.device"))?.iter().enumerate() {
+                let at = format!("{at}.device[{d}]");
+                let rank = number(device, "rank_id", &at)?;
+                self.add(&address, rank, number(device, "device_id", &at)?, &at)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The older form: a list of ranks, each with its machine and one device.
+    fn add_groups(&mut self, table: &Value) -> Result<(), String> {
+        let groups = list(table, "group_list", "group_list")?;
+        counted(table, "group_count", "group_count", "group_list", groups.len())?;
+        for (g, group) in groups.iter().enumerate() {
+            let at = format!("group_list[{g}].instance_list");
+            let instances = list(group, "instance_list", &at)?;
+            counted(
+                group,
+                "instance_count",
+                &format!("group_list[{g}].instance_count"),
+                &at,
+                instances.len(),
+            )?;
+            for (i, instance) in instances.iter().enumerate() {
+                let at = format!("{at}[{i}]");
+                let devices = list(instance, "devices", &format!("{at}.devices"))?;
+                let [device] = &devices[..] else {
+                    return Err(format!("{at}.devices: has {} devices and must have one", devices.len()));
+                };
+                let rank = number(instance, "rank_id", &at)?;
+                let device = number(device, "device_id", &format!("{at}.devices[0]"))?;
+                self.add(&address(instance, &at)?, rank, device, &at)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, address: &str, rank: u32, device: u32, at: &str) -> Result<(), String> {
+        if self.ranks.len() == MOST_DEVICES {
+            return Err(format!("{at}: a rank table may have at most {MOST_DEVICES} devices"));
+        }
+        if let Some(first) = self.ranks.insert(rank, at.to_owned()) {
+            return Err(format!("{at}.rank_id: rank {rank} is at {first} already"));
+        }
+        let found = self.machines.iter().position(|machine| machine.address == address);
+        let machine = found.unwrap_or_else(|| {
+            self.machines.push(Machine { address: address.to_owned(), devices: Vec::new() });
+            self.machines.len() - 1
+        });
+        if let Some(first) = self.devices.insert((machine, device), at.to_owned()) {
+            return Err(format!("{at}.device_id: device {device} of {address} is at {first} already"));
+        }
+        self.machines[machine].devices.push(Device { rank, device });
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<RankTable, String> {
+        let ranks = self.ranks.len() as u32;
+        if ranks == 0 {
+            return Err("has no device".into());
+        }
+        if let Some(missing) = (0..ranks).find(|rank| !self.ranks.contains_key(rank)) {
+            return Err(format!(
+                "rank_id: rank {missing} is missing; {ranks} devices have ranks 0 to {}",
+                ranks - 1
+            ));
+        }
+        for machine in &mut self.machines {
+            machine.devices.sort_by_key(|device| device.rank);
+        }
+        Ok(RankTable { machines: self.machines })
+    }
+}
+
+fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String> {
+    match of.get(key) {
+        Some(Value::Array(list)) => Ok(list),
+        Some(_) => Err(format!("{at}: must be a list")),
+        None => Err(format!("{at}: is missing")),
+    }
+}
+
+/// A number, which tables write as text.
+fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
+    let wrong = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
+    match of.get(key) {
+        Some(Value::String(text)) => text.trim().parse().map_err(|_| wrong(&format!("{text:?}"))),
+        Some(Value::Number(number)) => {
+            number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| wrong(number))
+        }
+        Some(other) => Err(wrong(other)),
+        None => Err(format!("{at}.{key}: is missing")),
+    }
+}
+
+/// Checks a count beside a list, where there is one.
+fn counted(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
+    if of.get(key).is_none() {
+        return Ok(());
+    }
+    let said = number(of, key, at.rsplit_once('.').map_or("the table", |(parent, _)| parent))?;
+    if said as usize == found { Ok(()) } else { Err(format!("{at}: says {said}, and {list} has {found}")) }
+}
+
+fn address(of: &Value, at: &str) -> Result<String, String> {
+    let text = match of.get("server_id") {
+        Some(Value::String(text)) => text.trim(),
+        Some(_) => return Err(format!("{at}.server_id: must be text, a machine's address")),
+        None => return Err(format!("{at}.server_id: is missing")),
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
+    if text.is_empty() || text.len() > MOST_NAME_BYTES || text.starts_with('-') || !text.chars().all(plain) {
+        return Err(format!(
+            "{at}.server_id: must be a machine's name or address of at most {MOST_NAME_BYTES} characters"
+        ));
+    }
+    Ok(text.to_owned())
+}
+
+#[cfg(test)]
+mod tests;

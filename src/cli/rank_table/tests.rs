@@ -1,0 +1,126 @@
+use super::*;
+use serde_json::json;
+
+/// As `hccl_tools.py` writes it: numbers are text.
+fn servers(machines: u32, devices: u32) -> Value {
+    let device = |s: u32, d: u32| json!({ "device_id": d.to_string(), "device_ip": format!("192.1.{s}.{d}"), "rank_id": (s * devices + d).to_string() });
+    let server = |s: u32| json!({ "server_id": format!("10.0.0.{}", s + 1), "host_nic_ip": "reserve", "device": (0..devices).map(|d| device(s, d)).collect::<Vec<_>>() });
+    json!({
+        "version": "1.0", "server_count": machines.to_string(), "status": "completed",
+        "server_list": (0..machines).map(server).collect::<Vec<_>>(),
+    })
+}
+
+fn groups(ranks: u32, per_machine: u32) -> Value {
+    let instance = |r: u32| json!({ "rank_id": r.to_string(), "server_id": format!("10.0.0.{}", r / per_machine + 1), "devices": [{ "device_id": (r % per_machine).to_string(), "device_ip": "192.1.27.6" }] });
+    json!({
+        "board_id": "0x0000", "chip_info": "910", "deploy_mode": "lab", "group_count": "1", "status": "completed",
+        "group_list": [{
+            "device_num": ranks.to_string(), "group_name": "", "instance_count": ranks.to_string(),
+            "instance_list": (0..ranks).map(instance).collect::<Vec<_>>(), "server_num": (ranks / per_machine).to_string(),
+        }],
+    })
+}
+
+fn parse(table: &Value) -> Result<RankTable, String> {
+    RankTable::parse(&serde_json::to_vec(table).unwrap())
+}
+
+#[test]
+fn tables_of_2_8_and_16_devices_are_read_in_both_forms() {
+    for (machines, devices) in [(1, 2), (2, 1), (1, 8), (2, 8)] {
+        let table = parse(&servers(machines, devices)).unwrap();
+        assert_eq!(table.world_size(), machines * devices);
+        assert_eq!(table.machines.len(), machines as usize);
+        assert_eq!(table, parse(&groups(machines * devices, devices)).unwrap());
+        let last = table.place(machines * devices - 1).unwrap();
+        assert_eq!((last.0.address.as_str(), last.1), (&*format!("10.0.0.{machines}"), devices - 1));
+        assert_eq!(table.place(machines * devices), None);
+    }
+}
+
+#[test]
+fn ranks_are_where_the_table_puts_them() {
+    // Backwards on each machine, and in turns over two.
+    let mut table = servers(2, 2);
+    for (s, d, rank) in [(0, 0, 2), (0, 1, 0), (1, 0, 3), (1, 1, 1)] {
+        table["server_list"][s]["device"][d]["rank_id"] = json!(rank);
+    }
+    let table = parse(&table).unwrap();
+    let of = |m: usize| table.machines[m].devices.iter().map(|d| (d.rank, d.device)).collect::<Vec<_>>();
+    assert_eq!((of(0), of(1)), (vec![(0, 1), (2, 0)], vec![(1, 1), (3, 0)]));
+    assert_eq!(
+        table.place(2).map(|(machine, local)| (machine.address.as_str(), local)),
+        Some(("10.0.0.1", 1))
+    );
+}
+
+#[test]
+fn mistakes_are_named_by_their_field() {
+    let changed = |pointer: &str, value: Value| {
+        let mut table = servers(2, 2);
+        *table.pointer_mut(pointer).unwrap() = value;
+        parse(&table).unwrap_err()
+    };
+    for (pointer, value, said) in [
+        ("/status", json!("initializing"), "status: is \"initializing\""),
+        ("/server_count", json!("3"), "server_count: says 3, and server_list has 2"),
+        ("/server_count", json!("two"), "server_count: is \"two\""),
+        ("/server_list", json!({}), "server_list: must be a list"),
+        (
+            "/server_list/1/server_id",
+            json!("10.0.0.1"),
+            "server_list[1].server_id: 10.0.0.1 is in the list twice",
+        ),
+        ("/server_list/1/server_id", json!("-oProxyCommand=x"), "server_list[1].server_id: must be"),
+        ("/server_list/1/server_id", json!("a b"), "server_list[1].server_id: must be"),
+        ("/server_list/0/device", json!(7), "server_list[0].device: must be a list"),
+        (
+            "/server_list/0/device/1/rank_id",
+            json!("0"),
+            "server_list[0].device[1].rank_id: rank 0 is at server_list[0].device[0]",
+        ),
+        (
+            "/server_list/0/device/1/device_id",
+            json!(0),
+            "server_list[0].device[1].device_id: device 0 of 10.0.0.1",
+        ),
+        ("/server_list/0/device/1/rank_id", json!("-1"), "server_list[0].device[1].rank_id: is \"-1\""),
+        ("/server_list/0/device/1/rank_id", json!(1.5), "server_list[0].device[1].rank_id: is 1.5"),
+        ("/server_list/1/device/1/rank_id", json!(9), "rank 3 is missing"),
+    ] {
+        let error = changed(pointer, value);
+        assert!(error.contains(said), "{pointer}: {error}");
+    }
+    assert!(parse(&json!({})).unwrap_err().contains("neither server_list nor group_list"));
+    assert!(parse(&json!({ "server_list": [] })).unwrap_err().contains("no device"));
+    let mut two = groups(2, 2);
+    two["group_list"][0]["instance_list"][1]["devices"] = json!([]);
+    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
+    two["group_list"][0]["instance_count"] = json!("8");
+    assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: says 8"));
+    assert!(RankTable::parse(b"{").unwrap_err().contains("no JSON"));
+}
+
+#[test]
+fn a_table_has_a_limit() {
+    let most = MOST_DEVICES as u32;
+    assert_eq!(parse(&servers(2, most / 2)).unwrap().world_size(), most);
+    assert!(parse(&servers(1, most + 1)).unwrap_err().contains("at most 4096 devices"));
+    let name = |bytes: usize| {
+        let mut table = servers(1, 2);
+        table["server_list"][0]["server_id"] = json!("a".repeat(bytes));
+        parse(&table)
+    };
+    assert!(name(253).is_ok());
+    assert!(name(254).unwrap_err().contains("at most 253"));
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("table.json");
+    let mut text = serde_json::to_vec(&servers(1, 2)).unwrap();
+    text.resize(1 << 20, b' ');
+    std::fs::write(&path, &text).unwrap();
+    assert!(RankTable::read(&path).is_ok());
+    text.push(b' ');
+    std::fs::write(&path, &text).unwrap();
+    assert!(RankTable::read(&path).unwrap_err().to_string().contains("larger than 1 MiB"));
+}

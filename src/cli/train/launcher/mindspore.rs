@@ -1,0 +1,120 @@
+//! The variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers, of which each is a rank.
+
+use super::{Place, number, port, table::of_rank};
+use crate::cli::rank_table::RankTable;
+use std::{net::IpAddr, path::Path};
+
+const BY: &str = "MindSpore";
+
+/// Whether this is the process by which MindSpore's workers find each other. Lockstep's rank 0 does that itself.
+pub(in super::super) fn is_scheduler(variable: impl Fn(&str) -> Option<String>) -> bool {
+    variable("MS_ROLE").is_some_and(|role| role.trim() == "MS_SCHED")
+}
+
+/// The place of a worker. Its rank is `MS_NODE_ID`, or `RANK_ID` where node ids are names. Its GPU is `DEVICE_ID`, or the one that the
+/// rank table `RANK_TABLE_FILE` gives it.
+///
+/// # Errors
+/// A variable is missing or no number.
+pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Place, String> {
+    let role = variable("MS_ROLE").unwrap_or_default();
+    if role.trim() != "MS_WORKER" {
+        return Err(format!("MS_ROLE={role:?}: Lockstep has workers (MS_WORKER) and no parameter servers"));
+    }
+    let missing = |name: &str| format!("MS_ROLE is MS_WORKER and {name} is not set");
+    let world_size = number(variable, "MS_WORKER_NUM")?.ok_or_else(|| missing("MS_WORKER_NUM"))?;
+    let node_id = variable("MS_NODE_ID").and_then(|id| id.trim().parse().ok());
+    let rank: u32 = match number(variable, "RANK_ID")?.or(node_id) {
+        Some(rank) => rank,
+        None => return Err(missing("RANK_ID, nor MS_NODE_ID to a number,")),
+    };
+    if rank >= world_size {
+        return Err(format!("{BY} says that this is rank {rank} of {world_size}"));
+    }
+    let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
+    let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
+    let addr = addr.ok_or_else(|| missing("MS_SCHED_HOST"))?;
+    // The scheduler has nothing to do here and ends, so that rank 0 can have its port.
+    let port = match (port(variable)?, number(variable, "MS_SCHED_PORT")?) {
+        (Some(port), _) => port,
+        (None, Some(port)) => u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is no port"))?,
+        (None, None) => return Err(missing("MS_SCHED_PORT")),
+    };
+    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{BY}/{addr}/{port}/{world_size}"));
+    if let Some(path) = variable("RANK_TABLE_FILE").filter(|path| !path.trim().is_empty()) {
+        let table = RankTable::read(Path::new(path.trim())).map_err(|e| format!("RANK_TABLE_FILE: {e}"))?;
+        if table.world_size() != world_size {
+            let ranks = table.world_size();
+            return Err(format!("MS_WORKER_NUM is {world_size} and RANK_TABLE_FILE has {ranks} devices"));
+        }
+        let place = of_rank(&table, rank, variable)?;
+        return Ok(Place { by: BY, addr, port, secret, ..place });
+    }
+    let device = number(variable, "DEVICE_ID")?;
+    // All workers are on one machine where the scheduler is at its loopback address. Elsewhere nothing says how many there are on each.
+    let is_one_machine = addr == "localhost" || addr.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let here = number(variable, "LOCAL_WORLD_SIZE")?;
+    let local_ranks = here.unwrap_or(if is_one_machine { world_size } else { 1 }).clamp(1, world_size);
+    let local_rank = number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
+    Ok(Place { by: BY, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORKER: [(&str, &str); 5] = [
+        ("MS_ROLE", "MS_WORKER"),
+        ("MS_WORKER_NUM", "8"),
+        ("MS_SCHED_HOST", "10.0.0.7"),
+        ("MS_SCHED_PORT", "8118"),
+        ("MS_NODE_ID", "5"),
+    ];
+
+    fn with(more: &[(&str, &str)]) -> Result<Place, String> {
+        let all = [more, &WORKER].concat();
+        // The first of a name counts; an empty one takes it away.
+        detect(&|name: &str| {
+            let found = all.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            found.filter(|value| !value.is_empty())
+        })
+    }
+
+    #[test]
+    fn a_worker_is_a_rank() {
+        let place = with(&[("DEVICE_ID", "1"), ("LOCAL_WORLD_SIZE", "4")]).unwrap();
+        assert_eq!((place.rank, place.world_size, place.local_rank, place.local_ranks), (5, 8, 1, 4));
+        assert_eq!((place.addr.as_str(), place.port, place.device), ("10.0.0.7", 8118, Some(1)));
+        // Node ids may be names.
+        let named = with(&[("MS_NODE_ID", "host-a"), ("RANK_ID", "3")]).unwrap();
+        assert_eq!((named.rank, named.local_rank, named.local_ranks), (3, 0, 1));
+        let one_machine = with(&[("MS_SCHED_HOST", "127.0.0.1")]).unwrap();
+        assert_eq!((one_machine.local_rank, one_machine.local_ranks), (5, 8));
+        assert_eq!(with(&[("MASTER_PORT", "4000")]).unwrap().port, 4000);
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        for (name, value, said) in [
+            ("MS_WORKER_NUM", "", "MS_WORKER_NUM is not set"),
+            ("MS_SCHED_HOST", "", "MS_SCHED_HOST is not set"),
+            ("MS_SCHED_PORT", "", "MS_SCHED_PORT is not set"),
+            ("MS_SCHED_PORT", "70000", "MS_SCHED_PORT=70000 is no port"),
+            ("MS_NODE_ID", "host-a", "RANK_ID"),
+            ("MS_NODE_ID", "8", "rank 8 of 8"),
+            ("MS_WORKER_NUM", "many", "MS_WORKER_NUM=\"many\" is no number"),
+            ("MS_ROLE", "MS_PSERVER", "no parameter servers"),
+            ("RANK_TABLE_FILE", "/none.json", "RANK_TABLE_FILE"),
+        ] {
+            let error = with(&[(name, value)]).unwrap_err();
+            assert!(error.contains(said), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_scheduler_is_known_by_its_role() {
+        let role = |role: &'static str| is_scheduler(|name| (name == "MS_ROLE").then(|| role.to_owned()));
+        assert!(role("MS_SCHED") && !role("MS_WORKER"));
+        assert!(!is_scheduler(|_| None));
+    }
+}

@@ -1,0 +1,113 @@
+//! Places by a rank table.
+
+use super::{Place, number, port, port_for};
+use crate::cli::rank_table::{Machine, RankTable};
+use std::fmt::Write as _;
+
+/// Who decides, in messages.
+pub(in super::super) const RANK_TABLE: &str = "the rank table";
+
+/// The ranks of one machine, of which this process starts all.
+pub(in super::super) struct Ranks {
+    pub(in super::super) world_size: u32,
+    /// Each rank and the number of its device.
+    pub(in super::super) local: Vec<(u32, u32)>,
+    pub(in super::super) addr: String,
+    pub(in super::super) port: u16,
+    pub(in super::super) secret: String,
+}
+
+/// The place of one rank. Ranks meet at `MASTER_ADDR` and `MASTER_PORT`, or at rank 0's machine and a port that follows from the table.
+///
+/// # Errors
+/// The table has no such rank, or a variable is wrong.
+pub(in super::super) fn of_rank(
+    table: &RankTable,
+    rank: u32,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<Place, String> {
+    let world_size = table.world_size();
+    let (machine, local_rank) = table
+        .place(rank)
+        .ok_or_else(|| format!("{RANK_TABLE} has no rank {rank}: its ranks are 0 to {}", world_size - 1))?;
+    let Meeting { addr, port, secret } = meeting(table, variable)?;
+    let local_ranks = machine.devices.len() as u32;
+    let device = Some(machine.devices[local_rank as usize].device);
+    Ok(Place { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+}
+
+/// The ranks of the machine `node`, counted from 0 in the table's order.
+///
+/// # Errors
+/// The table has no such machine, or a variable is wrong.
+pub(in super::super) fn of_machine(
+    table: &RankTable,
+    node: usize,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<Ranks, String> {
+    let machine: &Machine = table.machines.get(node).ok_or_else(|| {
+        format!("--node {node}: {RANK_TABLE} has {} machines, which are counted from 0", table.machines.len())
+    })?;
+    let Meeting { addr, port, secret } = meeting(table, variable)?;
+    let local = machine.devices.iter().map(|device| (device.rank, device.device)).collect();
+    Ok(Ranks { world_size: table.world_size(), local, addr, port, secret })
+}
+
+struct Meeting {
+    addr: String,
+    port: u16,
+    secret: String,
+}
+
+fn meeting(table: &RankTable, variable: &impl Fn(&str) -> Option<String>) -> Result<Meeting, String> {
+    // All that the machines know of each other, in one order: the same text on each.
+    let mut text = String::new();
+    for machine in &table.machines {
+        let _ = write!(text, "{}{:?};", machine.address, machine.devices);
+    }
+    let given = variable("MASTER_ADDR").map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
+    let addr = match (given, table.place(0)) {
+        (Some(addr), _) => addr,
+        (None, _) if table.machines.len() == 1 => "127.0.0.1".into(),
+        (None, Some((machine, _))) => machine.address.clone(),
+        (None, None) => return Err(format!("{RANK_TABLE} has no rank 0")),
+    };
+    let port = port(variable)?.unwrap_or_else(|| port_for(&text));
+    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{text}/{addr}/{port}"));
+    Ok(Meeting { addr, port, secret })
+}
+
+/// `RANK_ID`, by which MindSpore's scripts tell a process its rank in the table.
+pub(in super::super) fn rank_id(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u32>, String> {
+    number(variable, "RANK_ID")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::rank_table::Device;
+
+    fn table() -> RankTable {
+        let machine = |address: &str, devices: &[(u32, u32)]| Machine {
+            address: address.into(),
+            devices: devices.iter().map(|&(rank, device)| Device { rank, device }).collect(),
+        };
+        RankTable {
+            machines: vec![machine("10.0.0.1", &[(1, 4), (3, 5)]), machine("10.0.0.2", &[(0, 7), (2, 6)])],
+        }
+    }
+
+    #[test]
+    fn ranks_meet_where_rank_0_is() {
+        let none = |_: &str| None;
+        let (zero, three) = (of_rank(&table(), 0, &none).unwrap(), of_rank(&table(), 3, &none).unwrap());
+        assert_eq!((zero.addr.as_str(), zero.port, &zero.secret), ("10.0.0.2", three.port, &three.secret));
+        assert_eq!((three.local_rank, three.local_ranks, three.device), (1, 2, Some(5)));
+        let first = of_machine(&table(), 0, &none).unwrap();
+        assert_eq!((first.local, first.world_size, first.port), (vec![(1, 4), (3, 5)], 4, zero.port));
+        let set = |name: &str| (name == "MASTER_PORT").then(|| "4000".to_owned());
+        assert_eq!(of_rank(&table(), 0, &set).unwrap().port, 4000);
+        assert!(of_rank(&table(), 4, &none).unwrap_err().contains("ranks are 0 to 3"));
+        assert!(of_machine(&table(), 2, &none).err().unwrap().contains("has 2 machines"));
+    }
+}

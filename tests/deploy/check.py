@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Checks deploy/ and docker-compose.yml: Kubernetes' published schemas and the Compose specification, and that the commands in them are
+ones that the program has. Run by tests/run, which installs what this imports (into target/schemas).
+
+    PYTHONPATH=target/schemas python3 tests/deploy/check.py target/release/lockstep
+"""
+
+import copy
+import pathlib
+import subprocess
+import sys
+
+import kubernetes_validate
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KUBERNETES = "1.37"
+
+
+def documents():
+    for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            yield path.name, document
+
+
+def options(program, command):
+    """The options of a command, by its help."""
+    text = subprocess.run([program, command, "--help"], check=True, capture_output=True, text=True).stdout
+    return {word.strip(",").split("=")[0] for word in text.split() if word.startswith("--")}
+
+
+def check_command(program, where, arguments):
+    known = options(program, arguments[0])
+    for argument in arguments[1:]:
+        if argument.startswith("--"):
+            assert argument.split("=")[0] in known, f"{where}: lockstep {arguments[0]} has no {argument}"
+
+
+def is_valid(document):
+    try:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        return True
+    except kubernetes_validate.ValidationError as error:
+        print(error)
+        return False
+
+
+def check_kubernetes(program):
+    kinds, roles = [], []
+    for name, document in documents():
+        assert is_valid(document), f"{name}: {document['kind']} {document['metadata']['name']}"
+        kinds.append(document["kind"])
+        if document["kind"] in ("Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"):
+            roles.append(name)
+        if document["kind"] == "StatefulSet":
+            pod = document["spec"]["template"]["spec"]
+            assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"], name
+            container = pod["containers"][0]
+            check_command(program, name, container["args"])
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", [])}
+            assert mounted == {volume["name"] for volume in pod["volumes"]} | claims, f"{name}: {mounted}"
+    assert kinds.count("StatefulSet") == 3, kinds
+    assert not roles, f"nothing here needs a role: {roles}"
+    # The schemas find what is wrong.
+    broken = copy.deepcopy(next(document for _, document in documents() if document["kind"] == "StatefulSet"))
+    broken["spec"]["replicaz"] = 1
+    assert not is_valid(broken), "a key that Kubernetes does not know passes"
+
+
+def check_compose(program):
+    path = ROOT / "docker-compose.yml"
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    subprocess.run([*check, str(path)], check=True)
+    wrong = subprocess.run([*check, "-"], input="services: {a: {imagge: x}}", text=True, capture_output=True)
+    assert wrong.returncode != 0, "a key that Compose does not know passes"
+    compose = yaml.safe_load(path.read_text())
+    targets = {line.split()[-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if " AS " in line}
+    for name, service in compose["services"].items():
+        assert service.get("profiles"), f"{name} has no profile"
+        if "command" in service:
+            check_command(program, name, service["command"])
+        if "build" in service:
+            assert service["build"]["target"] in targets, f"{name}: {targets}"
+
+
+if __name__ == "__main__":
+    check_kubernetes(sys.argv[1])
+    check_compose(sys.argv[1])
+    print("deploy/ and docker-compose.yml are valid")

@@ -1,0 +1,154 @@
+//! Slurm on this machine: munged, slurmctld, and a slurmd for each of its nodes, as Debian has them.
+
+use super::{done, end, program};
+use crate::server::{SOON, free_port};
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+pub(crate) struct Slurm {
+    folder: PathBuf,
+    nodes: Vec<String>,
+}
+
+impl Slurm {
+    /// A cluster whose nodes have two cores each.
+    pub(crate) fn start(folder: &Path, nodes: u16) -> Self {
+        let folder = folder.join("slurm");
+        fs::create_dir_all(folder.join("state")).expect("a folder");
+        // munged looks whether others can write above its socket.
+        for path in [folder.parent().expect("a parent"), &folder] {
+            fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
+        }
+        let shown = folder.display();
+        let key = folder.join("munge.key");
+        fs::write(&key, [7; 1024]).expect("a key");
+        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("a mode");
+        let option = |name: &str, file: &str| format!("--{name}={shown}/{file}");
+        let mut munged = Command::new(program("munged", "munge"));
+        munged.args([
+            option("key-file", "munge.key"),
+            option("socket", "munge.socket"),
+            option("pid-file", "munged.pid"),
+        ]);
+        munged.args([option("log-file", "munged.log"), option("seed-file", "munge.seed"), "--force".into()]);
+        done(&mut munged);
+        let host = done(&mut Command::new("hostname"));
+        let host = host.trim();
+        let ports: Vec<_> = (0..nodes).map(|_| free_port()).collect();
+        let mut config = format!(
+            "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={}\nAuthType=auth/munge\nAuthInfo=socket={shown}/munge.socket\n\
+             SlurmUser=root\nSlurmdUser=root\nStateSaveLocation={shown}/state\nSlurmdSpoolDir={shown}/spool.%n\n\
+             SlurmctldPidFile={shown}/slurmctld.pid\nSlurmdPidFile={shown}/slurmd.%n.pid\nSlurmctldLogFile={shown}/slurmctld.log\n\
+             SlurmdLogFile={shown}/slurmd.%n.log\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n\
+             SchedulerType=sched/builtin\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nReturnToService=2\nMailProg=/bin/true\n\
+             SlurmdTimeout=5\nKillWait=30\nOverTimeLimit=0\nSlurmdParameters=config_overrides\n",
+            free_port()
+        );
+        for (node, port) in ports.iter().enumerate() {
+            config += &format!(
+                "NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+            );
+        }
+        config += "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n";
+        fs::write(folder.join("slurm.conf"), config).expect("a configuration");
+        let nodes: Vec<_> = (0..nodes).map(|node| format!("n{node}")).collect();
+        let slurm = Self { folder, nodes };
+        done(&mut slurm.command("slurmctld", "slurmctld"));
+        for node in &slurm.nodes {
+            fs::create_dir_all(slurm.folder.join(format!("spool.{node}"))).expect("a folder");
+            done(slurm.command("slurmd", "slurmd").args(["-N", node]));
+        }
+        slurm.until("all nodes are idle", |slurm| {
+            let states = slurm.say("sinfo", &["-h", "-N", "-o", "%T"]);
+            states.lines().count() == slurm.nodes.len() && states.lines().all(|state| state == "idle")
+        });
+        slurm
+    }
+
+    /// A command of Slurm for this cluster.
+    pub(crate) fn command(&self, name: &str, package: &str) -> Command {
+        let mut command = Command::new(program(name, package));
+        command.env("SLURM_CONF", self.config());
+        command
+    }
+
+    pub(crate) fn config(&self) -> PathBuf {
+        self.folder.join("slurm.conf")
+    }
+
+    /// What one of Slurm's commands prints.
+    pub(crate) fn say(&self, name: &str, args: &[&str]) -> String {
+        done(self.command(name, "slurm-client").args(args))
+    }
+
+    /// A field of a job, as `squeue` has it; empty once it has forgotten the job.
+    pub(crate) fn field(&self, job: &str, field: &str) -> String {
+        let said =
+            self.command("squeue", "slurm-client").args(["-h", "-t", "all", "-j", job, "-o", field]).output();
+        String::from_utf8_lossy(&said.expect("squeue").stdout).trim().to_owned()
+    }
+
+    /// The number of the only job.
+    pub(crate) fn job(&self) -> String {
+        self.until("there is a job", |slurm| !slurm.say("squeue", &["-h", "-o", "%i"]).trim().is_empty());
+        self.say("squeue", &["-h", "-o", "%i"]).trim().to_owned()
+    }
+
+    /// As a power cut: its daemon and all that it has started.
+    pub(crate) fn kill_node(&self, node: &str) {
+        let step = format!("slurmstepd: [{}.", self.job());
+        let daemon =
+            fs::read_to_string(self.folder.join(format!("slurmd.{node}.pid"))).expect("its process id");
+        kill(daemon.trim().parse().expect("a number"));
+        for entry in fs::read_dir("/proc").expect("processes").filter_map(Result::ok) {
+            let (Some(pid), Ok(line)) = (
+                entry.file_name().to_str().and_then(|pid| pid.parse::<i32>().ok()),
+                fs::read(entry.path().join("cmdline")),
+            ) else {
+                continue;
+            };
+            // Its environment has the configuration, which is this test's.
+            let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
+            let environment = String::from_utf8_lossy(&environment).into_owned();
+            let ours = environment.contains(&*self.folder.to_string_lossy());
+            let of_node = environment.contains(&format!("SLURMD_NODENAME={node}\0"));
+            if ours && (of_node || String::from_utf8_lossy(&line).starts_with(&step)) {
+                kill(pid);
+            }
+        }
+    }
+
+    /// Starts a node's daemon again.
+    pub(crate) fn start_node(&self, node: &str) {
+        done(self.command("slurmd", "slurmd").args(["-N", node]));
+    }
+
+    /// Waits until something holds.
+    pub(crate) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
+        let until = Instant::now() + 2 * SOON;
+        while !holds(self) {
+            assert!(Instant::now() < until, "not in time: {what}; {}", self.say("squeue", &["-t", "all"]));
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+fn kill(pid: i32) {
+    crate::server::signal(pid, rustix::process::Signal::KILL);
+}
+
+impl Drop for Slurm {
+    fn drop(&mut self) {
+        let _ = self.command("scancel", "slurm-client").args(["--quiet", "--user=root"]).output();
+        for node in &self.nodes {
+            end(&self.folder.join(format!("slurmd.{node}.pid")));
+        }
+        end(&self.folder.join("slurmctld.pid"));
+        end(&self.folder.join("munged.pid"));
+    }
+}

@@ -1,0 +1,76 @@
+//! OpenSSH's server on loopback, with keys of its own.
+
+use super::{done, program};
+use crate::server::{SOON, free_port, signal};
+use rustix::process::Signal;
+use std::{
+    fs::{self, File},
+    net::TcpStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+pub(crate) struct Sshd {
+    pub(crate) port: u16,
+    folder: PathBuf,
+    server: Child,
+}
+
+impl Sshd {
+    /// Starts one that lets this user in by a key in `folder`.
+    pub(crate) fn start(folder: &Path) -> Self {
+        let folder = folder.join("ssh");
+        fs::create_dir_all(&folder).expect("a folder");
+        let key = |name: &str| {
+            let path = folder.join(name);
+            done(
+                Command::new(program("ssh-keygen", "openssh-client"))
+                    .args(["-q", "-t", "ed25519", "-N", "", "-f"])
+                    .arg(&path),
+            );
+            path
+        };
+        let (host_key, user_key) = (key("host_key"), key("user_key"));
+        let port = free_port();
+        let keys = folder.join("authorized_keys");
+        fs::copy(user_key.with_extension("pub"), &keys).expect("a copy");
+        let config = format!(
+            "ListenAddress 127.0.0.1:{port}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nUsePAM no\nPidFile none\n\
+             PasswordAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\n",
+            host_key.display(),
+            keys.display()
+        );
+        fs::write(folder.join("sshd_config"), config).expect("a configuration");
+        // Where it puts the processes that have no rights; Debian's service makes it.
+        let _ = fs::create_dir("/run/sshd");
+        let log = File::create(folder.join("sshd.log")).expect("a log");
+        let mut command = Command::new(program("sshd", "openssh-server"));
+        command.args(["-D", "-e", "-f"]).arg(folder.join("sshd_config"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let mut server = command.spawn().expect("sshd");
+        let until = Instant::now() + SOON;
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(server.try_wait().ok().flatten().is_none(), "sshd ended");
+            assert!(Instant::now() < until, "sshd does not listen");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Self { port, folder, server }
+    }
+
+    /// Options by which `ssh` reaches it.
+    pub(crate) fn options(&self, port: u16) -> Vec<String> {
+        let known = format!("UserKnownHostsFile={}", self.folder.join("known_hosts").display());
+        let key = self.folder.join("user_key").display().to_string();
+        let options = ["-F", "none", "-p", &port.to_string(), "-i", &key, "-o", &known];
+        let fixed = ["-o", "StrictHostKeyChecking=accept-new"];
+        options.iter().chain(&fixed).map(ToString::to_string).collect()
+    }
+}
+
+impl Drop for Sshd {
+    fn drop(&mut self) {
+        signal(self.server.id() as i32, Signal::TERM);
+        let _ = self.server.wait();
+    }
+}

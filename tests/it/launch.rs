@@ -1,0 +1,219 @@
+//! `lockstep launch`: agents for one job, by a real sshd, a real Open MPI and a real Slurm on this machine.
+
+mod batch;
+
+use crate::{
+    cluster::{Sshd, command_lines},
+    pictures,
+    server::{Agents, Finished, LOCKSTEP, Server, free_port, lockstep, turn},
+    specs,
+};
+use serde_json::{Value, json};
+use std::{fs, process::Command};
+
+/// A server without agents, and a dataset.
+async fn server() -> Server {
+    let server = Server::start_with(Agents::None).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    server
+}
+
+/// A job of 20 steps on two ranks.
+fn short(name: &str) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, 20),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 10}}),
+    )
+}
+
+/// `lockstep launch`, with its agents' folders in the test's.
+fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
+    let mut command = lockstep();
+    command.current_dir(server.folder().path()).envs(server.for_clients());
+    command.arg("launch").args(args).args(["--program", LOCKSTEP, "--dir"]);
+    command.arg(server.folder().path().join("launch")).arg("--").args(options);
+    command
+}
+
+/// The name of the agent that ran a job's newest attempt.
+async fn agent_of(server: &Server, id: &str) -> String {
+    let attempts = server.get(&format!("/jobs/{id}/history")).await;
+    attempts.to_string()
+}
+
+async fn valid_agent_tokens(server: &Server) -> usize {
+    let tokens = server.get("/tokens?limit=200").await;
+    let tokens = tokens["tokens"].as_array().expect("tokens");
+    tokens
+        .iter()
+        .filter(|t| t["scope"] == "agent" && t["revoked_at"].is_null() && !t["expires_at"].is_null())
+        .count()
+}
+
+#[tokio::test]
+async fn ssh_starts_an_agent_for_the_job_alone_and_it_ends_with_it() {
+    let _turn = turn().await;
+    let server = server().await;
+    let sshd = Sshd::start(server.folder().path());
+    let id = server.submit(&short("over-ssh")).await;
+    let hosts = server.folder().write("hosts", "127.0.0.1 slots=2 env:LOCKSTEP_LOG=debug # this machine\n");
+    let hosts = hosts.to_str().expect("a path");
+    let done = Finished::of(&mut launch(
+        &server,
+        &[&id, "--with", "ssh", "--hostfile", hosts],
+        &sshd.options(sshd.port),
+    ));
+    done.ok();
+    assert!(done.stderr.contains("the agents' logs are in"), "{}", done.stderr);
+    let job = server.succeeded(&id).await;
+    assert_eq!(job["attempt"], 1, "{job:#}");
+    assert!(agent_of(&server, &id).await.contains("launch-"), "an agent of the launch ran it");
+    let agents = server.processes().into_iter().filter(|p| p.command() == "agent").count();
+    assert_eq!(agents, 0, "the agent ends with its job");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
+    let _turn = turn().await;
+    let server = server().await;
+    let sshd = Sshd::start(server.folder().path());
+    let toml = "name = \"file\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+                steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
+    let file = server.folder().write("job.toml", toml);
+    let file = file.to_str().expect("a path");
+    let args = [file, "--with", "ssh", "-H", "127.0.0.1", "--detach"];
+    let done = Finished::of(&mut launch(&server, &args, &sshd.options(sshd.port)));
+    let id = done.ok().split_whitespace().next().expect("an id").to_owned();
+    server.job_when(&id, "it trains", |job| job["state"] == "running").await;
+    let folder = server.folder().path().join("launch").join(&id);
+    let agent = fs::read_dir(&folder).expect("a folder").filter_map(Result::ok).find(|e| e.path().is_dir());
+    let token = fs::read_to_string(agent.expect("an agent").path().join("token")).expect("its token");
+    assert!(token.len() > 20);
+    let lines = command_lines();
+    assert!(lines.iter().any(|line| line.contains("agent --server")), "{lines:#?}");
+    assert!(lines.iter().all(|line| !line.contains(token.trim())), "a token on a command line");
+    // Nobody follows any more: the agent ends by itself.
+    server.cli(&["cancel", &id]).ok();
+    server
+        .until("the agent has ended", async |s: &Server| s.processes().iter().all(|p| p.command() != "agent"))
+        .await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_started_is_said_and_the_job_is_cancelled() {
+    let _turn = turn().await;
+    let server = server().await;
+    let sshd = Sshd::start(server.folder().path());
+    let file = server.folder().write(
+        "job.toml",
+        "[data]\ndataset = \"fashion\"\nimage_size = 16\n[model]\narch = \"resnet20\"\n[train]\nsteps = 9\n[parallel]\nranks = 2\ndevice = \"cpu\"\n",
+    );
+    let file = file.to_str().expect("a path");
+    let fails = |args: &[&str], options: &[String], said: &[&str]| {
+        let done = Finished::of(&mut launch(&server, args, options));
+        assert_ne!(done.status, 0, "{}", done.stdout);
+        for words in said {
+            assert!(done.stderr.contains(words), "{args:?} does not say {words:?}: {}", done.stderr);
+        }
+        done.stdout.split_whitespace().next().unwrap_or_default().to_owned()
+    };
+    let ssh = [file, "--with", "ssh", "-H", "127.0.0.1:2"];
+    let id = fails(
+        &ssh,
+        &sshd.options(free_port()),
+        &["127.0.0.1 cannot be reached by ssh", "refused", "is cancelled"],
+    );
+    assert_eq!(server.job(&id).await["state"], "cancelled");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
+    let missing = [&ssh[..], &["--program", "/nowhere/lockstep"]].concat();
+    let mut command = lockstep();
+    command.current_dir(server.folder().path()).envs(server.for_clients()).arg("launch").args(&missing);
+    command.arg("--dir").arg(server.folder().path().join("launch")).arg("--").args(sshd.options(sshd.port));
+    let done = Finished::of(&mut command);
+    assert!(
+        done.stderr.contains("127.0.0.1 cannot run lockstep") && done.stderr.contains("--program"),
+        "{}",
+        done.stderr
+    );
+    // Known before anything is submitted.
+    let before = server.get("/jobs").await["jobs"].as_array().map(Vec::len);
+    fails(&[file, "--with", "ssh", "-H", "127.0.0.1:1"], &[], &["2 ranks", "1 slots"]);
+    fails(
+        &[file, "--with", "ssh", "-H", "10.9.8.7:2"],
+        &[],
+        &["10.9.8.7 cannot reach the server", "--agent-server"],
+    );
+    fails(&[file, "--with", "ssh"], &[], &["which machines?"]);
+    let mut command = launch(&server, &[file, "--with", "slurm"], &[]);
+    let done = Finished::of(command.env("PATH", server.folder().path()));
+    assert!(done.stderr.contains("there is no sbatch on the PATH"), "{}", done.stderr);
+    assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), before);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn mpirun_starts_an_agent_a_machine() {
+    let _turn = turn().await;
+    let server = server().await;
+    let id = server.submit(&short("over-mpi")).await;
+    let options = ["--allow-run-as-root", "--oversubscribe"].map(String::from);
+    let done = Finished::of(&mut launch(&server, &[&id, "--with", "mpirun", "-H", "localhost:2"], &options));
+    done.ok();
+    server.succeeded(&id).await;
+    assert!(agent_of(&server, &id).await.contains("localhost"), "an agent of the launch ran it");
+    let agents = server.processes().into_iter().filter(|p| p.command() == "agent").count();
+    assert_eq!(agents, 0, "the agent ends with its job");
+    server.stop().await;
+}
+
+#[test]
+fn a_dry_run_shows_commands_and_starts_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let job = folder.path().join("job.toml");
+    fs::write(&job, "[data]\ndataset = \"fashion\"\n[parallel]\nranks = 8\ndevice = \"cpu\"\n")
+        .expect("a job");
+    let table = folder.path().join("table.json");
+    let device = |d: u32| json!({"device_id": d.to_string(), "rank_id": d.to_string()});
+    let list = json!([{"server_id": "127.0.0.1", "device": (0..8).map(device).collect::<Vec<_>>()}]);
+    fs::write(&table, json!({"server_list": list}).to_string()).expect("a table");
+    let dry = |with: &str, more: &[&str]| {
+        let mut command = lockstep();
+        command
+            .arg("launch")
+            .arg(&job)
+            .args(["--with", with, "--dry-run"])
+            .args(more)
+            .current_dir(folder.path());
+        Finished::of(&mut command).ok().to_owned()
+    };
+    let said = dry(
+        "ssh",
+        &["-H", "127.0.0.1:4,localhost:4", "--program", "/opt/lock step/lockstep", "--", "-p", "22"],
+    );
+    assert_eq!(said.lines().count(), 2, "{said}");
+    assert!(said.contains(r"-p 22 127.0.0.1 ''\''/opt/lock step/lockstep'\'' launched -'"), "{said}");
+    let table = table.to_str().expect("a path");
+    let said = dry("mpirun", &["--rank-table", table]);
+    assert!(
+        said.starts_with("mpirun -H 127.0.0.1:1 -np 1 ") && said.contains("lockstep launched env"),
+        "{said}"
+    );
+    let said = dry("slurm", &["--nodes", "2", "--", "--time=1:00:00"]);
+    for line in [
+        "sbatch --parsable --time=1:00:00",
+        "#SBATCH --nodes=2",
+        "#SBATCH --cpus-per-task=4",
+        "#SBATCH --signal=B:USR1@120",
+        "#SBATCH --requeue",
+    ] {
+        assert!(said.lines().any(|said| said == line), "no {line}: {said}");
+    }
+    // The script is one that a shell can read.
+    let script = said.split_once('\n').expect("a script").1;
+    let path = folder.path().join("script");
+    fs::write(&path, script).expect("a script");
+    assert!(Command::new("bash").arg("-n").arg(&path).status().expect("bash").success(), "{script}");
+}

@@ -1,0 +1,132 @@
+//! Agents in batch jobs of a real Slurm.
+
+use super::{agent_of, launch, server, short, valid_agent_tokens};
+use crate::{
+    cluster::Slurm,
+    server::{Finished, Server, number, turn},
+    specs,
+};
+use serde_json::{Value, json};
+
+/// A job that ends when it is told to.
+fn endless(name: &str) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, 1_000_000),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
+    )
+}
+
+/// Launches a job and leaves it to Slurm; the number of Slurm's job.
+fn submitted(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> String {
+    let options: Vec<_> = options.iter().map(ToString::to_string).collect();
+    let mut command = launch(server, &[id, "--with", "slurm", "--detach"], &options);
+    Finished::of(command.env("SLURM_CONF", slurm.config())).ok();
+    slurm.job()
+}
+
+async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
+    let past = |job: &Value| {
+        number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
+    };
+    server.job_when(id, "it trains", past).await
+}
+
+#[tokio::test]
+async fn a_batch_job_runs_the_job_and_ends_with_it() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 2);
+    let id = server.submit(&short("over-slurm")).await;
+    let mut command = launch(&server, &[&id, "--with", "slurm"], &[]);
+    let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
+    done.ok();
+    assert!(done.stderr.contains("Slurm's job is 1; its log will be"), "{}", done.stderr);
+    server.succeeded(&id).await;
+    assert!(agent_of(&server, &id).await.contains("launch-"), "an agent of the launch ran it");
+    slurm.until("Slurm's job is over", |slurm| slurm.field("1", "%T") == "COMPLETED");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
+    assert!(!server.folder().path().join("launch").join(&id).join("bundle.json").exists());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 1);
+    let id = server.submit(&endless("cancelled")).await;
+    let batch = submitted(&server, &slurm, &id, &[]);
+    trains_past(&server, &id, 1, 0).await;
+    // Whoever may read Slurm's job reads no token.
+    let bundle = server.folder().path().join("launch").join(&id).join("bundle.json");
+    let bundle: Value = serde_json::from_slice(&std::fs::read(bundle).expect("a file")).expect("JSON");
+    let token = bundle["nodes"][0]["token"].as_str().expect("a token");
+    let shown = slurm.say("scontrol", &["show", "job", &batch])
+        + &slurm.say("scontrol", &["write", "batch_script", &batch, "-"]);
+    assert!(shown.contains("launched") && !shown.contains(token), "{shown}");
+    server.cli(&["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| {
+        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
+    });
+
+    let id = server.submit(&endless("scancelled")).await;
+    let batch = submitted(&server, &slurm, &id, &[]);
+    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    slurm.say("scancel", &[&batch]);
+    let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
+    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
+    assert!(
+        kept.is_some_and(|kept| kept >= at),
+        "the agent has had a checkpoint written: {kept:?}, {at}; {job:#}"
+    );
+    server.cli(&["cancel", &id]).ok();
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 1);
+    let id = server.submit(&endless("requeued")).await;
+    let batch = submitted(&server, &slurm, &id, &["--time=60"]);
+    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    // What Slurm sends two minutes before the limit.
+    slurm.say("scancel", &["--batch", "--signal=USR1", &batch]);
+    server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
+    slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
+    assert!(kept >= at, "{kept} and {at}");
+    // Slurm lets requeued jobs wait for two minutes.
+    slurm.say("scontrol", &["update", &format!("JobId={batch}"), "StartTime=now"]);
+    let job = trains_past(&server, &id, 2, kept).await;
+    assert_eq!(job["attempt"], 2, "{job:#}");
+    server.cli(&["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| {
+        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
+    });
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_dead_node_s_job_goes_on_on_another() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 2);
+    let id = server.submit(&endless("node-died")).await;
+    let batch = submitted(&server, &slurm, &id, &[]);
+    trains_past(&server, &id, 1, 60).await;
+    let node = slurm.field(&batch, "%N");
+    slurm.kill_node(&node);
+    slurm.until("Slurm has queued the job again", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    slurm.say("scontrol", &["update", &format!("JobId={batch}"), "StartTime=now"]);
+    let job = trains_past(&server, &id, 2, 60).await;
+    let other = slurm.field(&batch, "%N");
+    assert!(!other.is_empty() && other != node, "{other} and {node}; {job:#}");
+    server.cli(&["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| {
+        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
+    });
+    slurm.start_node(&node);
+    server.stop().await;
+}

@@ -1,0 +1,124 @@
+//! Ranks that Open MPI, Slurm and MindSpore's variables start, or a rank table places: the same weights as on one machine.
+
+use super::{Bench, succeeded};
+use crate::{
+    cluster::Slurm,
+    server::{free_port, turn},
+};
+use serde_json::json;
+use std::{
+    fs,
+    process::{Command, Output, Stdio},
+};
+
+/// The command behind another program.
+fn by(program: &mut Command, train: &Command) -> Output {
+    program.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null()).output().expect("it runs")
+}
+
+fn together(commands: Vec<Command>) -> Vec<Output> {
+    let start = |mut command: Command| {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
+    };
+    let running: Vec<_> = commands.into_iter().map(start).collect();
+    running.into_iter().map(|child| child.wait_with_output().expect("it ends")).collect()
+}
+
+#[tokio::test]
+async fn under_mpirun_and_srun_on_two_nodes_the_weights_are_the_same() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    let alone = bench.model("alone", "2-24");
+
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]);
+    let said = succeeded(&by(&mut mpirun, &bench.train("mpirun", &[])));
+    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
+    assert!(bench.model("mpirun", "2-24") == alone);
+
+    let slurm = Slurm::start(bench.folder.path(), 2);
+    let mut srun = slurm.command("srun", "slurm-client");
+    // Its nodes have names that no resolver knows.
+    srun.args(["-N2", "--ntasks-per-node=1"])
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("LOCKSTEP_SHARED_MEMORY", "0");
+    let said = succeeded(&by(&mut srun, &bench.train("srun", &[])));
+    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "{said}");
+    assert!(bench.model("srun", "2-24") == alone);
+}
+
+#[tokio::test]
+async fn with_mindspore_s_variables_workers_train_and_the_scheduler_has_nothing_to_do() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let port = free_port().to_string();
+    let of = |role: &str, id: &str| {
+        let mut command = bench.train("mindspore", &[]);
+        command.envs([
+            ("MS_ROLE", role),
+            ("MS_WORKER_NUM", "2"),
+            ("MS_SCHED_HOST", "127.0.0.1"),
+            ("MS_SCHED_PORT", &port),
+        ]);
+        command.env("MS_NODE_ID", id);
+        command
+    };
+    let scheduler = succeeded(&of("MS_SCHED", "sched").output().expect("it runs"));
+    assert!(scheduler.contains("nothing to do"), "{scheduler}");
+    assert!(!bench.out("mindspore").exists());
+    let said: Vec<_> =
+        together(vec![of("MS_WORKER", "0"), of("MS_WORKER", "1")]).iter().map(succeeded).collect();
+    assert!(said[0].contains("succeeded: validation accuracy") && said[1].is_empty(), "{said:?}");
+    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    assert!(bench.model("mindspore", "2-24") == bench.model("alone", "2-24"));
+    let refused = of("MS_PSERVER", "0").output().expect("it runs");
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("no parameter servers"));
+}
+
+#[tokio::test]
+async fn a_rank_table_places_ranks_on_machines() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    // Two addresses of this machine, and rank 0 on the second.
+    let device =
+        |rank: u32| json!([{"device_id": "0", "device_ip": "192.1.27.6", "rank_id": rank.to_string()}]);
+    let servers = [("127.0.0.2", 1), ("127.0.0.1", 0)];
+    let list: Vec<_> =
+        servers.iter().map(|(id, rank)| json!({"server_id": id, "device": device(*rank)})).collect();
+    let table = json!({"version": "1.0", "server_count": "2", "server_list": list, "status": "completed"});
+    let path = bench.folder.path().join("rank_table.json");
+    fs::write(&path, table.to_string()).expect("a table");
+    let path = path.to_str().expect("a path");
+    let port = free_port().to_string();
+    let with = |out: &str, more: &[&str]| {
+        let mut command = bench.train(out, &[&["--rank-table", path], more].concat());
+        command.env("MASTER_PORT", &port);
+        command
+    };
+    let nodes = together(vec![with("nodes", &["--node", "0"]), with("nodes", &["--node", "1"])]);
+    let said: Vec<_> = nodes.iter().map(succeeded).collect();
+    assert!(said[1].contains("succeeded: validation accuracy") && said[0].is_empty(), "{said:?}");
+    let rank = |id: &str| {
+        let mut command = with("ranks", &[]);
+        command.env("RANK_ID", id);
+        command
+    };
+    together(vec![rank("0"), rank("1")]).iter().for_each(|output| drop(succeeded(output)));
+    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    for out in ["nodes", "ranks"] {
+        assert!(bench.model(out, "2-24") == bench.model("alone", "2-24"), "{out}");
+    }
+    for (more, said) in [
+        (&["--rank-table", path][..], "say which one this is with --node"),
+        (&["--rank-table", path, "--node", "2"], "has 2 machines"),
+        (&["--node", "0"], "--rank-table"),
+        (&["--rank-table", "/none.json", "--node", "0"], "/none.json"),
+    ] {
+        let refused = bench.train("refused", more).output().expect("it runs");
+        assert_eq!(refused.status.code(), Some(2), "{more:?}");
+        let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(error.contains(said), "{more:?}: {error}");
+    }
+}

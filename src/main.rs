@@ -15,7 +15,7 @@ struct Program {
 
 #[derive(Subcommand)]
 enum Command {
-    Serve(cli::serve::Args),
+    Serve(Box<cli::serve::Args>),
     Ca(cli::ca::Args),
     Demo(cli::demo::Args),
     Agent(cli::agent::Args),
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
         Err(error) => error.exit(),
     };
     cli::exit_code(match command {
-        Command::Serve(args) => cli::serve::run(args),
+        Command::Serve(args) => cli::serve::run(*args),
         Command::Ca(args) => cli::ca::run(args),
         Command::Demo(args) => cli::demo::run(args),
         Command::Agent(args) => cli::agent::run(args),

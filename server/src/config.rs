@@ -4,7 +4,7 @@ use crate::{
     access_log::AccessLogTo,
     addresses::{Network, PublicUrl},
     oidc_config::OidcConfig,
-    tls::{TlsSuites, TlsVersion},
+    tls_suites::{TlsSuites, TlsVersion},
 };
 use std::{
     borrow::Cow,

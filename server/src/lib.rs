@@ -49,6 +49,7 @@ mod serve;
 mod slow_body;
 pub mod store;
 pub mod tls;
+mod tls_suites;
 mod token_file;
 mod uploads;
 mod wait_reasons;

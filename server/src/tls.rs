@@ -8,15 +8,17 @@ pub mod ca;
 mod certificate;
 mod files;
 mod names;
-mod suites;
 
+pub use crate::tls_suites::{TlsSuites, TlsVersion};
 pub(crate) use accept::accept;
 pub(crate) use agents::{AgentTrust, ClientCertificate};
 pub use certificate::{Facts, Name};
 pub use names::addresses;
-pub use suites::{TlsSuites, TlsVersion};
 
-use crate::config::{ServeConfig, TlsConfig};
+use crate::{
+    config::{ServeConfig, TlsConfig},
+    tls_suites,
+};
 use ca::Authority;
 use files::{Loaded, load, minute};
 use rustls::{
@@ -99,14 +101,14 @@ impl ServerCertificate {
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
         // What nobody could connect with is better refused before anything is listened on.
-        suites::spoken(suites.as_ref(), lowest, &loaded.key)?;
+        tls_suites::spoken(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
     }
 
     /// Takes TLS connections in with the certificate of the moment.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
-        let spoken = suites::spoken(self.suites.as_ref(), self.lowest, &self.current().key)?;
+        let spoken = tls_suites::spoken(self.suites.as_ref(), self.lowest, &self.current().key)?;
         let config = ServerConfig::builder_with_provider(spoken.provider)
             .with_protocol_versions(&spoken.versions)
             .map_err(|error| error.to_string())?;

@@ -12,7 +12,10 @@ use super::{
     files::{self, minute},
     stamp_of,
 };
-use crate::config::{ServeConfig, TlsConfig};
+use crate::{
+    config::{ServeConfig, TlsConfig},
+    tls_suites,
+};
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error as TlsError, RootCertStore,
     SignatureScheme,
@@ -172,7 +175,7 @@ impl AgentTrust {
             Some(path) if !self.is_own || path.exists() => files::revocation_lists(path)?,
             _ => Vec::new(),
         };
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), files::provider())
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())
             .with_crls(lists)
             .only_check_end_entity_revocation()
             .allow_unauthenticated()

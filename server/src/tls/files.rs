@@ -1,30 +1,17 @@
 //! A certificate and its key as they lie in files (PEM), checked before anything is served with them.
 
 use super::certificate::Facts;
+use crate::tls_suites::provider;
 use jiff::Timestamp;
 use rustls::{
-    crypto::{CryptoProvider, ring},
     pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject},
     sign::CertifiedKey,
 };
 use sha2::{Digest, Sha256};
-use std::{
-    fmt::Write as _,
-    fs::File,
-    io::Read,
-    os::unix::fs::MetadataExt,
-    path::Path,
-    sync::{Arc, LazyLock},
-};
+use std::{fmt::Write as _, fs::File, io::Read, os::unix::fs::MetadataExt, path::Path, sync::Arc};
 
 /// The longest file that is read: a chain has a few kilobytes.
 const FILE_BYTES: u64 = 1 << 20;
-
-/// The cryptography of all TLS here.
-pub(super) fn provider() -> Arc<CryptoProvider> {
-    static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| Arc::new(ring::default_provider()));
-    PROVIDER.clone()
-}
 
 /// A certificate that can be served.
 #[derive(Debug)]

@@ -175,7 +175,7 @@ impl Address {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Datasets, *};
 
     fn options(server: &str) -> Options {
         Options {
@@ -192,6 +192,9 @@ mod tests {
             program: None,
             spool_bytes: 0,
             follow_parent: false,
+            advertise: None,
+            interface: None,
+            datasets: Datasets::default(),
         }
     }
 

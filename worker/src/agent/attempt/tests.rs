@@ -76,12 +76,12 @@ impl Place {
             let mut process = RankProcess::adopt(&self.stored.attempt_dir(), *rank);
             assert!(process.poll().is_some(), "rank {rank} is still there");
         }
-        ending(&self.stored.attempt_dir()).unwrap()
+        ending(&self.stored).unwrap()
     }
 
     /// The log lines that the agent added.
     fn added_lines(&self) -> Vec<LogLine> {
-        let mut tail = Tail::open(&agent_events_path(&self.stored.attempt_dir()), 0);
+        let mut tail = Tail::open(&agent_events_path(&self.stored), 0);
         let events = tail.poll().unwrap();
         let lines = events.into_iter().filter_map(|event| match event {
             AttemptEvent::Log { lines, .. } => Some(lines),
@@ -276,7 +276,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     // A third agent finds it over and adds nothing.
     let third = Attempt::adopt(place.stored.clone(), place.around.clone());
     assert!(third.is_over() && third.has_failed());
-    assert_eq!(self::ending(&place.stored.attempt_dir()), Some(ending));
+    assert_eq!(self::ending(&place.stored), Some(ending));
 }
 
 #[tokio::test]

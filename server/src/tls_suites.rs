@@ -1,13 +1,15 @@
 //! Which versions and cipher suites of TLS the server speaks, where somebody wants fewer than all.
 
-use super::files;
 use rustls::{
     SignatureAlgorithm, SupportedCipherSuite, SupportedProtocolVersion,
-    crypto::CryptoProvider,
+    crypto::{CryptoProvider, ring},
     sign::CertifiedKey,
     version::{TLS12, TLS13},
 };
-use std::{str::FromStr, sync::Arc};
+use std::{
+    str::FromStr,
+    sync::{Arc, LazyLock},
+};
 
 /// Longest list of suites, in bytes.
 const LIST_BYTES: usize = 4096;
@@ -46,12 +48,12 @@ impl FromStr for TlsSuites {
         if text.len() > LIST_BYTES {
             return Err(format!("a list of suites has at most {LIST_BYTES} bytes"));
         }
-        let known = &files::provider().cipher_suites;
+        let known = &provider().cipher_suites;
         let mut suites: Vec<SupportedCipherSuite> = Vec::new();
         for name in text.split([',', ':']).map(str::trim).filter(|name| !name.is_empty()) {
             let found = known.iter().find(|suite| names(suite).iter().any(|n| n.eq_ignore_ascii_case(name)));
             let Some(found) = found else {
-                let known: Vec<_> = known.iter().map(|suite| iana(suite)).collect();
+                let known: Vec<_> = known.iter().map(iana).collect();
                 return Err(format!(
                     "{name:?} is no cipher suite that this program speaks; these are {}",
                     known.join(", ")
@@ -82,22 +84,28 @@ fn names(suite: &SupportedCipherSuite) -> [String; 3] {
     [rustls, iana, openssl]
 }
 
+/// The cryptography of all TLS here.
+pub(crate) fn provider() -> Arc<CryptoProvider> {
+    static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| Arc::new(ring::default_provider()));
+    PROVIDER.clone()
+}
+
 /// What the server speaks.
-pub(super) struct Spoken {
-    pub(super) provider: Arc<CryptoProvider>,
-    pub(super) versions: Vec<&'static SupportedProtocolVersion>,
+pub(crate) struct Spoken {
+    pub(crate) provider: Arc<CryptoProvider>,
+    pub(crate) versions: Vec<&'static SupportedProtocolVersion>,
 }
 
 /// Versions and suites as they were asked for, with a key that they have to work with.
 ///
 /// # Errors
 /// Nobody could connect.
-pub(super) fn spoken(
+pub(crate) fn spoken(
     suites: Option<&TlsSuites>,
     lowest: TlsVersion,
     key: &CertifiedKey,
 ) -> Result<Spoken, String> {
-    let provider = files::provider();
+    let provider = provider();
     let mut provider = CryptoProvider::clone(&provider);
     if let Some(TlsSuites(suites)) = suites {
         provider.cipher_suites.clone_from(suites);

@@ -118,11 +118,11 @@ async fn all_machines_are_told_where_rank_0_is_and_start_when_all_are_ready() {
     b.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, JobState::Running, "rank 0 still writes its checkpoint");
     let (_, machines) = server.get("/agents").await;
-    let slots = machines["agents"][1]["slots"].as_array().unwrap();
-    assert!(
-        slots.iter().all(|slot| slot["job"].is_null()),
-        "the second machine's slots are free: {machines:#}"
-    );
+    let in_use = |n: usize| {
+        let slots = machines["agents"][n]["slots"].as_array().unwrap();
+        slots.iter().filter(|slot| !slot["job"].is_null()).count()
+    };
+    assert_eq!((in_use(0), in_use(1)), (2, 0), "the second machine's slots are free: {machines:#}");
     a.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
     let job = server.job(&id).await;
     assert_eq!((job.state, job.agents), (JobState::Succeeded, vec!["a".to_owned(), "b".to_owned()]));
@@ -183,7 +183,7 @@ async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
 #[tokio::test]
 async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_is_silent_is_named() {
     let server = TestServer::with(|c| {
-        c.lease = Duration::from_millis(1500);
+        c.lease = Duration::from_secs(3);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
@@ -215,7 +215,7 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
     }
     a.end(&attempt, lost_contact(0)).await;
     let job = server.until(&id, JobState::Restarting).await;
-    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 1.5 s"));
+    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 3 s"));
     // It comes back with ranks that nobody waits for.
     let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));

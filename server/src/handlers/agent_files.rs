@@ -300,7 +300,7 @@ async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> 
             ),
         ),
         Refused::Damaged(how) => {
-            format!("checkpoint {name} came damaged to the server ({how}); it is sent anew")
+            ("damaged", format!("checkpoint {name} came damaged to the server ({how}); it is sent anew"))
         }
         Refused::Wrong(_) | Refused::Offset(_) => return refusal(why),
     };

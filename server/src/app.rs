@@ -69,9 +69,9 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
-    /// Lines that the server has written into logs of jobs: job, attempt, words.
+    /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
     pub(crate) log_lines:
-        std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, String)>>,
+        std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, &'static str)>>,
 }
 
 impl Deref for App {

@@ -25,14 +25,14 @@ pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Option<Holder> {
     Holder::of(&app.job_dir(&row.job), row.attempt)
 }
 
-/// Writes a line into a job's log, unless the attempt's log has it already.
-pub(crate) async fn log_once(app: &App, job: &JobId, attempt: u32, text: String) {
+/// Writes a line into a job's log, unless the attempt's log has one about `what` already.
+pub(crate) async fn log_once(app: &App, job: &JobId, attempt: u32, what: &'static str, text: String) {
     {
         let mut written = app.log_lines.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if written.len() >= REMEMBERED {
             written.clear();
         }
-        if !written.insert((job.clone(), attempt, text.clone())) {
+        if !written.insert((job.clone(), attempt, what)) {
             return;
         }
     }

@@ -15,7 +15,7 @@ use std::{
     process::{Child, Command},
 };
 
-const STEPS: u64 = 240;
+const STEPS: u64 = 400;
 
 /// An agent without the server's disk.
 struct Machine {
@@ -148,16 +148,19 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let log = log(&server, &id).await;
     assert!(log.contains(&format!("machine-b fetches checkpoint {from}")), "{log}");
     // Three are kept, whichever machine wrote them, and nothing half done.
+    let all_here =
+        async |s: &Server| s.checkpoints(&id).await.iter().all(|c| c.get("uploading_from").is_none());
+    server.until("all are uploaded", all_here).await;
     let kept = lists(&server.job_dir(&id).join("checkpoints"));
     let listed = server.checkpoints(&id).await;
     assert_eq!(kept.len(), listed.len(), "{kept:?} {listed:?}");
-    assert!((3..=4).contains(&kept.len()), "{kept:?}");
+    assert!(kept.len() == 3, "{kept:?}");
 
     // The server's machine works with them: classify, measure, continue.
     let evaluated = server.http.get(server.api(&format!("/jobs/{id}/evaluation?checkpoint=latest")));
     let evaluated = evaluated.send().await.expect("an answer");
     assert!([StatusCode::OK, StatusCode::ACCEPTED].contains(&evaluated.status()), "{evaluated:?}");
-    let set = json!({"set": {"parallel.ranks": 1, "train.steps": STEPS + 5}});
+    let set = json!({"set": {"parallel.ranks": 1, "train.steps": 2 * STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     assert_eq!(fork.status, StatusCode::CREATED, "{}", fork.text);
     server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
@@ -203,6 +206,8 @@ async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
         })
         .await;
     assert_eq!(stored(&server, &id).await, 0);
+    let said = log(&server, &id).await.matches("cannot be stored on the server").count();
+    assert!((1..=2).contains(&said), "once by each of two servers, not for every checkpoint: {said}");
     let all = server.checkpoints(&id).await;
     let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
     assert_eq!(last["uploading_from"], "machine-a", "{last}");
@@ -237,7 +242,6 @@ async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
     assert_eq!(server.last_model(&id).await, expected, "the same bytes");
     let log = log(&server, &id).await;
     assert!(log.contains("came damaged to the server"), "{log}");
-    assert_eq!(log.matches(&format!("checkpoint {name} cannot be stored")).count(), 1, "once: {log}");
     let folder = a.dir(&server).join("jobs").join(&id);
     server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
 }

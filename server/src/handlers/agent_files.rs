@@ -170,7 +170,7 @@ pub(crate) async fn file(
         let name = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
         let name = name.map_or_else(String::new, |online| online.row.name);
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
-        artifacts::log_once(&app, &asking.attempt.job, attempt, text).await;
+        artifacts::log_once(&app, &asking.attempt.job, attempt, "fetched", text).await;
     }
     checkpoints::file(State(app), Path((id, file)), request).await
 }
@@ -292,17 +292,20 @@ pub(crate) async fn upload_done(
 
 /// A refusal; what the job's owner should know is written into its log, once.
 async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
-    let text = match &why {
-        Refused::Io(error) => format!(
-            "checkpoint {name} cannot be stored on the server: {error}; training goes on, and the upload is tried again"
+    let (what, text) = match &why {
+        Refused::Io(error) => (
+            "disk",
+            format!(
+                "checkpoint {name} cannot be stored on the server: {error}; training goes on, and the upload is tried again"
+            ),
         ),
         Refused::Damaged(how) => {
-            format!("checkpoint {name} came damaged to the server ({how}); it is sent anew")
+            ("damaged", format!("checkpoint {name} came damaged to the server ({how}); it is sent anew"))
         }
         Refused::Wrong(_) | Refused::Offset(_) => return refusal(why),
     };
     tracing::warn!(job = %attempt.job, text);
-    artifacts::log_once(app, &attempt.job, attempt.attempt, text).await;
+    artifacts::log_once(app, &attempt.job, attempt.attempt, what, text).await;
     refusal(why)
 }
 

@@ -159,6 +159,7 @@ pub(crate) async fn list(
 /// One checkpoint
 #[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", params(("id" = String, Path)),
     responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
         (status = 422, body = Problem, description = "Its manifest is damaged")))]
 pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Result<Json<CheckpointDetail>> {
     let row = find(&app, &id).await?;
@@ -174,7 +175,8 @@ pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Resu
     params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
         (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
-        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem), (status = 416, description = "There is no such range"),
+        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 416, description = "There is no such range"),
         (status = 422, body = Problem, description = "Its manifest is damaged, or this is no regular file")))]
 pub(crate) async fn file(
     State(app): State<App>,

@@ -94,6 +94,7 @@ pub(crate) struct Which {
 /// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), Which),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
 pub(crate) async fn evaluation(
     State(app): State<App>,

@@ -58,7 +58,8 @@ pub(crate) struct By {
 /// that cannot be read says so in its own answer.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), By),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
-    responses((status = 200, body = Predictions), (status = 404, body = Problem), (status = 413, body = Problem), (status = 422, body = Problem),
+    responses((status = 200, body = Predictions), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 413, body = Problem), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online")))]
 pub(crate) async fn predict(
     State(app): State<App>,

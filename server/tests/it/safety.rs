@@ -173,6 +173,13 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /agents",
         "get /agents/{id}/metrics",
         "get /agent/socket",
+        "get /agent/attempts/{job}/{attempt}",
+        "post /agent/attempts/{job}/{attempt}",
+        "get /agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}",
+        "post /agent/attempts/{job}/{attempt}/dataset",
+        "get /agent/attempts/{job}/{attempt}/uploads/{name}",
+        "post /agent/attempts/{job}/{attempt}/uploads/{name}",
+        "put /agent/attempts/{job}/{attempt}/uploads/{name}/{file}",
         "get /stream",
         "get /openapi.json",
     ]

@@ -4,10 +4,12 @@ use crate::{
     agent::{Agent, hello, running},
     test_server::{TestServer, client},
 };
-use lockstep_protocol::agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, Source};
+use lockstep_protocol::agent::{
+    AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source,
+};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::{fs, time::Duration};
+use std::fs;
 
 const FILES: [(&str, &[u8]); 3] =
     [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
@@ -149,11 +151,7 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
 
 #[tokio::test]
 async fn another_machine_continues_from_what_was_uploaded_with_the_first_machines_dataset() {
-    let server = TestServer::with(|c| {
-        c.lease = Duration::from_millis(800);
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
+    let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
@@ -193,8 +191,9 @@ async fn another_machine_continues_from_what_was_uploaded_with_the_first_machine
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
     let again = agent.started().await;
     assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
-    agent.vanish();
     let mut next = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
+    agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
+    agent.end(&again.attempt, Ending::Stopped).await;
     let start = next.started().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
     assert_eq!(start.files.dataset, Some(note));

@@ -123,6 +123,16 @@ impl Slurm {
         }
     }
 
+    /// Starts a requeued job, which Slurm lets wait for two minutes, as soon as it can be.
+    pub(crate) fn start_now(&self, job: &str) {
+        self.until("Slurm's job runs again", |slurm| {
+            let update = ["update", &format!("JobId={job}"), "StartTime=now"];
+            // Refused while the job's last run is still being cleaned up.
+            let _ = slurm.command("scontrol", "slurm-client").args(update).output();
+            slurm.field(job, "%T") == "RUNNING"
+        });
+    }
+
     /// Starts a node's daemon again.
     pub(crate) fn start_node(&self, node: &str) {
         done(self.command("slurmd", "slurmd").args(["-N", node]));

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::{fs, process::Command};
 
 /// A server whose only agent looks at datasets and takes no job.
-async fn server() -> Server {
+pub(crate) async fn server() -> Server {
     let server = Server::start_with(Agents::Beside { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let agents = server.get("/agents").await;
@@ -23,7 +23,7 @@ async fn server() -> Server {
 }
 
 /// Submits a job for whose ranks only launched agents will have slots.
-async fn submit(server: &Server, spec: &Value) -> String {
+pub(crate) async fn submit(server: &Server, spec: &Value) -> String {
     let answer = server.post("/jobs?launched=true", spec).await;
     assert!(answer.status.is_success(), "{}", answer.text);
     answer.json()["id"].as_str().expect("an id").to_owned()
@@ -44,7 +44,7 @@ fn short(name: &str) -> Value {
 }
 
 /// `lockstep launch`, with its agents' folders in the test's.
-fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
+pub(crate) fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
     let mut command = lockstep();
     command.current_dir(server.folder().path()).envs(server.for_clients());
     command.arg("launch").args(args).args(["--program", LOCKSTEP, "--dir"]);

@@ -31,6 +31,7 @@ mod finetune;
 mod first_loss;
 mod join;
 mod launch;
+mod launch_gangs;
 mod life;
 mod manners;
 mod pause;

@@ -46,5 +46,7 @@ async fn two_nodes_of_slurm_share_a_job_s_ranks() {
     let hosts = hosts.to_str().expect("a path");
     Finished::of(&mut launch(&server, &[&mpi, "--with", "mpirun", "--hostfile", hosts], &options)).ok();
     server.succeeded(&mpi).await;
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }

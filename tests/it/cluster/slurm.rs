@@ -73,7 +73,7 @@ impl Slurm {
     /// A command of Slurm for this cluster.
     pub(crate) fn command(&self, name: &str, package: &str) -> Command {
         let mut command = Command::new(program(name, package));
-        command.env("SLURM_CONF", self.config());
+        command.env("SLURM_CONF", self.config()).current_dir(&self.folder);
         command
     }
 
@@ -112,12 +112,14 @@ impl Slurm {
             ) else {
                 continue;
             };
-            // Its environment has the configuration, which is this test's.
+            // Of this test's cluster are what has its configuration in the environment, and steps' daemons (which hide theirs) in its folder.
             let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
             let environment = String::from_utf8_lossy(&environment).into_owned();
-            let ours = environment.contains(&*self.folder.to_string_lossy());
-            let of_node = environment.contains(&format!("SLURMD_NODENAME={node}\0"));
-            if ours && (of_node || String::from_utf8_lossy(&line).starts_with(&step)) {
+            let of_node = environment.contains(&format!("SLURMD_NODENAME={node}\0"))
+                && environment.contains(&*self.folder.to_string_lossy());
+            let is_step = String::from_utf8_lossy(&line).starts_with(&step)
+                && fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd.starts_with(&self.folder));
+            if of_node || is_step {
                 kill(pid);
             }
         }

@@ -1,6 +1,6 @@
 //! Agents in batch jobs of a real Slurm.
 
-use super::{agent_of, launch, server, short, submit, valid_agent_tokens};
+use super::{agents_of, launch, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
     server::{Finished, Server, number, turn},
@@ -42,10 +42,12 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
     done.ok();
     assert!(done.stderr.contains("Slurm's job is 1; its log will be"), "{}", done.stderr);
     server.succeeded(&id).await;
-    assert!(agent_of(&server, &id).await.contains("launch-"), "an agent of the launch ran it");
+    assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
     slurm.until("Slurm's job is over", |slurm| slurm.field("1", "%T") == "COMPLETED");
     assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
     assert!(!server.folder().path().join("launch").join(&id).join("bundle.json").exists());
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }
 
@@ -80,6 +82,8 @@ async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
         "the agent has had a checkpoint written: {kept:?}, {at}; {job:#}"
     );
     server.cli(&["cancel", &id]).ok();
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }
 
@@ -104,6 +108,8 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
     slurm.until("Slurm's job is over", |slurm| {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }
 
@@ -127,5 +133,7 @@ async fn a_dead_node_s_job_goes_on_on_another() {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
     slurm.start_node(&node);
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }

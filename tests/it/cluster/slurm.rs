@@ -26,7 +26,7 @@ impl Slurm {
         }
         let shown = folder.display();
         let key = folder.join("munge.key");
-        fs::write(&key, [7; 1024]).expect("a key");
+        fs::write(&key, [7_u8; 1024]).expect("a key");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("a mode");
         let option = |name: &str, file: &str| format!("--{name}={shown}/{file}");
         let mut munged = Command::new(program("munged", "munge"));
@@ -64,7 +64,13 @@ impl Slurm {
             done(slurm.command("slurmd", "slurmd").args(["-N", node]));
         }
         slurm.until("all nodes are idle", |slurm| {
-            let states = slurm.say("sinfo", &["-h", "-N", "-o", "%T"]);
+            // It fails until the controller answers.
+            let said = slurm
+                .command("sinfo", "slurm-client")
+                .args(["-h", "-N", "-o", "%T"])
+                .output()
+                .expect("sinfo");
+            let states = String::from_utf8_lossy(&said.stdout).into_owned();
             states.lines().count() == slurm.nodes.len() && states.lines().all(|state| state == "idle")
         });
         slurm
@@ -144,7 +150,11 @@ impl Slurm {
     pub(crate) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
         let until = Instant::now() + 2 * SOON;
         while !holds(self) {
-            assert!(Instant::now() < until, "not in time: {what}; {}", self.say("squeue", &["-t", "all"]));
+            if Instant::now() > until {
+                let queue =
+                    self.command("squeue", "slurm-client").args(["-t", "all"]).output().expect("squeue");
+                panic!("not in time: {what}; {}", String::from_utf8_lossy(&queue.stdout));
+            }
             std::thread::sleep(Duration::from_millis(100));
         }
     }

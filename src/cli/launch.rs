@@ -164,7 +164,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (Some(job), _) => job,
             (None, Some(document)) => {
                 submit::name_dataset(&api, document, true).await?;
-                let job: Job = api.post("/jobs", document).await?;
+                let job: Job = api.post("/jobs?launched=true", document).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }

@@ -41,7 +41,7 @@ def is_valid(document):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
         return True
     except kubernetes_validate.ValidationError as error:
-        print(error)
+        print("refused:", str(error).splitlines()[0])
         return False
 
 

@@ -5,17 +5,34 @@ mod batch;
 use crate::{
     cluster::{Sshd, command_lines},
     pictures,
-    server::{Agents, Finished, LOCKSTEP, Server, free_port, lockstep, turn},
+    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, turn},
     specs,
 };
 use serde_json::{Value, json};
 use std::{fs, process::Command};
 
-/// A server without agents, and a dataset.
-async fn server() -> Server {
-    let server = Server::start_with(Agents::None).await;
+/// A server whose only agent looks at datasets and takes no job.
+pub(crate) async fn server() -> Server {
+    let server = Server::start_with(Agents::Beside { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let agents = server.get("/agents").await;
+    let beside = agents["agents"][0]["id"].as_str().expect("an agent").to_owned();
+    let drained = server.post(&format!("/agents/{beside}/drain"), &json!({})).await;
+    assert!(drained.status.is_success(), "{}", drained.text);
     server
+}
+
+/// Submits a job for whose ranks only launched agents will have slots.
+pub(crate) async fn submit(server: &Server, spec: &Value) -> String {
+    let answer = server.post("/jobs?launched=true", spec).await;
+    assert!(answer.status.is_success(), "{}", answer.text);
+    answer.json()["id"].as_str().expect("an id").to_owned()
+}
+
+/// Launched agents that are alive.
+fn launched(server: &Server) -> usize {
+    let is_one = |p: &Process| p.command() == "agent" && p.option("--job").is_some();
+    server.processes().iter().filter(|p| is_one(p)).count()
 }
 
 /// A job of 20 steps on two ranks.
@@ -27,7 +44,7 @@ fn short(name: &str) -> Value {
 }
 
 /// `lockstep launch`, with its agents' folders in the test's.
-fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
+pub(crate) fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
     let mut command = lockstep();
     command.current_dir(server.folder().path()).envs(server.for_clients());
     command.arg("launch").args(args).args(["--program", LOCKSTEP, "--dir"]);
@@ -35,10 +52,10 @@ fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
     command
 }
 
-/// The name of the agent that ran a job's newest attempt.
-async fn agent_of(server: &Server, id: &str) -> String {
-    let attempts = server.get(&format!("/jobs/{id}/history")).await;
-    attempts.to_string()
+/// The line of `lockstep show` that names the agents of a job's newest attempt.
+fn agents_of(server: &Server, id: &str) -> String {
+    let shown = server.cli(&["show", id]);
+    shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned()
 }
 
 async fn valid_agent_tokens(server: &Server) -> usize {
@@ -55,7 +72,7 @@ async fn ssh_starts_an_agent_for_the_job_alone_and_it_ends_with_it() {
     let _turn = turn().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
-    let id = server.submit(&short("over-ssh")).await;
+    let id = submit(&server, &short("over-ssh")).await;
     let hosts = server.folder().write("hosts", "127.0.0.1 slots=2 env:LOCKSTEP_LOG=debug # this machine\n");
     let hosts = hosts.to_str().expect("a path");
     let done = Finished::of(&mut launch(
@@ -67,9 +84,8 @@ async fn ssh_starts_an_agent_for_the_job_alone_and_it_ends_with_it() {
     assert!(done.stderr.contains("the agents' logs are in"), "{}", done.stderr);
     let job = server.succeeded(&id).await;
     assert_eq!(job["attempt"], 1, "{job:#}");
-    assert!(agent_of(&server, &id).await.contains("launch-"), "an agent of the launch ran it");
-    let agents = server.processes().into_iter().filter(|p| p.command() == "agent").count();
-    assert_eq!(agents, 0, "the agent ends with its job");
+    assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
+    assert_eq!(launched(&server), 0, "the agent ends with its job");
     assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
     server.stop().await;
 }
@@ -96,9 +112,7 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
     assert!(lines.iter().all(|line| !line.contains(token.trim())), "a token on a command line");
     // Nobody follows any more: the agent ends by itself.
     server.cli(&["cancel", &id]).ok();
-    server
-        .until("the agent has ended", async |s: &Server| s.processes().iter().all(|p| p.command() != "agent"))
-        .await;
+    server.until("the agent has ended", async |s: &Server| launched(s) == 0).await;
     server.stop().await;
 }
 
@@ -158,14 +172,13 @@ async fn what_cannot_be_started_is_said_and_the_job_is_cancelled() {
 async fn mpirun_starts_an_agent_a_machine() {
     let _turn = turn().await;
     let server = server().await;
-    let id = server.submit(&short("over-mpi")).await;
+    let id = submit(&server, &short("over-mpi")).await;
     let options = ["--allow-run-as-root", "--oversubscribe"].map(String::from);
     let done = Finished::of(&mut launch(&server, &[&id, "--with", "mpirun", "-H", "localhost:2"], &options));
     done.ok();
     server.succeeded(&id).await;
-    assert!(agent_of(&server, &id).await.contains("localhost"), "an agent of the launch ran it");
-    let agents = server.processes().into_iter().filter(|p| p.command() == "agent").count();
-    assert_eq!(agents, 0, "the agent ends with its job");
+    assert!(agents_of(&server, &id).contains("localhost"), "an agent of the launch ran it");
+    assert_eq!(launched(&server), 0, "the agent ends with its job");
     server.stop().await;
 }
 

@@ -33,6 +33,7 @@ mod first_loss;
 mod gangs;
 mod join;
 mod launch;
+mod launch_gangs;
 mod life;
 mod manners;
 mod mutual_tls;

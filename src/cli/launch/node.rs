@@ -201,7 +201,7 @@ mod tests {
             let command = agent(&bundle, &node, &path, true).unwrap();
             command.get_args().last().unwrap().to_string_lossy().into_owned()
         };
-        assert_eq!((gpus(&[]), gpus(&[5, 4])), ("0,1".into(), "5,4".into()));
+        assert_eq!([gpus(&[]), gpus(&[5, 4])], ["0,1", "5,4"]);
     }
 
     #[test]

@@ -26,7 +26,7 @@ impl Slurm {
         }
         let shown = folder.display();
         let key = folder.join("munge.key");
-        fs::write(&key, [7; 1024]).expect("a key");
+        fs::write(&key, [7_u8; 1024]).expect("a key");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("a mode");
         let option = |name: &str, file: &str| format!("--{name}={shown}/{file}");
         let mut munged = Command::new(program("munged", "munge"));
@@ -64,7 +64,13 @@ impl Slurm {
             done(slurm.command("slurmd", "slurmd").args(["-N", node]));
         }
         slurm.until("all nodes are idle", |slurm| {
-            let states = slurm.say("sinfo", &["-h", "-N", "-o", "%T"]);
+            // It fails until the controller answers.
+            let said = slurm
+                .command("sinfo", "slurm-client")
+                .args(["-h", "-N", "-o", "%T"])
+                .output()
+                .expect("sinfo");
+            let states = String::from_utf8_lossy(&said.stdout).into_owned();
             states.lines().count() == slurm.nodes.len() && states.lines().all(|state| state == "idle")
         });
         slurm
@@ -73,7 +79,7 @@ impl Slurm {
     /// A command of Slurm for this cluster.
     pub(crate) fn command(&self, name: &str, package: &str) -> Command {
         let mut command = Command::new(program(name, package));
-        command.env("SLURM_CONF", self.config());
+        command.env("SLURM_CONF", self.config()).current_dir(&self.folder);
         command
     }
 
@@ -112,15 +118,27 @@ impl Slurm {
             ) else {
                 continue;
             };
-            // Its environment has the configuration, which is this test's.
+            // Of this test's cluster are what has its configuration in the environment, and steps' daemons (which hide theirs) in its folder.
             let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
             let environment = String::from_utf8_lossy(&environment).into_owned();
-            let ours = environment.contains(&*self.folder.to_string_lossy());
-            let of_node = environment.contains(&format!("SLURMD_NODENAME={node}\0"));
-            if ours && (of_node || String::from_utf8_lossy(&line).starts_with(&step)) {
+            let of_node = environment.contains(&format!("SLURMD_NODENAME={node}\0"))
+                && environment.contains(&*self.folder.to_string_lossy());
+            let is_step = String::from_utf8_lossy(&line).starts_with(&step)
+                && fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd.starts_with(&self.folder));
+            if of_node || is_step {
                 kill(pid);
             }
         }
+    }
+
+    /// Starts a requeued job, which Slurm lets wait for two minutes, as soon as it can be.
+    pub(crate) fn start_now(&self, job: &str) {
+        self.until("Slurm's job runs again", |slurm| {
+            let update = ["update", &format!("JobId={job}"), "StartTime=now"];
+            // Refused while the job's last run is still being cleaned up.
+            let _ = slurm.command("scontrol", "slurm-client").args(update).output();
+            slurm.field(job, "%T") == "RUNNING"
+        });
     }
 
     /// Starts a node's daemon again.
@@ -132,7 +150,11 @@ impl Slurm {
     pub(crate) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
         let until = Instant::now() + 2 * SOON;
         while !holds(self) {
-            assert!(Instant::now() < until, "not in time: {what}; {}", self.say("squeue", &["-t", "all"]));
+            if Instant::now() > until {
+                let queue =
+                    self.command("squeue", "slurm-client").args(["-t", "all"]).output().expect("squeue");
+                panic!("not in time: {what}; {}", String::from_utf8_lossy(&queue.stdout));
+            }
             std::thread::sleep(Duration::from_millis(100));
         }
     }

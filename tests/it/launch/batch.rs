@@ -1,6 +1,6 @@
 //! Agents in batch jobs of a real Slurm.
 
-use super::{agent_of, launch, server, short, valid_agent_tokens};
+use super::{agents_of, launch, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
     server::{Finished, Server, number, turn},
@@ -36,16 +36,18 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
-    let id = server.submit(&short("over-slurm")).await;
+    let id = submit(&server, &short("over-slurm")).await;
     let mut command = launch(&server, &[&id, "--with", "slurm"], &[]);
     let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
     done.ok();
     assert!(done.stderr.contains("Slurm's job is 1; its log will be"), "{}", done.stderr);
     server.succeeded(&id).await;
-    assert!(agent_of(&server, &id).await.contains("launch-"), "an agent of the launch ran it");
+    assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
     slurm.until("Slurm's job is over", |slurm| slurm.field("1", "%T") == "COMPLETED");
     assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
     assert!(!server.folder().path().join("launch").join(&id).join("bundle.json").exists());
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }
 
@@ -54,7 +56,7 @@ async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = server.submit(&endless("cancelled")).await;
+    let id = submit(&server, &endless("cancelled")).await;
     let batch = submitted(&server, &slurm, &id, &[]);
     trains_past(&server, &id, 1, 0).await;
     // Whoever may read Slurm's job reads no token.
@@ -69,7 +71,7 @@ async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
 
-    let id = server.submit(&endless("scancelled")).await;
+    let id = submit(&server, &endless("scancelled")).await;
     let batch = submitted(&server, &slurm, &id, &[]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     slurm.say("scancel", &[&batch]);
@@ -80,6 +82,8 @@ async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
         "the agent has had a checkpoint written: {kept:?}, {at}; {job:#}"
     );
     server.cli(&["cancel", &id]).ok();
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }
 
@@ -88,7 +92,7 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
-    let id = server.submit(&endless("requeued")).await;
+    let id = submit(&server, &endless("requeued")).await;
     let batch = submitted(&server, &slurm, &id, &["--time=60"]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // What Slurm sends two minutes before the limit.
@@ -97,14 +101,15 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
     slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(kept >= at, "{kept} and {at}");
-    // Slurm lets requeued jobs wait for two minutes.
-    slurm.say("scontrol", &["update", &format!("JobId={batch}"), "StartTime=now"]);
+    slurm.start_now(&batch);
     let job = trains_past(&server, &id, 2, kept).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     server.cli(&["cancel", &id]).ok();
     slurm.until("Slurm's job is over", |slurm| {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }
 
@@ -113,13 +118,13 @@ async fn a_dead_node_s_job_goes_on_on_another() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
-    let id = server.submit(&endless("node-died")).await;
+    let id = submit(&server, &endless("node-died")).await;
     let batch = submitted(&server, &slurm, &id, &[]);
     trains_past(&server, &id, 1, 60).await;
     let node = slurm.field(&batch, "%N");
     slurm.kill_node(&node);
     slurm.until("Slurm has queued the job again", |slurm| slurm.field(&batch, "%T") == "PENDING");
-    slurm.say("scontrol", &["update", &format!("JobId={batch}"), "StartTime=now"]);
+    slurm.start_now(&batch);
     let job = trains_past(&server, &id, 2, 60).await;
     let other = slurm.field(&batch, "%N");
     assert!(!other.is_empty() && other != node, "{other} and {node}; {job:#}");
@@ -128,5 +133,7 @@ async fn a_dead_node_s_job_goes_on_on_another() {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
     slurm.start_node(&node);
+    // Its folder is in the server's.
+    drop(slurm);
     server.stop().await;
 }

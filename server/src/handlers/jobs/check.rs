@@ -73,6 +73,26 @@ pub(in crate::handlers) async fn check(
     document: &Value,
     begins: bool,
 ) -> Result<Checked> {
+    check_with(app, caller, document, begins, Slots::Now).await
+}
+
+/// When there must be slots for the job's ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Slots {
+    /// On machines that are online, if any are.
+    Now,
+    /// A launcher is about to start agents for it.
+    Later,
+}
+
+/// As [`check`].
+pub(super) async fn check_with(
+    app: &App,
+    caller: &Caller,
+    document: &Value,
+    begins: bool,
+    slots: Slots,
+) -> Result<Checked> {
     let mut not_checked = None;
     // Also of a document with mistakes: people mend all at once.
     let (mut spec, mut errors) = spec::read(document);
@@ -89,6 +109,7 @@ pub(in crate::handlers) async fn check(
         submission::choose_validation(spec, dataset, given);
     }
     if let Some(spec) = &spec
+        && slots == Slots::Now
         && !own.concern(&["/parallel", "/train/precision"])
     {
         errors.extend(slots_mistake(app, spec));

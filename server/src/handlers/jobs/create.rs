@@ -1,11 +1,14 @@
 //! Submitting a job: checked, stored with its folder, once for each `Idempotency-Key`.
 
-use super::check::{Checked, check};
+use super::check::{Checked, Slots, check_with};
 use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    handlers::{extract::Document, to_the_end},
+    handlers::{
+        extract::{Document, Query},
+        to_the_end,
+    },
     lifecycle::Fork,
     store::{Annotation, Created, NewJob, StoreError},
 };
@@ -17,19 +20,30 @@ use axum::{
 };
 use bytes::Bytes;
 use lockstep_protocol::{Job, JobId, JobSpec, labels};
+use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
+use utoipa::IntoParams;
 
 /// The longest `Idempotency-Key`.
 const MAX_KEY_BYTES: usize = 255;
+
+/// How a job is submitted.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct CreateQuery {
+    /// Agents for it are about to be started: it may have more ranks than the machines online have slots.
+    #[serde(default)]
+    launched: bool,
+}
 
 /// Submit a job
 ///
 /// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
 /// the job that it made.
 #[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own"), CreateQuery),
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
 pub(crate) async fn create(
@@ -37,10 +51,13 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
+    Query(query): Query<CreateQuery>,
     Document(document, bytes): Document,
 ) -> Result<Response> {
     let key = idempotency_key(&app, &caller, &headers, &uri, &bytes)?;
-    let (status, job) = to_the_end(async move { submit(&app, &caller, &document, key).await }).await?;
+    let slots = if query.launched { Slots::Later } else { Slots::Now };
+    let (status, job) =
+        to_the_end(async move { submit_with(&app, &caller, &document, key, slots).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
@@ -54,10 +71,20 @@ pub(crate) async fn submit(
     document: &Value,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Job)> {
+    submit_with(app, caller, document, key, Slots::Now).await
+}
+
+async fn submit_with(
+    app: &App,
+    caller: &Caller,
+    document: &Value,
+    key: Option<(String, String)>,
+    slots: Slots,
+) -> Result<(StatusCode, Job)> {
     if let Some(job) = made_before(app, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let Checked { spec, warnings, .. } = check(app, caller, document, true).await?;
+    let Checked { spec, warnings, .. } = check_with(app, caller, document, true, slots).await?;
     let (status, mut job) = store(app, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))

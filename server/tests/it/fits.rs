@@ -225,10 +225,10 @@ async fn a_fork_has_its_parent_s_tags_unless_others_are_given_or_would_tell_of_w
         let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
         assert_eq!(status, 200, "{body}");
         for (set, tags) in [
-            (json!({}), json!(["sweep", "seed-2"])),
+            (json!({}), json!(["seed-2", "sweep"])),
             (json!({"tags": ["other"]}), json!(["other"])),
             (json!({"tags": []}), json!([])),
-            (json!({"private": false}), if private { json!([]) } else { json!(["sweep", "seed-2"]) }),
+            (json!({"private": false}), if private { json!([]) } else { json!(["seed-2", "sweep"]) }),
         ] {
             let (status, body) = server.post(&format!("{path}/fork"), &json!({ "set": set })).await;
             assert_eq!((status, &body["tags"]), (201, &tags), "private {private}, {set}: {body}");

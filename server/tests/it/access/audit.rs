@@ -40,7 +40,7 @@ async fn everything_that_may_change_something_is_written_down() {
     };
     let expected = [
         done("DELETE /api/v1/datasets/{name}", "/api/v1/datasets/none", 404),
-        done("POST /api/v1/jobs", "/api/v1/jobs?x=1", 422),
+        done("POST /api/v1/jobs", "/api/v1/jobs?x=1", 400),
         done("POST /api/v1/tokens", "/api/v1/tokens", 201),
     ];
     assert_eq!(seen, expected, "newest first");

@@ -99,8 +99,11 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// agents once the others have ended their ranks.
 async fn expire(app: &App, expired: Expired) -> Result<()> {
     let Expired { attempt, place, places } = expired;
-    let is_online = app.agents.online().iter().any(|o| o.row.id == place.agent_id);
-    let code = if is_online { ReasonCode::AgentWithoutRanks } else { ReasonCode::AgentLost };
+    // A connection over which nothing comes ends a moment later than the lease.
+    let heard_since = crate::now() - app.leases.duration / 2;
+    let online = app.agents.online();
+    let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
+    let code = if is_heard { ReasonCode::AgentWithoutRanks } else { ReasonCode::AgentLost };
     let facts = Facts {
         agent: Some(place.agent.clone()),
         attempt: Some(attempt.attempt),

@@ -142,9 +142,17 @@ fn dataset(
         None if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
         None => {
             let text = serde_json::to_vec(&found).map_err(|e| e.to_string())?;
-            write_whole(&note, &text).map_err(|e| e.to_string())
+            // Agents of one attempt may share the job's folder and be here at the same moment, with the same to say.
+            let first = start_rank(stored);
+            let own = stored.job_dir.join(format!("dataset.{first}.json"));
+            write_whole(&own, &text).and_then(|()| fs::rename(&own, &note)).map_err(|e| e.to_string())
         }
     }
+}
+
+/// The first of the attempt's ranks here: no other agent has it.
+fn start_rank(stored: &StoredAttempt) -> u32 {
+    stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0)
 }
 
 /// Whether the disk has space for the checkpoints that will be kept.

@@ -40,6 +40,25 @@ const NOT_HERE: &[(&str, &str)] = &[
         "needs the ten epochs of a ResNet-18, minutes on two cores; commands.rs downloads",
     ),
     (
+        "lockstep agent ...",
+        "stands for the command of the lines before; elsewhere.rs has agents with options like these",
+    ),
+    (
+        "lockstep agent --server https://machine:7070 --ca-file",
+        "as above; mutual_tls.rs joins one with a certificate",
+    ),
+    ("lockstep ca", "there is no CA before a server has made one; mutual_tls.rs issues and revokes"),
+    ("lockstep launch", "there are no machines of these names; launch.rs launches by SSH, mpirun and Slurm"),
+    ("torchrun ", "there are no machines of these names; train/launchers.rs has the variables that it sets"),
+    ("mpirun ", "as above; launch.rs starts it"),
+    ("srun ", "as above; launch.rs starts it"),
+    ("msrun ", "as above; train/launchers.rs has the variables that it sets"),
+    (
+        "lockstep train job.toml --rank-table",
+        "needs a table of one's own machines; train/launchers.rs has some",
+    ),
+    ("RANK_ID=3 lockstep train", "as above"),
+    (
         "lockstep submit finetune.toml",
         "needs torchvision's weights; finetune.rs runs the same three commands with small ones",
     ),
@@ -185,7 +204,9 @@ fn commands_in_sentences_exist() {
     for page in pages() {
         let text = fs::read_to_string(&page).expect("a page");
         for named in text.split("`lockstep ").skip(1) {
-            let words: Vec<&str> = named.split('`').next().expect("words").split_whitespace().collect();
+            // What follows `--` is for another program.
+            let own = named.split('`').next().expect("words").split(" -- ").next().expect("words");
+            let words: Vec<&str> = own.split_whitespace().collect();
             let Some(word) =
                 words.first().filter(|word| word.chars().all(|c| c.is_ascii_lowercase() || c == '-'))
             else {

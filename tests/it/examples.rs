@@ -43,10 +43,6 @@ const NOT_HERE: &[(&str, &str)] = &[
         "lockstep agent ...",
         "stands for the command of the lines before; elsewhere.rs has agents with options like these",
     ),
-    (
-        "lockstep agent --server https://machine:7070 --ca-file",
-        "as above; mutual_tls.rs joins one with a certificate",
-    ),
     ("lockstep ca", "there is no CA before a server has made one; mutual_tls.rs issues and revokes"),
     ("lockstep launch", "there are no machines of these names; launch.rs launches by SSH, mpirun and Slurm"),
     ("torchrun ", "there are no machines of these names; train/launchers.rs has the variables that it sets"),

@@ -35,9 +35,13 @@ pub(super) struct Candidate {
 
 impl Round {
     pub(super) fn begin(app: &App) -> Self {
+        // One that was cut off is online until its connection times out, and would hear of no start.
+        let heard_since = crate::now() - app.leases.duration;
         let machine = |agent: Online| Machine {
             in_use: app.leases.slots_in_use(&agent.row.id).into_keys().collect(),
-            takes_work: agent.leaving.is_none() && !app.agents.is_draining(&agent.row.id),
+            takes_work: agent.leaving.is_none()
+                && agent.row.last_seen_at > heard_since
+                && !app.agents.is_draining(&agent.row.id),
             agent,
         };
         Self { machines: app.agents.online().into_iter().map(machine).collect(), reserved: HashSet::new() }

@@ -51,7 +51,7 @@ impl FromStr for TlsSuites {
         for name in text.split([',', ':']).map(str::trim).filter(|name| !name.is_empty()) {
             let found = known.iter().find(|suite| names(suite).iter().any(|n| n.eq_ignore_ascii_case(name)));
             let Some(found) = found else {
-                let known: Vec<_> = known.iter().map(|suite| iana(suite)).collect();
+                let known: Vec<_> = known.iter().map(iana).collect();
                 return Err(format!(
                     "{name:?} is no cipher suite that this program speaks; these are {}",
                     known.join(", ")

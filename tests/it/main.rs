@@ -31,6 +31,7 @@ mod faults;
 mod finetune;
 mod first_loss;
 mod gangs;
+mod hosts;
 mod join;
 mod launch;
 mod launch_gangs;

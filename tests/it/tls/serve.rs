@@ -28,9 +28,19 @@ impl Serve {
 
     /// As [`Serve::start`], in a folder that has something already.
     pub(crate) async fn start_in(folder: Folder, options: &[&str], ready: impl AsyncFn(u16) -> bool) -> Self {
+        Self::start_at("127.0.0.1", folder, options, ready).await
+    }
+
+    /// As [`Serve::start_in`], at another address than loopback's.
+    pub(crate) async fn start_at(
+        address: &str,
+        folder: Folder,
+        options: &[&str],
+        ready: impl AsyncFn(u16) -> bool,
+    ) -> Self {
         let port = free_port();
         let mut command = lockstep();
-        command.args(["serve", "--listen", &format!("127.0.0.1:{port}"), "--data-dir", "data"]).args(options);
+        command.args(["serve", "--listen", &format!("{address}:{port}"), "--data-dir", "data"]).args(options);
         let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
         command.current_dir(folder.path()).stdout(log.try_clone().expect("a log")).stderr(log);
         let mut serve = Self { process: command.spawn().expect("lockstep serve"), port, folder };

@@ -1,0 +1,283 @@
+//! Several hosts on one machine: network namespaces with addresses of their own on a bridge, joined over TLS with certificates. None of
+//! them has the server's disk. Making them takes root, which tests of CI have.
+
+use crate::{
+    pictures,
+    server::{Folder, lockstep, number, signal, turn},
+    specs,
+    tls::serve::{Serve, trusting},
+};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+    process::{Child, Command},
+    time::{Duration, Instant},
+};
+
+const STEPS: u64 = 200;
+/// For a job of so many steps, also when it starts twice.
+const PATIENCE: Duration = Duration::from_secs(240);
+/// Less than a lease, which is 15 s, and more.
+const SHORT: Duration = Duration::from_secs(4);
+
+fn run(program: &str, args: &str) -> bool {
+    let done = Command::new(program).args(args.split_whitespace()).output().expect(program);
+    if !done.status.success() {
+        eprintln!("{program} {args}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    done.status.success()
+}
+
+fn ip(args: &str) {
+    assert!(run("ip", args), "ip {args}");
+}
+
+/// A bridge, and hosts with a cable to it. The server is at the bridge.
+struct Network {
+    number: u32,
+    hosts: Vec<u32>,
+}
+
+impl Network {
+    fn new() -> Self {
+        let this = Self { number: std::process::id() % 60_000, hosts: Vec::new() };
+        ip(&format!("link add {} type bridge", this.bridge()));
+        ip(&format!("addr add {}/24 dev {}", this.address(254), this.bridge()));
+        ip(&format!("link set {} up", this.bridge()));
+        this
+    }
+
+    fn bridge(&self) -> String {
+        format!("lkb{}", self.number)
+    }
+
+    fn namespace(&self, host: u32) -> String {
+        format!("lk{}-{host}", self.number)
+    }
+
+    /// The end of a host's cable at the bridge.
+    fn cable(&self, host: u32) -> String {
+        format!("lkv{}-{host}", self.number)
+    }
+
+    fn address(&self, host: u32) -> String {
+        format!("10.77.{}.{host}", self.number % 250)
+    }
+
+    fn add(&mut self, host: u32) {
+        let (space, cable, bridge) = (self.namespace(host), self.cable(host), self.bridge());
+        ip(&format!("netns add {space}"));
+        self.hosts.push(host);
+        ip(&format!("link add {cable} type veth peer name eth0 netns {space}"));
+        ip(&format!("link set {cable} master {bridge} up"));
+        ip(&format!("-n {space} addr add {}/24 dev eth0", self.address(host)));
+        ip(&format!("-n {space} link set eth0 up"));
+        ip(&format!("-n {space} link set lo up"));
+    }
+
+    /// Pulls a host's cable out, or puts it back.
+    fn plug(&self, host: u32, is_in: bool) {
+        ip(&format!("link set {} {}", self.cable(host), if is_in { "up" } else { "down" }));
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for host in &self.hosts {
+            run("ip", &format!("netns del {}", self.namespace(*host)));
+        }
+        run("ip", &format!("link del {}", self.bridge()));
+    }
+}
+
+/// A server and its hosts.
+struct Site {
+    agents: Vec<(String, Child)>,
+    serve: Serve,
+    url: String,
+    ca: PathBuf,
+    http: reqwest::Client,
+    network: Network,
+}
+
+impl Site {
+    async fn new() -> Self {
+        let network = Network::new();
+        let address = network.address(254);
+        let listens = {
+            let address = address.clone();
+            async move |port| tokio::net::TcpStream::connect((address.as_str(), port)).await.is_ok()
+        };
+        let options = ["--tls-own-ca", "--no-local-agent"];
+        let serve = Serve::start_at(&address, Folder::new(), &options, listens).await;
+        let url = format!("https://{address}:{}", serve.port);
+        // Where hosts see it: the data directory is hidden from them.
+        let ca = serve.folder.path().join("ca.crt");
+        fs::copy(serve.ca(), &ca).expect("the CA");
+        let http = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone());
+        let http = http.default_headers(serve.bearer()).build().expect("a client");
+        Self { agents: Vec::new(), serve, url, ca, http, network }
+    }
+
+    /// An agent on a host, with a certificate of its own.
+    fn join(&mut self, host: u32, name: &str, slots: u32) {
+        let folder = self.serve.folder.path();
+        let issue = ["ca", "issue", name, "--agent", "--data-dir", "data"];
+        assert!(lockstep().args(issue).current_dir(folder).output().expect("ca").status.success());
+        let log = File::create(folder.join(format!("{name}.log"))).expect("a log");
+        let mut command = Command::new("ip");
+        // In this namespace mounts are its own, too.
+        command.args(["netns", "exec", &self.network.namespace(host), "sh", "-c"]);
+        command.arg("mount -t tmpfs none \"$0\" && exec \"$@\"").arg(folder.join("data"));
+        command.arg(lockstep().get_program()).args(["agent", "--server", &self.url, "--name", name]);
+        command.args(["--cpu-slots", &slots.to_string(), "--data-dir", name, "--ca-file"]).arg(&self.ca);
+        command.args(["--cert-file", &format!("{name}.crt"), "--key-file", &format!("{name}.key")]);
+        command.current_dir(folder).stdout(log.try_clone().expect("a log")).stderr(log);
+        self.agents.push((name.to_owned(), command.spawn().expect("an agent")));
+    }
+
+    fn leave(&mut self, name: &str) {
+        let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
+        let (_, mut agent) = self.agents.remove(n);
+        signal(agent.id() as i32, Signal::TERM);
+        agent.wait().expect("its status");
+    }
+
+    async fn get(&self, path: &str) -> Value {
+        let answer = self.http.get(format!("{}/api/v1{path}", self.url)).send().await.expect("an answer");
+        assert!(answer.status().is_success(), "{path}: {}", answer.status());
+        answer.json().await.expect("JSON")
+    }
+
+    fn logs(&self) -> String {
+        let read = |name: &str| fs::read_to_string(self.serve.folder.path().join(name)).unwrap_or_default();
+        let of = |(name, _): &(String, Child)| format!("--- {name}\n{}", read(&format!("{name}.log")));
+        self.agents.iter().map(of).chain([format!("--- serve\n{}", self.serve.log())]).collect()
+    }
+
+    async fn until(&self, what: &str, is_so: impl AsyncFn() -> bool) {
+        let start = Instant::now();
+        while !is_so().await {
+            assert!(start.elapsed() < PATIENCE, "{what}: {}", self.logs());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    async fn online(&self, names: &[&str]) {
+        self.until("agents are online", async || {
+            let agents = self.get("/agents").await;
+            let mut online: Vec<_> = agents["agents"]
+                .as_array()
+                .expect("agents")
+                .iter()
+                .filter(|agent| agent["online"] == true)
+                .filter_map(|agent| agent["name"].as_str().map(str::to_owned))
+                .collect();
+            online.sort();
+            online == names
+        })
+        .await;
+    }
+
+    /// A job of four ranks; what it comes to depends on its seed alone.
+    async fn submit(&self) -> String {
+        let spec = specs::with(
+            specs::short("hosts", "pictures", 4, STEPS),
+            json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}}),
+        );
+        let answer = self.http.post(format!("{}/api/v1/jobs", self.url)).json(&spec).send().await;
+        let job: Value = answer.expect("an answer").json().await.expect("JSON");
+        job["id"].as_str().unwrap_or_else(|| panic!("{job:#}")).to_owned()
+    }
+
+    async fn at_step(&self, id: &str, step: u64) {
+        self.until("it trains", async || number(&self.get(&format!("/jobs/{id}")).await["step"]) >= step)
+            .await;
+    }
+
+    /// The job, once it is over, and the bytes of its last model.
+    async fn succeeded(&self, id: &str) -> (Value, Vec<u8>) {
+        let path = format!("/jobs/{id}");
+        self.until("it is over", async || {
+            let state = self.get(&path).await["state"].as_str().unwrap_or_default().to_owned();
+            assert!(!matches!(state.as_str(), "failed" | "cancelled"), "{state}: {}", self.logs());
+            state == "succeeded"
+        })
+        .await;
+        let last = async || {
+            let found = self.get(&format!("{path}/checkpoints")).await;
+            let found = found["checkpoints"].as_array().expect("checkpoints").clone();
+            found.into_iter().max_by_key(|one| number(&one["step"])).expect("one")
+        };
+        self.until("its last checkpoint has come", async || last().await["uploading_from"].is_null()).await;
+        let id = last().await["id"].as_str().expect("an id").to_owned();
+        let model = format!("{}/api/v1/checkpoints/{id}/model.safetensors", self.url);
+        let answer = self.http.get(model).send().await.expect("an answer");
+        assert!(answer.status().is_success(), "{}", answer.status());
+        (self.get(&path).await, answer.bytes().await.expect("the model").to_vec())
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        while let Some((name, _)) = self.agents.first() {
+            let name = name.clone();
+            self.leave(&name);
+        }
+    }
+}
+
+#[tokio::test]
+async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pulled_out() {
+    let _turn = turn().await;
+    let mut site = Site::new().await;
+    for host in 1..=5 {
+        site.network.add(host);
+    }
+    site.join(1, "whole", 4);
+    site.online(&["whole"]).await;
+    let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
+    let path = dataset.to_str().expect("UTF-8");
+    site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+    let id = site.submit().await;
+    let (job, model) = site.succeeded(&id).await;
+    assert_eq!(job["agents"], json!(["whole"]));
+    site.leave("whole");
+
+    for host in 1..=4 {
+        site.join(host, &format!("h{host}"), 1);
+    }
+    site.online(&["h1", "h2", "h3", "h4"]).await;
+    // Within the lease: the ranks' connections wait, and nothing is done twice.
+    let id = site.submit().await;
+    site.at_step(&id, 25).await;
+    site.network.plug(3, false);
+    tokio::time::sleep(SHORT).await;
+    site.network.plug(3, true);
+    let (job, same) = site.succeeded(&id).await;
+    assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
+    assert!(same == model, "the same weights over four hosts");
+
+    // For good, and with a spare.
+    site.join(5, "h5", 1);
+    site.online(&["h1", "h2", "h3", "h4", "h5"]).await;
+    let id = site.submit().await;
+    site.at_step(&id, 45).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    let of = |name: &str| name.trim_start_matches('h').parse::<u32>().expect("a number");
+    // Not the one that has rank 0.
+    let victim = job["agents"][2].as_str().expect("a third agent").to_owned();
+    site.network.plug(of(&victim), false);
+    let (job, same) = site.succeeded(&id).await;
+    assert!(same == model, "the same weights after a host was lost");
+    let agents = job["agents"].as_array().expect("agents");
+    assert!(agents.len() == 4 && !agents.contains(&json!(victim)), "{agents:?} without {victim}");
+    let attempts = site.get(&format!("/jobs/{id}/attempts")).await;
+    let attempts = attempts["attempts"].as_array().expect("attempts").clone();
+    assert_eq!(attempts.len(), 2, "{attempts:#?}");
+    let first = attempts.iter().find(|attempt| attempt["attempt"] == 1).expect("the first");
+    assert!(first["reason"].to_string().contains(&victim), "{first:#}");
+    site.network.plug(of(&victim), true);
+}

@@ -195,8 +195,8 @@ async fn an_agent_with_a_certificate_joins_and_trains_until_it_is_revoked() {
 #[tokio::test]
 async fn a_certificate_that_ends_soon_is_told_to_everybody_who_should_know() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
-    // 89 days are left of 400: the clock of the one who issues it is set.
-    issue_at(&serve, "node-a", "-311d", "400");
+    // An hour less than 89 days is left of 400: the clock of the one who issues it is set. (311 days and an hour.)
+    issue_at(&serve, "node-a", "-7465h", "400");
     let certificate = files("node-a");
     let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
     let _agent = Agent::start(&serve, "one", &certificate);

@@ -69,6 +69,9 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
+    /// Since when jobs wait for a checkpoint that another machine uploads.
+    pub(crate) coming_since:
+        std::sync::Mutex<std::collections::HashMap<lockstep_protocol::JobId, std::time::Instant>>,
     /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
     pub(crate) log_lines:
         std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, &'static str)>>,
@@ -116,6 +119,7 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
+            coming_since: std::sync::Mutex::default(),
             log_lines: std::sync::Mutex::default(),
         }))
     }

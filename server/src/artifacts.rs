@@ -5,14 +5,21 @@ use crate::{
     app::App,
     holders::Holder,
     lifecycle,
-    store::{CheckpointRow, JobRow, Result},
+    store::{CheckpointRow, JobRow, Report, Result},
 };
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef, LogLine},
+    job::Job,
+    reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
-use std::{collections::HashSet, fs, io, path::Path};
+use std::{
+    collections::HashSet,
+    fs, io,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 /// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
 const REMEMBERED: usize = 4096;
@@ -23,6 +30,55 @@ pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Option<Holder> {
         return None;
     }
     Holder::of(&app.job_dir(&row.job), row.attempt)
+}
+
+/// Longest wait for a checkpoint that is being uploaded when the job could continue on another machine than its holder.
+const COMING: Duration = Duration::from_secs(600);
+
+/// Why a job is not started yet on `agent`: a checkpoint newer than those that are here is on its way from another agent, which is
+/// online.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<Reason>> {
+    let waits = |waits: Option<Instant>| {
+        let mut since = app.coming_since.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match waits {
+            None => since.remove(&job.id).is_none(),
+            Some(now) => since.entry(job.id.clone()).or_insert(now).elapsed() < COMING,
+        }
+    };
+    if job.attempt == 0 {
+        return Ok(None);
+    }
+    let online = app.agents.online();
+    for row in app.store.checkpoints(&job.id).await? {
+        // The newest comes first.
+        let Some(holder) = on_its_way(app, &row) else { break };
+        if holder.agent_id == agent {
+            break;
+        }
+        if online.iter().any(|o| o.row.id == holder.agent_id) && waits(Some(Instant::now())) {
+            let facts =
+                Facts { agent: Some(holder.agent), checkpoint: Some(row.id.clone()), ..Facts::default() };
+            return Ok(Some(Reason::new(ReasonCode::WaitingForCheckpoint, facts)));
+        }
+    }
+    waits(None);
+    Ok(None)
+}
+
+/// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps
+/// they are all there is, because newer ones have not come yet.
+pub(crate) fn keep_uploaded(app: &App, report: &mut Report) {
+    for event in &mut report.events {
+        let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
+        let job_dir = app.job_dir(&report.attempt.job);
+        let is_here = job_dir.join("checkpoints").join(format!("{epoch}-{step}")).exists();
+        if is_here && Holder::of(&job_dir, report.attempt.attempt).is_some() {
+            *event = AttemptEvent::Unknown;
+        }
+    }
 }
 
 /// Writes a line into a job's log, unless the attempt's log has one about `what` already.

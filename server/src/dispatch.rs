@@ -113,7 +113,7 @@ async fn expire(app: &App, expired: Expired) -> Result<()> {
     let why =
         move |row: &JobRow| Reason::new(code.clone(), Facts { step: Some(row.job.step), ..facts.clone() });
     if places > 1 {
-        end_place(app, &attempt, (&place, places), move |row| PlaceEnd::Lost(why(row))).await?;
+        end_place(app, &attempt, (&place, places), false, move |row| PlaceEnd::Lost(why(row))).await?;
     } else {
         end_attempt(app, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
     }
@@ -132,7 +132,7 @@ pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> 
         if places > 1
             && let Some(place) = mine
         {
-            end_place(app, &attempt, (place, places), move |_| PlaceEnd::Left(why.clone())).await?;
+            end_place(app, &attempt, (place, places), true, move |_| PlaceEnd::Left(why.clone())).await?;
         } else {
             end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
         }

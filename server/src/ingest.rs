@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    dispatch,
+    artifacts, dispatch,
     inbox::{Queue, Work},
     store::{Changed, EventRow, Ingested, Report, Result},
 };
@@ -40,7 +40,8 @@ async fn store(app: &App, batch: Vec<Work>) {
     let mut reservations = Vec::with_capacity(batch.len());
     for work in batch {
         match work {
-            Work::Report { agent, connection, report, reservation } => {
+            Work::Report { agent, connection, mut report, reservation } => {
+                artifacts::keep_uploaded(app, &mut report);
                 // How the attempt ended there, if it says that: whether its other agents have to know.
                 let failed = report.events.iter().find_map(|event| match event {
                     AttemptEvent::Ended(Ending::Succeeded { .. } | Ending::Stopped) => Some(false),

@@ -178,6 +178,14 @@ impl Leases {
             .map_or(0, |lease| lease.holds.len())
     }
 
+    /// Whether a rank of an attempt was given to another agent than this one.
+    pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
+        let leases = self.by_job();
+        let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt);
+        let has = |hold: &Hold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
+        lease.is_some_and(|lease| lease.holds.iter().any(|hold| hold.place.agent_id != agent_id && has(hold)))
+    }
+
     /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
     pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
         let leases = self.by_job();
@@ -236,7 +244,10 @@ impl Leases {
     pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
-            let holds = lease.held().filter(|hold| hold.until <= now);
+            // Where nobody holds it any more, the store has not taken all the ends: it is over nevertheless.
+            let nobody = lease.held().next().is_none();
+            let counts = |hold: &&Hold| nobody || hold.state == Held::Yes;
+            let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
             holds
                 .map(|hold| Expired {
                     attempt: lease.attempt.clone(),

@@ -19,6 +19,8 @@ const CHECKPOINT_BYTES: u64 = 1 << 40;
 /// The files that a manifest may name. All but the average must be there.
 const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "ema.safetensors"];
 const OPTIONAL: &str = "ema.safetensors";
+/// The one that says what an evaluation has found.
+const STATE: &str = "state.json";
 
 /// Why a piece or a checkpoint is not taken.
 #[derive(Debug)]
@@ -29,6 +31,10 @@ pub(crate) enum Refused {
     Offset(u64),
     /// The whole is not what was written. It is gone from here and has to be sent anew.
     Damaged(String),
+    /// Another request works on this upload.
+    Busy,
+    /// The server has this checkpoint, with other weights, and the attempt that would replace it is over.
+    Stored,
     /// The disk.
     Io(io::Error),
 }
@@ -88,8 +94,9 @@ impl Upload {
     ///
     /// # Errors
     /// It is no manifest of this checkpoint, or names what is too large.
-    pub(crate) fn begin(&self, text: &[u8]) -> Result<()> {
-        self.read_manifest(text)?;
+    pub(crate) fn begin(&self, text: &[u8], is_live: bool) -> Result<()> {
+        let manifest = self.read_manifest(text)?;
+        self.may_replace(&manifest, is_live)?;
         let _one_at_a_time = self.lock()?;
         let path = self.gathering.join(MANIFEST);
         if fs::read(&path).is_ok_and(|before| before == text) {
@@ -142,7 +149,7 @@ impl Upload {
     ///
     /// # Errors
     /// [`Refused::Damaged`]: what has come is not what the manifest says; it is removed.
-    pub(crate) fn commit(&self) -> Result<()> {
+    pub(crate) fn commit(&self, is_live: bool) -> Result<()> {
         let _one_at_a_time = self.lock()?;
         let manifest = match self.manifest() {
             Ok(manifest) => manifest,
@@ -150,6 +157,7 @@ impl Upload {
             Err(Refused::Wrong(_)) if self.place.join(MANIFEST).exists() => return Ok(()),
             Err(error) => return Err(error),
         };
+        self.may_replace(&manifest, is_live)?;
         if let Err(error) = check_whole(&self.gathering) {
             if error.kind() != io::ErrorKind::InvalidData {
                 return Err(error.into());
@@ -183,12 +191,35 @@ impl Upload {
         fs::remove_dir_all(&self.gathering)
     }
 
+    /// What is stored is replaced by the attempt that may run alone. One that is over may still add what its last evaluation has found,
+    /// beside the same weights.
+    fn may_replace(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
+        if is_live {
+            return Ok(());
+        }
+        let stored = match fs::read(self.place.join(MANIFEST)) {
+            Ok(text) => self.read_manifest(&text)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(e) => return Err(e.into()),
+        };
+        let weights = |of: &Manifest| -> Vec<_> {
+            let files = of.files.iter().filter(|(name, _)| name.as_str() != STATE);
+            files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
+        };
+        (weights(manifest) == weights(&stored)).then_some(()).ok_or(Refused::Stored)
+    }
+
     /// Held while files change: an agent that sends a piece again must not meet itself.
-    fn lock(&self) -> io::Result<File> {
+    ///
+    /// Nobody waits for it: threads that did would be missing elsewhere.
+    fn lock(&self) -> Result<File> {
         fs::create_dir_all(&self.gathering)?;
         let folder = File::open(&self.gathering)?;
-        folder.lock()?;
-        Ok(folder)
+        match folder.try_lock() {
+            Ok(()) => Ok(folder),
+            Err(fs::TryLockError::WouldBlock) => Err(Refused::Busy),
+            Err(fs::TryLockError::Error(error)) => Err(error.into()),
+        }
     }
 
     fn manifest(&self) -> Result<Manifest> {

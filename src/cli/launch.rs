@@ -181,6 +181,21 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
+/// What waits or trains goes on without this command.
+#[derive(Debug)]
+struct GoesOn(String);
+
+impl std::fmt::Display for GoesOn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for GoesOn {}
+
+/// Longest wait for the last checkpoint of a job that is over.
+const LAST_UPLOAD: std::time::Duration = std::time::Duration::from_secs(3600);
+
 impl Launch {
     async fn start(&mut self) -> anyhow::Result<()> {
         self.introduce().await?;
@@ -216,11 +231,32 @@ impl Launch {
         Ok(())
     }
 
+    /// Once the job is over, waits until its checkpoints are on the server: the agents that upload them are those of this launch.
+    async fn uploaded(&self) {
+        let mut said = false;
+        let path = format!("/jobs/{}/checkpoints", self.job.id);
+        let began = std::time::Instant::now();
+        while began.elapsed() < LAST_UPLOAD {
+            let Ok(found) = self.api.get::<Value>(&path).await else { return };
+            let all = found.get("checkpoints").and_then(Value::as_array).cloned().unwrap_or_default();
+            let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);
+            if !all.iter().any(is_coming) {
+                return;
+            }
+            if !std::mem::replace(&mut said, true) {
+                output::warn("the job is over; its last checkpoint is still being uploaded to the server");
+            }
+            tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        }
+    }
+
     /// Once the job is over, the tokens are of no use. A job that this command submitted and no agent could be started for is cancelled.
     async fn finish(&self, done: anyhow::Result<()>) -> anyhow::Result<()> {
         let path = format!("/jobs/{}", self.job.id);
         let Ok(job) = self.api.get::<Job>(&path).await else { return done };
-        let never_started = done.is_err() && self.is_ours && job.attempt == 0 && !job.state.is_final();
+        let goes_on = done.as_ref().is_err_and(|error| error.is::<GoesOn>());
+        let never_started =
+            done.is_err() && !goes_on && self.is_ours && job.attempt == 0 && !job.state.is_final();
         if never_started {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
             if cancelled.is_ok() {

@@ -137,10 +137,11 @@ impl Printer<'_> {
             let wanted = self.args.rank.is_none_or(|rank| rank == line.rank)
                 && self.args.attempt.is_none_or(|attempt| attempt == line.attempt);
             let shown = self.shown.entry((line.attempt, line.rank)).or_default();
-            if !wanted || line.line.number <= *shown {
+            // The server's own lines have no number.
+            if !wanted || (line.line.number > 0 && line.line.number <= *shown) {
                 continue;
             }
-            *shown = line.line.number;
+            *shown = line.line.number.max(*shown);
             if self.args.server.json {
                 output::line(serde_json::to_string(&line)?)?;
             } else if self.args.rank.is_some() {

@@ -207,7 +207,7 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
         &["-H", "127.0.0.1:4,localhost:4", "--program", "/opt/lock step/lockstep", "--", "-p", "22"],
     );
     assert_eq!(said.lines().count(), 2, "{said}");
-    assert!(said.contains(r"-p 22 127.0.0.1 ''\''/opt/lock step/lockstep'\'' launched -'"), "{said}");
+    assert!(said.contains(r"-p 22 -- 127.0.0.1 ''\''/opt/lock step/lockstep'\'' launched -'"), "{said}");
     let table = table.to_str().expect("a path");
     let said = dry("mpirun", &["--rank-table", table]);
     assert!(

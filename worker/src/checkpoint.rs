@@ -40,6 +40,8 @@ pub const AVERAGE: &str = "ema.safetensors";
 pub const STATE: &str = "state.json";
 /// A [`Manifest`].
 pub const MANIFEST: &str = "MANIFEST.json";
+/// In a job's folder on a machine with a disk of its own, whose checkpoints are uploaded to the server.
+pub const OWN_DISK_NOTE: &str = "here.json";
 const TEMPORARY: &str = ".tmp-";
 
 /// Why a checkpoint could not be written or read; the sentence names the file.

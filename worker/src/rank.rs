@@ -7,6 +7,16 @@ mod config;
 mod error;
 mod machine_metrics;
 mod signals;
+/// An address that other machines reach: what a name stands for, unless that is loopback's.
+fn outside_address(address: &str) -> Option<std::net::IpAddr> {
+    use std::net::ToSocketAddrs;
+    if let Ok(ip) = address.parse() {
+        return Some(ip);
+    }
+    let found = (address, 0).to_socket_addrs().ok()?;
+    found.map(|at| at.ip()).find(|ip| !ip.is_loopback())
+}
+
 #[cfg(test)]
 mod tests;
 
@@ -169,7 +179,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
             timeout: MEET_WITHIN,
             stop: life.stop.clone(),
         })?;
-        if let Some(ip) = start.network.as_ref().and_then(|network| network.address.parse().ok()) {
+        if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
             store.listen_at(ip);
         }
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;

@@ -117,6 +117,8 @@ codes! {
     TooFewSlots = "too_few_slots",
     /// Waits: machines have enough slots together, but not those that reach each other.
     MachinesApart = "machines_apart",
+    /// Waits for a checkpoint that another machine uploads.
+    WaitingForCheckpoint = "waiting_for_checkpoint",
     /// Waits until slots are free.
     WaitingForSlots = "waiting_for_slots",
     /// Told in words alone.

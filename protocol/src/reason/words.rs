@@ -95,6 +95,10 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.slots(facts.slots_needed),
             if detail.contains(", ") { "their own machines" } else { "its own machine" }
         ),
+        WaitingForCheckpoint => {
+            let id = facts.checkpoint.as_deref().unwrap_or_default();
+            format!("waits for its checkpoint {id}, which {agent} uploads")
+        }
         WaitingForSlots if facts.machines.is_some() => format!(
             "waits for {}: {} of {} on {} machines free",
             facts.slots(facts.slots_needed),

@@ -17,12 +17,23 @@ pub(crate) fn certificate_id(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
+/// What follows in the id of a row that remembers a revocation, before its time in milliseconds.
+const UNTIL: &str = " until ";
+
 /// Whether a row is a certificate's.
 pub(crate) fn is_certificate(token: &Token) -> bool {
     token.id.starts_with(PREFIX)
 }
 
 impl Access {
+    /// The rows that remember when a name was revoked before.
+    pub(crate) fn past_of(&self, name: &str) -> Vec<TokenRow> {
+        let begin = certificate_id(name) + UNTIL;
+        let tokens = self.tokens();
+        let ids = tokens.into_iter().map(|token| token.id).filter(|id| id.starts_with(&begin));
+        ids.filter_map(|id| self.token(&id)).collect()
+    }
+
     /// Whoever has a valid certificate of this name, which begins at `not_before`.
     ///
     /// # Errors
@@ -31,12 +42,22 @@ impl Access {
         let id = certificate_id(name);
         let find = || self.read().tokens.values().find(|c| c.token.id == id).cloned();
         let known = find();
-        let revoked_at = known.as_ref().and_then(|c| c.token.revoked_at);
-        if revoked_at.is_some_and(|at| at >= not_before) {
+        let revoked = known.as_ref().filter(|c| c.token.revoked_at.is_some());
+        let all = self.past_of(name).into_iter().filter_map(|row| row.token.revoked_at);
+        if all.chain(revoked.and_then(|c| c.token.revoked_at)).any(|at| at >= not_before) {
             return Err(Denied::Revoked);
         }
         let now = crate::now();
-        if known.is_none() || revoked_at.is_some() {
+        if known.is_none() || revoked.is_some() {
+            // Certificates from before the revocation stay refused.
+            if let Some(mut past) = self.token(&id)
+                && let Some(at) = past.token.revoked_at
+            {
+                past.token.id = format!("{id}{UNTIL}{}", at.as_millisecond());
+                past.token.agent_id = None;
+                past.hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
+                self.put_token(past);
+            }
             let token = Token {
                 id: id.clone(),
                 name: format!("certificate {name}").chars().take(100).collect(),
@@ -81,6 +102,12 @@ mod tests {
         // It is bound anew.
         let again = access.by_certificate("node-a", at(201)).unwrap();
         assert_eq!(again.token().unwrap().agent_id, None);
+        // Those from before stay refused, also when a later one was used.
+        for begins in [100, 200] {
+            assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
+        }
+        assert_eq!(access.past_of("node-a").len(), 1);
+        assert_eq!(access.past_of("node").len(), 0);
         // What was revoked is remembered, however long ago that was.
         let mut row = access.token(&certificate_id("node-a")).unwrap();
         row.token.revoked_at = Some(at(300));

@@ -41,11 +41,12 @@ pub(super) async fn end_attempt(
 }
 
 /// The ranks of an attempt with `places` agents have ended on one of them, without its word on how. The others are told to end theirs;
-/// the last end is the attempt's.
+/// the last end is the attempt's. `patient`: the others may write a checkpoint first, as they may be doing already.
 pub(super) async fn end_place(
     app: &App,
     attempt: &AttemptRef,
     (place, places): (&Place, usize),
+    patient: bool,
     end: impl Fn(&JobRow) -> PlaceEnd + Send + Sync + 'static,
 ) -> Result<()> {
     let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
@@ -64,7 +65,7 @@ pub(super) async fn end_place(
                 app.leases.release(&attempt.job, attempt.attempt);
             }
             let others = app.leases.ended_at(attempt, &place.agent_id, true);
-            stop_others(app, attempt, &place.agent, &others);
+            stop_others(app, attempt, &place.agent, &others, patient);
             Ok(())
         }
         Err(StoreError::NotFound(_)) => {
@@ -81,14 +82,14 @@ pub(crate) fn ended_at(app: &App, attempt: &AttemptRef, agent_id: &str, failed: 
     let agent = app.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
     let others = app.leases.ended_at(attempt, agent_id, false);
     if failed && let Some(agent) = agent {
-        stop_others(app, attempt, &agent.agent, &others);
+        stop_others(app, attempt, &agent.agent, &others, false);
     }
 }
 
-fn stop_others(app: &App, attempt: &AttemptRef, agent: &str, others: &[Place]) {
+fn stop_others(app: &App, attempt: &AttemptRef, agent: &str, others: &[Place], patient: bool) {
     for other in others {
         let reason = format!("its ranks on {agent:?} have ended");
-        app.agents.send(&other.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient: false });
+        app.agents.send(&other.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient });
     }
 }
 

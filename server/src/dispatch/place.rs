@@ -32,6 +32,11 @@ pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<
     let candidates = round.candidates(&job.id, device);
     if let Some(chosen) = choose(&candidates, ranks, &round.reserved) {
         let chosen: Vec<_> = chosen.into_iter().map(|(c, slots)| (&candidates[c].agent, slots)).collect();
+        // Rank 0 reads the checkpoint, and sends the others what is in it.
+        let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
+        if let Some(why) = artifacts::coming(app, job, reader).await? {
+            return store_wait_reason(app, row, why).await;
+        }
         for (agent, slots) in &chosen {
             round.take(&agent.row.id, slots);
         }

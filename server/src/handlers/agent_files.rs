@@ -16,7 +16,7 @@ use crate::{
     error::{Code, Error, Problem, Result},
     holders::Holder,
     store::CheckpointRow,
-    uploads::{Refused, Upload},
+    uploads::{PIECE_BYTES, Refused, Upload},
 };
 use axum::{
     Extension, Json,
@@ -249,15 +249,19 @@ pub(crate) async fn upload_piece(
     Extension(caller): Extension<Caller>,
     Path((job, attempt, name, file)): Path<(String, u32, String, String)>,
     Query(piece): Query<Piece>,
-    headers: HeaderMap,
-    body: Read,
+    request: Request<Body>,
 ) -> Result<StatusCode> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = Asking::of(&app, &caller, request.headers(), &job, attempt)?;
     asking.uploads(&app, &name).await?;
-    let body = body.map_err(unread)?;
+    // Read when it is known whose it is: pieces are large.
+    let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
+        let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
+        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
+    })?;
     let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
+    let is_live = asking.holds(&app).is_ok();
     let done = blocking(move || match file.as_str() {
-        crate::manifest::MANIFEST => upload.begin(&body),
+        crate::manifest::MANIFEST => upload.begin(&body, is_live),
         file => upload.append(file, piece.offset, &body).map(|_| ()),
     });
     match done.await? {
@@ -283,7 +287,8 @@ pub(crate) async fn upload_done(
     let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
     asking.uploads(&app, &name).await?;
     let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
-    if let Err(why) = blocking(move || upload.commit()).await? {
+    let is_live = asking.holds(&app).is_ok();
+    if let Err(why) = blocking(move || upload.commit(is_live)).await? {
         return Err(complain(&app, &asking.attempt, &name, why).await);
     }
     artifacts::tidy(&app, &asking.attempt).await?;
@@ -302,7 +307,11 @@ async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> 
         Refused::Damaged(how) => {
             ("damaged", format!("checkpoint {name} came damaged to the server ({how}); it is sent anew"))
         }
-        Refused::Wrong(_) | Refused::Offset(_) => return refusal(why),
+        Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
+        Refused::Stored => {
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
+            return refusal(why);
+        }
     };
     tracing::warn!(job = %attempt.job, text);
     artifacts::log_once(app, &attempt.job, attempt.attempt, what, text).await;
@@ -314,6 +323,11 @@ fn refusal(why: Refused) -> Error {
         Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
         Refused::Offset(there) => Error::Conflict(format!("{there} bytes of this file have come"), None),
         Refused::Damaged(how) => Error::Of(Code::CheckpointDamaged, format!("{how}; send it anew")),
+        Refused::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
+        Refused::Stored => Error::Forbidden(
+            "the server has this checkpoint with other weights, and the attempt is over: it stays as it is"
+                .into(),
+        ),
         Refused::Io(error) => disk(&error),
     }
 }

@@ -25,7 +25,7 @@ use axum::{
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
 use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
 use lockstep_protocol::{
-    agent::{AttemptRef, FencingToken, FromAgent, Slot, ToAgent},
+    agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
     reason::ReasonCode,
     stream::CLOSE_SIGNED_OUT,
@@ -40,6 +40,8 @@ use tokio::sync::mpsc;
 
 /// A report holds about a mebibyte at most; a long tail of log lines may make it somewhat more.
 const MESSAGE_BYTES: usize = 16 << 20;
+/// Orders to stop that answer one heartbeat, at most.
+const STOPS: usize = 64;
 /// Until `Hello` must have come, and for an answer to be taken.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -339,7 +341,8 @@ impl Connection<'_> {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 app.agents.heard(&self.id, crate::now(), None);
-                for attempt in app.leases.renew(&self.id, &attempts) {
+                // The next heartbeat names the rest again.
+                for attempt in app.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
                     let reason = "it is no longer this agent's to run".into();
                     app.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
                 }
@@ -347,6 +350,11 @@ impl Connection<'_> {
                 self.release_from_final_job().await;
             }
             FromAgent::Report { attempt, source, first, events } => {
+                if let Source::Rank(rank) = source
+                    && app.leases.is_elsewhere(&self.id, &attempt, rank)
+                {
+                    return ControlFlow::Break(End::protocol("these records are of another machine's rank"));
+                }
                 let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
                 let began = Instant::now();
                 let reservation = app.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;

@@ -173,6 +173,12 @@ impl AgentTrust {
         let lists = match &self.revoked {
             // Of the server's own authority nothing may have been revoked yet.
             Some(path) if !self.is_own || path.exists() => files::revocation_lists(path)?,
+            Some(path) if ca::has_revoked(path) => {
+                return Err(format!(
+                    "{} is missing, and certificates were revoked: put it back, or revoke one of them again",
+                    path.display()
+                ));
+            }
             _ => Vec::new(),
         };
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())

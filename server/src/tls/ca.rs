@@ -6,7 +6,7 @@
 
 mod issued;
 
-pub use issued::{Kind, Record, revocation_list, serial_text};
+pub use issued::{Kind, Record, has_revoked, revocation_list, serial_text};
 
 use super::{
     certificate::Facts,

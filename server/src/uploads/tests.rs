@@ -15,7 +15,7 @@ const WHOLE: [(&str, &[u8]); 3] =
     [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
 
 fn send_all(upload: &Upload) {
-    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.begin(&manifest(&WHOLE), true).unwrap();
     for (name, bytes) in WHOLE {
         let there = upload.state().unwrap().received.get(name).copied().unwrap_or(0);
         upload.append(name, there, &bytes[there as usize..]).unwrap();
@@ -34,7 +34,7 @@ fn pieces_follow_one_another_and_the_whole_appears_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
     assert!(words(upload.append("model.safetensors", 0, b"w").unwrap_err()).contains("first"));
-    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.begin(&manifest(&WHOLE), true).unwrap();
     assert_eq!(upload.append("model.safetensors", 0, b"wei").unwrap(), 3);
     assert!(matches!(upload.append("model.safetensors", 0, b"weights"), Err(Refused::Offset(3))));
     assert!(matches!(upload.append("model.safetensors", 4, b"hts"), Err(Refused::Offset(3))));
@@ -42,37 +42,37 @@ fn pieces_follow_one_another_and_the_whole_appears_at_once() {
     assert!(words(upload.append("model.safetensors", 3, b"ghtsX").unwrap_err()).contains("7 bytes"));
     assert!(words(upload.append("../x", 0, b"").unwrap_err()).contains("names no"));
     // The same manifest again, as after a break: what has come stays.
-    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.begin(&manifest(&WHOLE), true).unwrap();
     assert_eq!(upload.state().unwrap().received["model.safetensors"], 3);
     assert_eq!(upload.state().unwrap().stored, None);
     send_all(&upload);
-    upload.commit().unwrap();
+    upload.commit(true).unwrap();
     let state = upload.state().unwrap();
     assert_eq!(state.stored, Some(sha256(&manifest(&WHOLE))));
     assert_eq!((state.manifest, state.received.len()), (None, 0));
     assert_eq!(fs::read(dir.path().join("checkpoints/1-20/model.safetensors")).unwrap(), b"weights");
     assert!(!dir.path().join("uploads/1-20").join(MANIFEST).exists());
     // Its answer was lost.
-    upload.commit().unwrap();
+    upload.commit(true).unwrap();
 }
 
 #[test]
 fn what_was_damaged_on_the_way_is_not_taken_and_comes_anew() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.begin(&manifest(&WHOLE), true).unwrap();
     upload.append("model.safetensors", 0, b"weighTs").unwrap();
     send_all(&upload);
-    let refused = upload.commit().unwrap_err();
+    let refused = upload.commit(true).unwrap_err();
     assert!(matches!(&refused, Refused::Damaged(why) if why.contains("model.safetensors")), "{refused:?}");
     assert!(!dir.path().join("checkpoints/1-20").exists());
     assert_eq!(upload.state().unwrap(), UploadState::default());
     // A file short of its last byte.
-    upload.begin(&manifest(&WHOLE)).unwrap();
+    upload.begin(&manifest(&WHOLE), true).unwrap();
     upload.append("model.safetensors", 0, b"weight").unwrap();
-    assert!(matches!(upload.commit(), Err(Refused::Damaged(_))));
+    assert!(matches!(upload.commit(true), Err(Refused::Damaged(_))));
     send_all(&upload);
-    upload.commit().unwrap();
+    upload.commit(true).unwrap();
 }
 
 #[test]
@@ -80,14 +80,14 @@ fn the_same_step_measured_later_takes_the_place_of_the_first() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
     send_all(&upload);
-    upload.commit().unwrap();
+    upload.commit(true).unwrap();
     let mut later = WHOLE;
     later[2] = ("state.json", b"{\"val_accuracy\": 1}");
-    upload.begin(&manifest(&later)).unwrap();
+    upload.begin(&manifest(&later), true).unwrap();
     for (name, bytes) in later {
         upload.append(name, 0, bytes).unwrap();
     }
-    upload.commit().unwrap();
+    upload.commit(true).unwrap();
     let state = fs::read(dir.path().join("checkpoints/1-20/state.json")).unwrap();
     assert_eq!(state, later[2].1);
     assert!(!dir.path().join("uploads/1-20/model.safetensors").exists());
@@ -97,7 +97,7 @@ fn the_same_step_measured_later_takes_the_place_of_the_first() {
 fn manifests_that_no_agent_writes_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    let refused = |text: &[u8]| words(upload.begin(text).unwrap_err());
+    let refused = |text: &[u8]| words(upload.begin(text, true).unwrap_err());
     let mut more = WHOLE.to_vec();
     more.push(("../token", b"x"));
     assert!(refused(&manifest(&more)).contains("../token"));
@@ -107,7 +107,7 @@ fn manifests_that_no_agent_writes_are_refused() {
     // At the limits and one past them.
     let mut text = manifest(&WHOLE);
     text.resize(MANIFEST_BYTES, b' ');
-    upload.begin(&text).unwrap();
+    upload.begin(&text, true).unwrap();
     text.push(b' ');
     assert!(refused(&text).contains("at most"));
     let sized = |size: u64| {
@@ -115,6 +115,47 @@ fn manifests_that_no_agent_writes_are_refused() {
         all["files"]["model.safetensors"]["size_bytes"] = (size - 7).into();
         serde_json::to_vec(&all).unwrap()
     };
-    upload.begin(&sized(CHECKPOINT_BYTES)).unwrap();
+    upload.begin(&sized(CHECKPOINT_BYTES), true).unwrap();
     assert!(refused(&sized(CHECKPOINT_BYTES + 1)).contains("at most"));
+}
+
+#[test]
+fn an_attempt_that_is_over_replaces_no_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    // What is not there yet is taken.
+    send_all(&upload);
+    upload.commit(false).unwrap();
+    // The same weights with what the last evaluation has found are, too.
+    let mut later = WHOLE;
+    later[2] = ("state.json", b"{\"val_accuracy\": 1}");
+    upload.begin(&manifest(&later), false).unwrap();
+    for (name, bytes) in later {
+        upload.append(name, 0, bytes).unwrap();
+    }
+    upload.commit(false).unwrap();
+    // Others are not, also when they were begun while the attempt ran.
+    let mut other = later;
+    other[0] = (other[0].0, b"other weights");
+    assert!(matches!(upload.begin(&manifest(&other), false), Err(Refused::Stored)));
+    upload.begin(&manifest(&other), true).unwrap();
+    for (name, bytes) in other {
+        upload.append(name, 0, bytes).unwrap();
+    }
+    assert!(matches!(upload.commit(false), Err(Refused::Stored)));
+    let stored = fs::read(dir.path().join("checkpoints/1-20").join(other[0].0)).unwrap();
+    assert_eq!(stored, later[0].1);
+    upload.commit(true).unwrap();
+}
+
+#[test]
+fn nobody_waits_for_another_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    upload.begin(&manifest(&WHOLE), true).unwrap();
+    let held = upload.lock().unwrap();
+    assert!(matches!(upload.append(WHOLE[0].0, 0, WHOLE[0].1), Err(Refused::Busy)));
+    assert!(matches!(upload.commit(true), Err(Refused::Busy)));
+    drop(held);
+    upload.append(WHOLE[0].0, 0, WHOLE[0].1).unwrap();
 }

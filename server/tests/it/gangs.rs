@@ -251,3 +251,20 @@ async fn machines_that_do_not_reach_each_other_share_no_job_and_it_says_so() {
     assert_eq!(status, 422, "{body}");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn an_agent_reports_no_rank_of_another_machine() {
+    let server = TestServer::new().await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (source, first, events) = (Source::Rank(0), 0, vec![running(100, 0), losses(0, 2..=2)]);
+    b.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
+    while let Some(said) = b.next().await {
+        assert!(!matches!(said, ToAgent::Ack(_)), "{said:?}");
+    }
+    // What rank 0's own agent says counts.
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
+    let (_, found) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
+    assert_eq!(found["series"][0]["steps"], json!([1]), "{found}");
+    server.stop().await;
+}

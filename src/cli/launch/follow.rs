@@ -88,6 +88,9 @@ pub(super) async fn follow(
         done = watching => done,
         failure = first_failure(launch, &mut launched, explain) => return Err(failure),
     };
+    if done.is_ok() || job(api, launch).await.is_ok_and(|job| job.state.is_final()) {
+        launch.uploaded().await;
+    }
     let until = Instant::now() + FAREWELL;
     while launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none()) {
         if Instant::now() > until {

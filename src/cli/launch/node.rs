@@ -9,7 +9,10 @@ use lockstep_worker::host::{own_program, write_private};
 use std::{
     fs::{self, DirBuilder},
     io::{self, Read as _},
-    os::unix::{fs::DirBuilderExt as _, process::CommandExt as _},
+    os::unix::{
+        fs::{DirBuilderExt as _, MetadataExt as _},
+        process::CommandExt as _,
+    },
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -137,8 +140,18 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
         fs::create_dir_all(parent)?;
     }
     match DirBuilder::new().mode(0o700).create(path) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(e),
-        _ => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            // Somebody else could put a folder of their own in its place.
+            let found = fs::symlink_metadata(path)?;
+            let is_own = found.is_dir() && found.uid() == rustix::process::getuid().as_raw();
+            let is_private = found.mode() & 0o022 == 0;
+            (is_own && is_private).then_some(()).ok_or_else(|| {
+                io::Error::other(
+                    "others may write there, or it is theirs: remove it, or name another with --dir",
+                )
+            })
+        }
+        done => done,
     }
 }
 

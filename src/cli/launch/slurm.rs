@@ -2,7 +2,7 @@
 
 use super::{
     super::{output, watch, wrong},
-    Args, Launch, MOST_SLOTS,
+    Args, GoesOn, Launch, MOST_SLOTS,
     hosts::Host,
     in_words, quoted,
 };
@@ -118,6 +118,17 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         done = watching => done,
         ended = until_gone(launch, &id) => Err(ended),
     };
+    // A server that is away for long is no reason to end what trains.
+    let job = launch.api.get::<Job>(&format!("/jobs/{}", launch.job.id)).await;
+    if !job.is_ok_and(|job| job.state.is_final()) {
+        if state(&id).is_none() {
+            let _ = fs::remove_file(&bundle);
+            return done;
+        }
+        let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
+        return Err(GoesOn(format!("{why}Slurm's job {id} goes on, and `scancel {id}` ends it")).into());
+    }
+    launch.uploaded().await;
     // Agents end with their job; a batch job that still waits for machines, or was requeued, has nothing more to do.
     let until = tokio::time::Instant::now() + FAREWELL;
     loop {

@@ -17,7 +17,7 @@ const NO_PROGRAM: [i32; 2] = [127, 126];
 pub(super) fn command(args: &Args, host: &Host) -> Command {
     let mut command = Command::new("ssh");
     command.args(["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]);
-    command.args(&args.options).arg(host.name.trim_matches(['[', ']']));
+    command.args(&args.options).arg("--").arg(host.name.trim_matches(['[', ']']));
     command.arg(format!("{} launched -", quoted(&args.program)));
     command
 }

@@ -55,6 +55,8 @@ const FAREWELL: Duration = Duration::from_secs(5);
 /// For the last checkpoint to be uploaded from a disk of its own; the next agent on the folder uploads the rest.
 const UPLOAD_FAREWELL: Duration = Duration::from_secs(30);
 
+/// The same, once the one job that the agent serves is over: a large checkpoint over a slow line takes a while.
+const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 /// How often the spool is measured.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
 
@@ -115,7 +117,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         only_job_over: None,
         datasets: options.datasets.clone(),
         uploaded,
-        only_job_is_final: false,
+        only_job_is_final: None,
+        only_job_is_shared: false,
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
@@ -172,8 +175,10 @@ struct Agent {
     datasets: Datasets,
     /// How far checkpoints on a disk of this agent's own have been uploaded.
     uploaded: Arc<Progress>,
-    /// The server has said that nothing more of it comes.
-    only_job_is_final: bool,
+    /// Since when the server says that nothing more of it comes.
+    only_job_is_final: Option<Instant>,
+    /// Its last attempt had ranks on other machines, too.
+    only_job_is_shared: bool,
 }
 
 type AttemptKey = (JobId, u32);
@@ -368,12 +373,16 @@ impl Agent {
             tracing::info!("the server that started this agent is gone, and no rank is left here");
             return Turn::End;
         }
-        if self.only_job_is_final && self.attempts.is_empty() {
+        if let Some(since) = self.only_job_is_final
+            && self.attempts.is_empty()
+            && (self.is_uploaded(since) || since.elapsed() > LAST_UPLOAD)
+        {
             tracing::info!("the job is over");
             return Turn::End;
         }
-        // A failed attempt may be followed by another one.
-        let patience = if self.only_job_failed { Duration::from_secs(60) } else { Duration::ZERO };
+        // A failed attempt may be followed by another one, and one that was stopped because another machine's part of it failed.
+        let may_follow = self.only_job_failed || self.only_job_is_shared;
+        let patience = if may_follow { Duration::from_secs(60) } else { Duration::ZERO };
         match self.only_job_over {
             Some(since)
                 if self.attempts.is_empty() && since.elapsed() >= patience && self.is_uploaded(since) =>
@@ -415,7 +424,9 @@ impl Agent {
 
     /// A job is over, or was deleted. An agent that serves it alone has nothing to wait for, also if it never ran an attempt of it.
     fn job_is_final(&mut self, job: &JobId) {
-        self.only_job_is_final |= self.only_job.as_ref() == Some(job);
+        if self.only_job.as_ref() == Some(job) {
+            self.only_job_is_final.get_or_insert_with(Instant::now);
+        }
     }
 
     /// The server has everything of an attempt that is over, or wants none of it.
@@ -424,6 +435,7 @@ impl Agent {
         if let Some(attempt) = self.attempts.remove(&key) {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
                 self.only_job_failed = attempt.has_failed();
+                self.only_job_is_shared = attempt.stored().start.is_shared();
                 self.only_job_over = Some(Instant::now());
             }
             self.state_dir.forget(attempt.attempt());

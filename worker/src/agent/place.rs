@@ -1,6 +1,7 @@
 //! Where a job's files are on this machine: its folder, and its dataset.
 
 use super::state_dir::{StateDir, StoredAttempt};
+use crate::checkpoint::OWN_DISK_NOTE;
 use lockstep_protocol::agent::{MARK, StartAttempt};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -44,7 +45,7 @@ pub(super) struct Here {
 
 impl Here {
     fn path(job_dir: &Path) -> PathBuf {
-        job_dir.join("here.json")
+        job_dir.join(OWN_DISK_NOTE)
     }
 
     pub(super) fn read(job_dir: &Path) -> Option<Self> {

@@ -84,7 +84,10 @@ impl Talk<'_> {
         let problem: Value = serde_json::from_str(&text).unwrap_or_default();
         let detail = problem.get("detail").and_then(Value::as_str).unwrap_or(&text);
         let words = format!("the server answered {status}: {detail}");
-        let passes = status.is_server_error()
+        // Whoever answers without a code of ours is something in between.
+        let is_ours = problem.get("code").is_some_and(Value::is_string);
+        let passes = !is_ours
+            || status.is_server_error()
             || [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::UNAUTHORIZED]
                 .contains(&status);
         Err(if passes { Failed::Later(words) } else { Failed::Never(status, words) })

@@ -156,8 +156,8 @@ impl Uploads {
         }
         known.asked = Some(Instant::now());
         let keep = match self.remote.talk(&here.attempt)?.needed().await {
+            // Only the server's own word removes anything.
             Ok(needed) => needed.keep,
-            Err(Failed::Never(StatusCode::NOT_FOUND, _)) => false,
             Err(failed) => return Err(failed),
         };
         // An attempt may have begun meanwhile.

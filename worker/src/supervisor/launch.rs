@@ -71,7 +71,8 @@ impl RankProcess {
         let mut command = Command::new(program);
         let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
         if let Some(interface) = interface.filter(|_| std::env::var_os(NCCL_INTERFACE).is_none()) {
-            command.env(NCCL_INTERFACE, interface);
+            // Without `=` a name stands for all that begin with it.
+            command.env(NCCL_INTERFACE, format!("={interface}"));
         }
         command
             .envs(config.device().backend.environment(config.gpu.as_ref())?)

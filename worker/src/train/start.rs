@@ -7,7 +7,7 @@ use super::{
     setup::Plan,
 };
 use crate::{
-    checkpoint::{self, Best, CheckpointError, OptimizerNote, State},
+    checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, OptimizerNote, State},
     comm::{ProcessGroup, Reduction},
     data::loader::Shape,
     engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
@@ -160,9 +160,12 @@ fn resume(
             ));
         }
     }
+    // On a machine with a disk of its own the best one may be on the server alone.
+    let is_own_disk = training.checkpoints.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
     let best = state.best.filter(|best| {
         let place = checkpoint::folder_name(best.epoch, best.step);
-        best.metric == training.spec.checkpoint.keep_best && training.checkpoints.join(place).exists()
+        let is_there = is_own_disk || training.checkpoints.join(place).exists();
+        best.metric == training.spec.checkpoint.keep_best && is_there
     });
     let mut skipped = state.skipped_steps;
     if step != state.step {

@@ -77,6 +77,11 @@ pub(super) async fn check(app: &App, caller: &Caller, agent: &AgentRow) -> Resul
     if !is_free {
         return Err(other_agents(token, agent));
     }
+    if is_certificate(token) {
+        for past in app.access.past_of(bound.token.agent.as_deref().unwrap_or_default()) {
+            app.store.put_token(&past).await.map_err(failed)?;
+        }
+    }
     let mut bound = bound;
     bound.token.agent_id = Some(agent.id.clone());
     app.store.put_token(&bound).await.map_err(failed)?;

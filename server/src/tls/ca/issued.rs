@@ -91,6 +91,14 @@ pub fn revocation_list(data_dir: &Path) -> PathBuf {
     super::folder(data_dir).join("ca.crl")
 }
 
+/// Whether the records beside a revocation list name a certificate that was revoked.
+pub fn has_revoked(list: &Path) -> bool {
+    let records = fs::read_to_string(list.with_file_name("issued.jsonl")).unwrap_or_default();
+    let revoked =
+        |line: &str| serde_json::from_str::<Record>(line).is_ok_and(|record| record.revoked_at.is_some());
+    records.lines().any(revoked)
+}
+
 impl Authority {
     fn records_file(&self) -> PathBuf {
         self.folder.join("issued.jsonl")

@@ -34,6 +34,12 @@ pub(super) struct Listener {
     wake: std::net::SocketAddr,
 }
 
+/// Whether an address is a name, other than loopback's own, that leads to loopback here.
+fn is_own_name(address: &str, socket: &TcpListener) -> bool {
+    let is_name = address.parse::<std::net::IpAddr>().is_err() && !address.eq_ignore_ascii_case("localhost");
+    is_name && socket.local_addr().is_ok_and(|at| at.ip().is_loopback())
+}
+
 impl Listener {
     pub(super) fn open(meeting: &Meeting) -> Result<Self, RendezvousError> {
         let (addr, port) = (meeting.addr.clone(), meeting.port);
@@ -47,6 +53,11 @@ impl Listener {
         let socket = match TcpListener::bind((meeting.addr.as_str(), port)) {
             // The name may be that of a router or a service in front of this machine.
             Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
+            // Debian gives a machine's own name an address that only the machine itself reaches.
+            Ok(socket) if is_own_name(&meeting.addr, &socket) => {
+                drop(socket);
+                TcpListener::bind(("0.0.0.0", port))
+            }
             other => other,
         }
         .map_err(&listen)?;

@@ -178,7 +178,7 @@ impl Leases {
             .map_or(0, |lease| lease.holds.len())
     }
 
-    /// Whether a rank of an attempt was given to another agent than this one.
+    /// Whether a rank of an attempt that this agent has ranks of was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
         let leases = self.by_job();
         let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt);

@@ -183,7 +183,10 @@ impl Leases {
         let leases = self.by_job();
         let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt);
         let has = |hold: &Hold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
-        lease.is_some_and(|lease| lease.holds.iter().any(|hold| hold.place.agent_id != agent_id && has(hold)))
+        let is_its = |hold: &Hold| hold.place.agent_id == agent_id;
+        lease.is_some_and(|lease| {
+            lease.holds.iter().any(is_its) && lease.holds.iter().any(|hold| !is_its(hold) && has(hold))
+        })
     }
 
     /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.

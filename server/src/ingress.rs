@@ -137,6 +137,11 @@ impl Ingress {
             || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
     }
 
+    /// Whether a client that checks certificates takes this server for `host`.
+    pub(crate) fn is_named(&self, host: &str) -> bool {
+        self.certificate.as_ref().is_none_or(|certificate| certificate.matches(host))
+    }
+
     /// Whether a page of this `origin` is this server's own, when the request is for `authority`.
     pub(crate) fn is_own_origin(&self, origin: &str, authority: &str, peer: &Peer) -> bool {
         let scheme = if peer.https { "https://" } else { "http://" };

@@ -130,7 +130,8 @@ async fn an_agent_with_a_certificate_joins_and_trains_until_it_is_revoked() {
     let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
     let mut first = Agent::start(&serve, "one", &certificate);
     let joined = agent(&serve, "node-a", is_online).await;
-    assert_eq!(joined["warnings"].as_array().map(Vec::len), Some(0), "{joined:#}");
+    let warnings = joined["warnings"].as_array().expect("its warnings");
+    assert!(!warnings.iter().any(|w| w["text"].to_string().contains("certificate")), "120 days: {joined:#}");
 
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     let here = |args: &[&str]| serve.cli(&https(&serve), Some(&serve.ca()), args);

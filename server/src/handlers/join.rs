@@ -45,6 +45,12 @@ fn reachable(app: &App, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Opti
     if ip.is_loopback() {
         return None;
     }
-    let own = if ip.is_unspecified() { addresses().into_iter().min_by_key(IpAddr::is_ipv6)? } else { ip };
+    let own = if ip.is_unspecified() {
+        // An address that came after the server's certificate was made is refused by those who check it.
+        let is_named = |ip: &IpAddr| app.ingress.is_named(&ip.to_string());
+        addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
+    } else {
+        ip
+    };
     Some(format!("{scheme}://{}:{port}", host(own)))
 }

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
 };
 
 /// A machine with more, such as one of many containers, is not reached by each of them.
@@ -23,7 +23,7 @@ pub(super) fn of_this_machine() -> Vec<String> {
     names
 }
 
-/// The addresses at which other machines may reach this one; those of one link alone are left out.
+/// The addresses at which other machines may reach this one, that of the default route first; those of one link alone are left out.
 pub fn addresses() -> Vec<IpAddr> {
     let v4 = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
     let v6 = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
@@ -34,8 +34,20 @@ pub fn addresses() -> Vec<IpAddr> {
             found.push(address);
         }
     }
+    if let Some(outward) = outward().and_then(|address| found.iter().position(|f| *f == address)) {
+        // Those of bridges for containers come before it in the tables, and no other machine reaches them.
+        found[..=outward].rotate_right(1);
+    }
     found.truncate(MOST_ADDRESSES);
     found
+}
+
+/// The address from which this machine speaks to others. Nothing is sent: the system only looks at its routes to an address
+/// that is for documentation (RFC 5737).
+fn outward() -> Option<IpAddr> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+    socket.connect((Ipv4Addr::new(203, 0, 113, 1), 9)).ok()?;
+    Some(socket.local_addr().ok()?.ip())
 }
 
 /// In the routing table of IPv4, `/32 host LOCAL` below an address says that it is this machine's.

@@ -27,7 +27,7 @@ const curves = new Curves(list, colour, chosen);
 const tables = new Tables(list, colour, (id) => choose(ids().filter((other) => other !== id)), chosen);
 const parallel = new Parallel(byId("parallel"), list, colour, selection);
 const scatter = new Scatter(byId("scatter"), list, colour, selection);
-const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), () => new Set(ids()), colour);
+const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()), colour);
 
 async function choose(wanted) {
   write({ jobs: wanted.join(",") });

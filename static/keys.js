@@ -6,7 +6,8 @@ const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/
 const HELP = [
   ["/", "search"], ["g then j, c, d, m", "Jobs, Compare, Datasets, Machines"], ["n", "new job"],
   ["] and [", "next and previous job"], ["1 to 8", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
-  ["+ − 0", "in a chart: zoom in, out, show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
+  ["+ − 0", "in a chart: zoom in, out, show all"],
+  ["fingers", "on a chart: two of them zoom, one that rests and then moves zooms to what it passes, two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];
 
 /** Keys without Ctrl or Alt disturb those who speak to their machine (WCAG 2.1.4): they can be switched off. */
@@ -21,6 +22,16 @@ async function neighbour(hop) {
   const { jobs } = await ask("/api/v1/jobs?limit=500");
   const at = jobs.findIndex((j) => j.id === id), next = jobs[at < 0 ? 0 : at + hop];
   if (next) location.href = `/jobs/${next.id}`;
+}
+
+/** Opens the panel of a job with this number, where it can be read, and goes to its tab. */
+function openPanel(number) {
+  const tab = document.querySelectorAll("#panels [role=tab]:not([hidden])")[number - 1];
+  if (!tab) return;
+  tab.click();
+  tab.focus({ preventScroll: true });
+  const { top } = tab.getBoundingClientRect();
+  if (top < 0 || top > innerHeight / 2) byId("panels").scrollIntoView({ block: "start" });
 }
 
 function help() {
@@ -71,7 +82,7 @@ document.addEventListener("keydown", (event) => {
   const act = {
     "/": () => { search?.focus(); search?.select(); }, "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
-  }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => document.querySelectorAll("#panels [role=tab]:not([hidden])")[event.key - 1]?.click()));
+  }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
   // A chart has keys of its own.
   if (!act || event.target.closest?.(".chart")) return;

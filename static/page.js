@@ -13,6 +13,12 @@ export function text(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
+/** The same for a note that has little room: what is cut can be read as its tooltip. */
+export function note(node, value) {
+  text(node, value);
+  if (node && node.title !== value) node.title = value;
+}
+
 /** An answer that was not a success, with the server's own words. */
 export class Problem extends Error {
   constructor(status, body) {

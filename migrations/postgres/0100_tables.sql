@@ -8,6 +8,8 @@ CREATE TABLE jobs (
     cause TEXT,
     reason TEXT,
     priority BIGINT NOT NULL,
+    -- As in the specification.
+    preemptible BIGINT NOT NULL DEFAULT 0,
     project TEXT COLLATE "C" NOT NULL DEFAULT 'default',
     spec TEXT NOT NULL,
     attempt BIGINT NOT NULL DEFAULT 0,
@@ -37,6 +39,8 @@ CREATE TABLE jobs (
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
+-- Those that a job of higher priority may have the slots of.
+CREATE INDEX jobs_preemptible ON jobs (priority) WHERE preemptible = 1 AND fencing_token IS NOT NULL;
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.

@@ -12,6 +12,8 @@ CREATE TABLE jobs (
     reason TEXT,
     priority INTEGER NOT NULL,
     -- As in the specification.
+    preemptible INTEGER NOT NULL DEFAULT 0,
+    -- As in the specification.
     project TEXT NOT NULL DEFAULT 'default',
     spec TEXT NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 0,
@@ -49,6 +51,8 @@ CREATE TABLE jobs (
     deleted_at INTEGER
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
+-- Those that a job of higher priority may have the slots of.
+CREATE INDEX jobs_preemptible ON jobs (priority) WHERE preemptible = 1 AND fencing_token IS NOT NULL;
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.

@@ -26,6 +26,9 @@ pub enum Pick {
         split: String,
         /// Pictures of this class only.
         class: Option<String>,
+        /// Mixed by this seed instead: the same order for the same seed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        shuffle: Option<u64>,
         offset: u64,
         limit: u32,
     },

@@ -127,7 +127,7 @@ impl JobState {
             Queued => matches!(next, Starting | Cancelled | Failed | Paused),
             Starting => matches!(next, Running | Queued | Restarting | Lost | Failed | Cancelled | Pausing),
             Running => matches!(next, Succeeded | Failed | Cancelled | Pausing | Restarting | Lost | Queued),
-            Pausing => matches!(next, Paused | Failed | Cancelled | Lost | Succeeded | Restarting),
+            Pausing => matches!(next, Paused | Failed | Cancelled | Lost | Succeeded | Restarting | Queued),
             Paused => matches!(next, Queued | Cancelled),
             Restarting => matches!(next, Starting | Running | Failed | Cancelled | Queued | Paused),
             Lost => matches!(next, Restarting | Failed | Cancelled | Running),

@@ -41,6 +41,9 @@ pub struct Facts {
     /// Id of another job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
+    /// Of that job.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub priority: Option<i32>,
     /// Id of a checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<String>,

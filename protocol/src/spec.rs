@@ -40,6 +40,10 @@ pub struct JobSpec {
     pub name: String,
     /// Higher starts first; -1000 to 1000.
     pub priority: i32,
+    /// A waiting job of higher priority may have its slots: it writes a checkpoint, goes back to the queue and continues from there by
+    /// itself.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub preemptible: bool,
     /// The project that the job belongs to; `default` when absent. A project is a name and exists while a job has it.
     #[serde(skip_serializing_if = "labels::is_default_project")]
     pub project: String,
@@ -140,6 +144,7 @@ impl Default for JobSpec {
         Self {
             name: "untitled".into(),
             priority: 0,
+            preemptible: false,
             project: labels::DEFAULT_PROJECT.into(),
             tags: Vec::new(),
             notes: String::new(),

@@ -7,7 +7,7 @@ use crate::{
     lifecycle::{self, PlaceEnd},
     store::{AttemptRow, JobRow, Result, quarantine},
 };
-use ends::{end_attempt, end_place, wanted};
+use ends::{end_attempt, end_place, order_stop};
 use lockstep_protocol::{
     agent::ToAgent,
     job::{Job, JobId, JobState},
@@ -20,7 +20,9 @@ use std::time::Duration;
 mod ends;
 mod gang;
 mod place;
+mod preempt;
 mod slots;
+mod waits;
 
 pub(crate) use ends::{ended_at, leaves, ready};
 pub(crate) use gang::most_slots;
@@ -167,13 +169,6 @@ pub(crate) async fn stop(app: &App, id: &JobId, wish: Wish) -> Result<Job> {
     };
     let changed = app.store.change_job(id, Box::new(change)).await?;
     app.announce(&changed);
-    if let Some(row) = app.store.job(id).await?
-        && let (Some(attempt), Some((reason, patient))) = (row.live(), wanted(&row))
-    {
-        for place in &places {
-            let (attempt, reason) = (attempt.clone(), reason.clone());
-            app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
-        }
-    }
+    order_stop(app, id).await?;
     Ok(changed.job)
 }

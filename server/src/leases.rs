@@ -10,7 +10,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -219,6 +219,16 @@ impl Leases {
                 hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
             })
             .collect()
+    }
+
+    /// The slots in use on every agent, by its id.
+    pub(crate) fn all_slots_in_use(&self) -> HashMap<String, HashSet<u32>> {
+        let mut in_use: HashMap<String, HashSet<u32>> = HashMap::new();
+        for hold in self.by_job().values().flat_map(Lease::held) {
+            let slots = hold.place.ranks.iter().map(|(_, slot)| *slot);
+            in_use.entry(hold.place.agent_id.clone()).or_default().extend(slots);
+        }
+        in_use
     }
 
     /// Agents that hold a job's ranks.

@@ -13,12 +13,14 @@ use lockstep_protocol::{
 
 mod gang;
 mod place_end;
+mod preemption;
 mod progress;
 mod reports;
 mod row;
 
 pub use gang::{has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
+pub use preemption::preempt;
 pub use progress::Progress;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
@@ -163,7 +165,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
         JobState::Starting | JobState::Running if row.stop.is_none() => {
             Ok(vec![go(row, JobState::Pausing, Some(ReasonCode::Pausing.into()), None, at)?])
         }
-        JobState::Pausing => Ok(Vec::new()),
+        JobState::Pausing => Ok(preemption::pause_instead(row)),
         _ => Err(refused(state, format!("the job is {state}; only one that waits or runs can be paused"))),
     }
 }
@@ -213,7 +215,7 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 /// Its agent was silent for longer than the lease, or came back without it.
 pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state == JobState::Pausing && row.stop.is_none() {
-        return Ok(vec![paused(row, Some(why), at)?]);
+        return Ok(vec![preemption::set_aside(row, Some(why), at)?]);
     }
     let mut events = vec![go(row, JobState::Lost, Some(why.clone()), None, at)?];
     events.push(match row.stop.take() {
@@ -227,7 +229,7 @@ pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBo
 pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
         Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
-        None if row.job.state == JobState::Pausing => paused(row, None, at)?,
+        None if row.job.state == JobState::Pausing => preemption::set_aside(row, None, at)?,
         None => queue(row, why.clone(), at)?,
     };
     Ok(vec![event])

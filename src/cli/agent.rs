@@ -3,7 +3,7 @@
 use super::{access::from_file, init_tracing, wrong};
 use lockstep_protocol::JobId;
 use lockstep_worker::{
-    agent::{self, Datasets, Options},
+    agent::{self, AgentError, Datasets, Options},
     engine::MOST_CPU_SLOTS,
     tls::IdentityFiles,
 };
@@ -70,10 +70,19 @@ pub(crate) struct Args {
     /// A folder of the server with datasets, and the folder that stands for it on this machine. Once for each
     #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
     path_map: Vec<(String, PathBuf)>,
+    /// With --job: stay until the job is over, paused or not, and exit with a status that a Job of Kubernetes understands
+    #[arg(long, hide = true, requires = "job")]
+    in_pod: bool,
     /// Exit with the parent process, once no rank is alive
     #[arg(long, hide = true)]
     follow_parent: bool,
 }
+
+/// Exit status in a pod when a signal came before the job was over: what a shell says of SIGTERM. With 0 the Job would take this pod's work
+/// for done. The Job's rules (`launch/kubernetes/objects.rs`) start another pod, and do not count this one as failed.
+pub(crate) const IN_POD_SIGNALLED: i32 = 143;
+/// Exit status in a pod when the job has failed: another pod would change nothing.
+pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 
 /// Runs until a signal ends it (SIGTERM, Ctrl-C).
 ///
@@ -99,6 +108,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         cpu_slots: args.cpu_slots,
         gpus: args.gpus,
         only_job: args.job,
+        until_final: args.in_pod,
         advertise: args.advertise,
         interface: args.interface,
         program: None,
@@ -113,6 +123,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(agent::run(options));
     // A question that is still being answered does not hold up the end.
     runtime.shutdown_background();
+    if args.in_pod {
+        match result {
+            Err(AgentError::Signalled) => std::process::exit(IN_POD_SIGNALLED),
+            Err(AgentError::JobFailed) => std::process::exit(IN_POD_JOB_FAILED),
+            _ => {}
+        }
+    }
     result.map_err(|error| match error.is_wrong_request() {
         true => wrong(error.to_string()),
         false => error.into(),

@@ -219,11 +219,11 @@ impl Api {
         if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
     }
 
-    /// What the server finds wrong with a job, as pointers and details; none where it finds nothing or is not asked, be it
+    /// What the server finds wrong with a job (`launched`: whose agents are about to be started), as pointers and details; none where it finds nothing or is not asked, be it
     /// unreachable or of another opinion about who may ask.
-    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
-        let asked =
-            self.client.post(format!("{}/api/v1/jobs/validate", self.base)).json(document).send().await;
+    pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
+        let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
+        let asked = self.client.post(url).json(document).send().await;
         let Ok(answer) = asked else { return Vec::new() };
         if answer.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();

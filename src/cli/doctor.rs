@@ -1,5 +1,11 @@
 //! `lockstep doctor`: what this machine has, and a real all-gather over rank processes.
 
+mod examined;
+mod hosts;
+mod peer;
+mod remote;
+mod verdict;
+
 use super::{init_tracing, output, wrong};
 use lockstep_server::tls::{ca, ends_soon, examine as examine_certificate};
 use lockstep_worker::{
@@ -33,9 +39,24 @@ pub(crate) struct Args {
     /// Only look: open nothing on GPUs, which jobs may be using, and start no ranks
     #[arg(long, conflicts_with = "ranks")]
     quick: bool,
+    /// Examine several machines and the ways between them instead, over SSH: node1,node2,node3. Each needs lockstep
+    #[arg(long, value_name = "HOST,...", conflicts_with_all = ["ranks", "tls_cert", "environment", "quick"])]
+    hosts: Option<String>,
+    /// The same for the machines of a hostfile, as `lockstep launch` reads it
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "ranks", "tls_cert", "environment", "quick"])]
+    hostfile: Option<PathBuf>,
+    /// The program on these machines: a path, or a name on the PATH there
+    #[arg(long, value_name = "PATH", default_value = "lockstep")]
+    program: String,
+    /// What --hosts starts on each machine
+    #[arg(long, hide = true, exclusive = true)]
+    peer: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Options for ssh, after --
+    #[arg(last = true, value_name = "OPTION")]
+    options: Vec<String>,
 }
 
 /// For the all-gather: NCCL's first start on a large machine takes a while.
@@ -56,6 +77,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
         let gathered = gather(&member)?;
         return if member.rank == 0 { output::json(&gathered) } else { Ok(()) };
+    }
+    if args.peer {
+        return peer::run();
+    }
+    if args.hosts.is_some() || args.hostfile.is_some() {
+        let Args { hosts, hostfile, program, options, json, .. } = &args;
+        return hosts::run(&hosts::Request {
+            list: hosts.as_deref(),
+            hostfile: hostfile.as_deref(),
+            program,
+            options,
+            json: *json,
+        });
+    }
+    if !args.options.is_empty() {
+        return Err(wrong("what is after -- goes to ssh: give --hosts or --hostfile as well"));
     }
     if args.environment {
         for (name, value) in Libraries::find().environment(&links_dir()?)? {

@@ -1,39 +1,41 @@
-//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI or Slurm. These place the agents; the
-//! server gives them the job's ranks as it does to any agent.
+//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI, Slurm or Kubernetes. These place the
+//! agents; the server gives them the job's ranks as it does to any agent.
 
+mod array;
 mod bundle;
 mod follow;
 mod hosts;
+mod kubernetes;
+mod machines;
 mod mpirun;
 pub(crate) mod node;
 mod slurm;
-mod ssh;
+pub(crate) mod ssh;
 
 use super::{
     api::{Api, ServerArgs},
-    block_on, output,
-    rank_table::RankTable,
-    submit, wrong,
+    block_on, job_file, output, wrong,
 };
 use bundle::{Bundle, Node};
-use hosts::Host;
+pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
 use lockstep_protocol::{Job, JobSpec, access::Scope};
 use serde_json::{Value, json};
 use std::{
-    fs,
-    net::IpAddr,
     path::{Path, PathBuf},
     process::Command,
+    sync::Arc,
 };
 
 /// Machines of a launch.
 pub(crate) const MOST_HOSTS: usize = 256;
 /// Slots of a machine, as the server takes them.
 pub(crate) const MOST_SLOTS: u32 = 1024;
+/// `--dir`, from the home directory.
+const DEFAULT_DIR: &str = ".lockstep/launch";
 /// The agents' tokens are revoked when the launch has seen the job's end, and end after this time otherwise.
 const TOKEN_SECS: u64 = 30 * 24 * 3600;
 
-/// Start agents for one job by SSH, mpirun or Slurm
+/// Start agents for one job by SSH, mpirun, Slurm or Kubernetes
 ///
 /// Each machine gets an agent that runs this job alone and ends with it. It needs `lockstep` there, and reaches the server at --agent-server.
 /// The agents' tokens go over standard input or in files that only you can read. Making these tokens needs the scope admin. Ctrl-C ends the
@@ -49,6 +51,12 @@ pub(crate) struct Args {
     /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
+    /// A job for each of these values of a key of the TOML file; with several keys, for each combination. With Slurm, as an array (may be repeated)
+    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
+    sweeps: Vec<String>,
+    /// Jobs of a sweep that Slurm runs at the same time [default: as many as there is room for]
+    #[arg(long, value_name = "N", requires = "sweeps", value_parser = clap::value_parser!(u32).range(1..))]
+    at_once: Option<u32>,
     /// The machines, a line each: HOST slots=4 env:NAME=VALUE
     #[arg(long, value_name = "FILE")]
     hostfile: Option<PathBuf>,
@@ -58,26 +66,36 @@ pub(crate) struct Args {
     /// The machines and devices of a rank table of MindSpore or HCCL (JSON), in its order
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hostfile", "hosts"])]
     rank_table: Option<PathBuf>,
-    /// Machines to ask Slurm for [default: 1]
+    /// Machines to ask Slurm for, or pods to ask Kubernetes for [default: 1, or as many as the job's ranks need of the template's GPUs]
     #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
         value_parser = clap::value_parser!(u32).range(1..=MOST_HOSTS as i64))]
     nodes: Option<u32>,
     /// Ranks on each machine that no list gives slots [default: the job's ranks, shared out evenly]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
     slots: Option<u32>,
+    /// The pods' template (YAML): a Pod, a PodTemplate, or what stands under `template:` of a Job
+    #[arg(long, value_name = "FILE")]
+    template: Option<PathBuf>,
+    /// Kubernetes' namespace [default: that of the context]
+    #[arg(long, value_name = "NAME", requires = "template")]
+    namespace: Option<String>,
+    /// Which context of the kubeconfig file [default: its current one, or the service account of the pod that this runs in]
+    #[arg(long, value_name = "NAME", requires = "template")]
+    context: Option<String>,
     /// The server's address as the machines reach it [default: --server]
     #[arg(long, value_name = "URL")]
     agent_server: Option<String>,
     /// The program on the machines: a path, or a name on the PATH there
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
-    /// Folder for the agents' state on the machines, from the home directory there; with Slurm on a file system that all machines share
-    #[arg(long, value_name = "DIR", default_value = ".lockstep/launch")]
+    /// Folder for the agents' state on the machines, from the home directory there; with Slurm on a file system that all machines share,
+    /// with Kubernetes in the pods [default there: /var/lib/lockstep]
+    #[arg(long, value_name = "DIR", default_value = DEFAULT_DIR)]
     dir: PathBuf,
     /// Print what would be run and with which script; submit and start nothing
     #[arg(long)]
     dry_run: bool,
-    /// Return when the agents are online (with Slurm: when it has the batch job), instead of showing the job's progress
+    /// Return when the agents are online (with Slurm and Kubernetes: when these have their job), instead of showing the job's progress
     #[arg(long)]
     detach: bool,
     #[command(flatten)]
@@ -96,6 +114,8 @@ enum With {
     Mpirun,
     /// A batch job of Slurm
     Slurm,
+    /// An Indexed Job of Kubernetes
+    Kubernetes,
 }
 
 impl With {
@@ -105,13 +125,19 @@ impl With {
             With::Ssh => &["ssh"],
             With::Mpirun => &["mpirun"],
             With::Slurm => &["sbatch", "squeue", "scancel"],
+            With::Kubernetes => &[],
         }
+    }
+
+    /// Whether it chooses the machines.
+    fn chooses(self) -> bool {
+        matches!(self, With::Slurm | With::Kubernetes)
     }
 }
 
 /// A launch that is about to start.
 struct Launch {
-    args: Args,
+    args: Arc<Args>,
     api: Api,
     job: Job,
     /// Whether this command has submitted the job, and so may cancel it when nothing can be started.
@@ -127,19 +153,31 @@ struct Launch {
 /// # Errors
 /// Exit status 2 for mistakes in the arguments and lists; 1 when agents cannot be started, or the job ends in another way than `succeeded`.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let mut hosts = machines(&args)?;
+    let template = kubernetes::template(&args)?;
+    let mut hosts = machines::machines(&args)?;
     let path = Path::new(&args.job);
     let is_file = path.extension().is_some_and(|extension| extension == "toml") || path.is_file();
-    if !is_file && !args.sets.is_empty() {
-        return Err(wrong("--set changes a TOML file; this job is submitted already"));
+    if !is_file && (!args.sets.is_empty() || !args.sweeps.is_empty()) {
+        return Err(wrong("--set and --sweep change a TOML file; this job is submitted already"));
     }
-    let mut document = if is_file { Some(submit::document(path, &args.sets)?) } else { None };
-    let spec = document.as_ref().map(|document| submit::check(path, document)).transpose()?;
-    reachable(&args, &hosts)?;
+    if !args.sweeps.is_empty() && args.with != With::Slurm {
+        return Err(wrong(
+            "--sweep is for Slurm; submit the jobs with `lockstep submit --sweep`, and launch each",
+        ));
+    }
+    let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
+    // A key that is swept may be missing without.
+    let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
+    let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
+    machines::reachable(&args, &hosts)?;
     if !args.dry_run {
-        args.with.programs().iter().try_for_each(|program| on_path(program))?;
+        args.with.programs().iter().try_for_each(|program| machines::on_path(program))?;
     }
     let api = args.server.api()?;
+    let args = Arc::new(args);
+    if let Some(document) = document.as_mut().filter(|_| !args.sweeps.is_empty()) {
+        return block_on(array::run(&args, &api, hosts, document));
+    }
     block_on(async {
         let found = if is_file { None } else { Some(api.find_job(&args.job).await?) };
         if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
@@ -153,17 +191,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (None, Some(job)) => &job.spec,
             (None, None) => return Ok(()),
         };
-        share_out(&mut hosts, args.slots, spec)?;
-        let ca = ca(&args)?;
+        if let Some(template) = &template {
+            template.give_slots(&mut hosts, &args, spec)?;
+        }
+        machines::share_out(&mut hosts, args.slots, spec)?;
+        let ca = machines::ca(&args)?;
         if args.dry_run {
             let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
-            return show(&args, &id, &hosts, spec);
+            return show(&args, &id, &hosts, spec, template.as_ref());
         }
         let is_ours = found.is_none();
         let job = match (found, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
-                submit::name_dataset(&api, document, true).await?;
+                job_file::name_dataset(&api, document, true).await?;
                 let job: Job = api.post("/jobs?launched=true", document).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
@@ -173,10 +214,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if !args.server.json {
             output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
         }
-        let server = args.agent_server.clone().unwrap_or_else(|| args.server.server.clone());
-        let bundle = Bundle { server, ca, job: job.id.clone(), dir: args.dir.clone(), nodes: Vec::new() };
-        let mut launch = Launch { args, api, job, is_ours, hosts, bundle, tokens: Vec::new() };
-        let done = launch.start().await;
+        let mut launch = Launch::new(&args, &api, job, is_ours, hosts, ca);
+        let done = match &template {
+            Some(template) => {
+                launch.bundle.dir.clone_from(&template.dir);
+                launch.bundle.in_pod = true;
+                kubernetes::start(&mut launch, template).await
+            }
+            None => launch.start().await,
+        };
         launch.finish(done).await
     })
 }
@@ -197,12 +243,33 @@ impl std::error::Error for GoesOn {}
 const LAST_UPLOAD: std::time::Duration = std::time::Duration::from_secs(3600);
 
 impl Launch {
+    fn new(
+        args: &Arc<Args>,
+        api: &Api,
+        job: Job,
+        is_ours: bool,
+        hosts: Vec<Host>,
+        ca: Option<String>,
+    ) -> Self {
+        let server = args.agent_server.clone().unwrap_or_else(|| args.server.server.clone());
+        let bundle = Bundle {
+            server,
+            ca,
+            job: job.id.clone(),
+            dir: args.dir.clone(),
+            nodes: Vec::new(),
+            in_pod: false,
+        };
+        Self { args: args.clone(), api: api.clone(), job, is_ours, hosts, bundle, tokens: Vec::new() }
+    }
+
     async fn start(&mut self) -> anyhow::Result<()> {
         self.introduce().await?;
         match self.args.with {
             With::Ssh => ssh::start(self).await,
             With::Mpirun => mpirun::start(self).await,
             With::Slurm => slurm::start(self).await,
+            With::Kubernetes => Err(wrong("--with kubernetes needs --template FILE")),
         }
     }
 
@@ -275,104 +342,15 @@ impl Launch {
 
     /// This launch's folder on this machine: logs, and with Slurm what the agents need.
     fn folder(&self) -> anyhow::Result<PathBuf> {
-        let folder = node::home().join(&self.args.dir).join(self.job.id.as_str());
-        node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
-        Ok(folder)
+        private_folder(&self.args, self.job.id.as_str())
     }
 }
 
-/// The machines that the arguments name; those that Slurm is to choose have no name.
-fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
-    let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
-        (Some(path), _, _) => hosts::read(path)?,
-        (None, Some(list), _) => hosts::of_list(list).map_err(|e| wrong(format!("--host: {e}")))?,
-        (None, None, Some(path)) => {
-            hosts::of_table(&RankTable::read(path)?).map_err(|e| wrong(format!("--rank-table: {e}")))?
-        }
-        (None, None, None) if args.with == With::Slurm => {
-            vec![Host::default(); args.nodes.unwrap_or(1) as usize]
-        }
-        (None, None, None) => {
-            return Err(wrong(
-                "which machines? Give --hostfile FILE, -H host1:4,host2:4 or --rank-table FILE",
-            ));
-        }
-    };
-    if args.nodes.is_some() && args.with != With::Slurm {
-        return Err(wrong(
-            "--nodes is for Slurm, which chooses the machines; name them with --hostfile or -H",
-        ));
-    }
-    if args.with == With::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
-        return Err(wrong(
-            "--hostfile: env: is for ssh and mpirun; with Slurm give sbatch --export=NAME=VALUE after --",
-        ));
-    }
-    for host in &mut hosts {
-        host.slots = host.slots.or(args.slots);
-    }
-    Ok(hosts)
-}
-
-/// Gives slots to the machines that have none yet.
-fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
-    let ranks = spec.parallel.ranks;
-    let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
-    let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
-    if without > 0 {
-        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MOST_SLOTS);
-        hosts.iter_mut().for_each(|host| host.slots = host.slots.or(each).or(Some(share)));
-    }
-    let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();
-    if slots < ranks {
-        return Err(wrong(format!(
-            "the job has {ranks} ranks, and these machines {slots} slots: add machines or slots, or lower parallel.ranks"
-        )));
-    }
-    Ok(())
-}
-
-/// Checks that other machines can reach the server where they are told that it is.
-fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
-    let server = args.agent_server.as_ref().unwrap_or(&args.server.server);
-    let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
-    let url =
-        reqwest::Url::parse(&with_scheme).map_err(|e| wrong(format!("--agent-server {server}: {e}")))?;
-    let own = |name: &str| {
-        let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
-        name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
-    };
-    // Whether Slurm's machines are this one, it alone knows.
-    let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
-    if let Some(host) = elsewhere
-        && own(url.host_str().unwrap_or_default())
-    {
-        return Err(wrong(format!(
-            "{} cannot reach the server at {server}: give its address there with --agent-server",
-            host.name
-        )));
-    }
-    Ok(())
-}
-
-/// The authorities that the agents are to trust besides those of their systems.
-fn ca(args: &Args) -> anyhow::Result<Option<String>> {
-    let Some(path) = &args.server.ca_file else { return Ok(None) };
-    fs::read_to_string(path).map(Some).map_err(|e| wrong(format!("--ca-file {}: {e}", path.display())))
-}
-
-/// Checks that a program is on the PATH.
-fn on_path(program: &str) -> anyhow::Result<()> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    if std::env::split_paths(&path).any(|dir| dir.join(program).is_file()) {
-        return Ok(());
-    }
-    let package = match program {
-        "ssh" => "OpenSSH's client (openssh-client)",
-        "mpirun" => "Open MPI (openmpi-bin)",
-        _ => "Slurm's commands (slurm-client), on a machine that may submit to the cluster",
-    };
-    Err(wrong(format!("there is no {program} on the PATH: install {package}")))
+/// A launch's folder on this machine.
+fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
+    let folder = node::home().join(&args.dir).join(name);
+    node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
+    Ok(folder)
 }
 
 /// `launch-6f2c1a-0-node1`: unique among agents.
@@ -387,14 +365,23 @@ fn agent_name(job: &Job, index: usize, host: &Host) -> String {
 }
 
 /// What `--dry-run` prints: no secret is in it.
-fn show(args: &Args, job: &str, hosts: &[Host], spec: &JobSpec) -> anyhow::Result<()> {
+fn show(
+    args: &Args,
+    job: &str,
+    hosts: &[Host],
+    spec: &JobSpec,
+    template: Option<&kubernetes::Template>,
+) -> anyhow::Result<()> {
     match args.with {
         With::Ssh => hosts.iter().try_for_each(|host| output::line(in_words(&ssh::command(args, host)))),
         With::Mpirun => output::line(in_words(&mpirun::command(args, hosts))),
         With::Slurm => {
             let folder = node::home().join(&args.dir).join(job);
             output::line(in_words(&slurm::command(args)))?;
-            output::line(slurm::script(args, hosts, spec, job, &folder)?)
+            output::line(slurm::Batch::of_job(job).script(args, hosts, spec.parallel.device, &folder)?)
+        }
+        With::Kubernetes => {
+            template.map_or(Ok(()), |template| kubernetes::show(args, job, hosts, spec, template))
         }
     }
 }

@@ -307,7 +307,7 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
 /// Reads the specification, and whether it gives `data.validation`; the ranks are those of a launcher, or of `--ranks`.
 fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let shown = args.job.display();
-    let text = super::submit::job_file(&args.job)?;
+    let text = super::job_file::job_file(&args.job)?;
     let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
     let mut sets = args.sets.clone();
     if let Some((by, ranks)) = world {

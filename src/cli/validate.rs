@@ -3,7 +3,7 @@
 use super::{
     access::AccessArgs,
     api::{Api, DEFAULT_SERVER},
-    block_on, output, submit, wrong,
+    block_on, job_file, output, wrong,
 };
 use lockstep_protocol::JobSpec;
 use lockstep_worker::{checkpoint, data};
@@ -53,17 +53,17 @@ struct Plan {
 /// # Errors
 /// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut document = submit::document(&args.job, &args.sets)?;
+    let mut document = job_file::document(&args.job, &args.sets)?;
     let server = args.server.as_deref().unwrap_or(DEFAULT_SERVER);
     let api = Api::at(server, args.ca_file.as_deref(), args.access.token(server)?)?;
-    let own = submit::check(&args.job, &document);
+    let own = job_file::check(&args.job, &document);
     let is_path = |document: &Value| {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
     let asks = args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.answers().await) })?;
     if asks {
-        block_on(submit::name_dataset(&api, &mut document, false))?;
+        block_on(job_file::name_dataset(&api, &mut document, false))?;
     }
     if !asks || is_path(&document) {
         let spec = own?;
@@ -118,5 +118,5 @@ fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
             checkpoint::model_file(given).map_err(|e| e.to_string()).and_then(|p| checkpoint::shapes(&p));
         mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
     }
-    if mistakes.is_empty() { Ok(()) } else { Err(wrong(submit::mistaken(job, &mistakes))) }
+    if mistakes.is_empty() { Ok(()) } else { Err(wrong(job_file::mistaken(job, &mistakes))) }
 }

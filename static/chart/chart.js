@@ -9,6 +9,7 @@
 // one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
 
 import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
+import { Gestures } from "./gestures.js";
 import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
@@ -44,8 +45,7 @@ export class Chart {
   marks = new Map();
   /** Finer series of the zoomed part, by the series they stand in for; used while `detail.zoom` is the zoom. */
   detail = null;
-  #drag = null;
-  #over = false;
+  #gestures;
   #gone = new AbortController();
 
   /**
@@ -243,10 +243,12 @@ export class Chart {
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, this.over.width, this.over.height);
     const colours = palette();
-    if (this.#drag?.to !== undefined) {
+    const brush = this.#gestures.brush;
+    if (brush?.held || brush?.to !== undefined) {
+      const [from, to] = [brush.from, brush.to ?? brush.from].sort((a, b) => a - b);
       ctx.fillStyle = colours.accent;
       ctx.globalAlpha = 0.15;
-      ctx.fillRect(Math.min(this.#drag.from, this.#drag.to), plot.top, Math.abs(this.#drag.to - this.#drag.from), plot.bottom - plot.top);
+      ctx.fillRect(from - 1, plot.top, to - from + 2, plot.bottom - plot.top);
       ctx.globalAlpha = 1;
     }
     const at = view.cursor;
@@ -266,7 +268,7 @@ export class Chart {
       ctx.fillStyle = colours[row.colour] ?? row.colour;
       dot(ctx, x.to(row.x), py, 3.5);
     }
-    if (this.#over || this.root === document.activeElement) this.#showTip(rows, p, colours);
+    if (this.#gestures.over || this.root === document.activeElement) this.#showTip(rows, p, colours);
     else this.tip.hidden = true;
   }
 
@@ -319,36 +321,11 @@ export class Chart {
 
   #listen() {
     const { root, view } = this;
-    const place = (event) => {
-      const p = event.clientX - root.getBoundingClientRect().left;
-      return Math.min(this.plot.right, Math.max(this.plot.left, p));
-    };
-    root.addEventListener("pointerenter", () => { this.#over = true; });
-    root.addEventListener("pointerleave", () => { this.#over = false; if (!this.#drag) view.setCursor(null); });
-    root.addEventListener("pointerdown", (event) => {
-      if (!this.plot || event.button !== 0) return;
-      if (event.pointerType === "mouse") { root.setPointerCapture(event.pointerId); this.#drag = { from: place(event) }; }
-      else view.setCursor(this.x.from(place(event)));
+    this.#gestures = new Gestures(this, {
+      brushed: (low, high) => this.#zoomTo(low, high), changed: () => this.#drawOver(),
+      ends: () => { const [low, high] = span(this.gathered.flatMap((g) => g.parts)); return [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high]; },
     });
-    root.addEventListener("pointermove", (event) => {
-      if (!this.plot) return;
-      const p = place(event);
-      if (this.#drag && Math.abs(p - this.#drag.from) > 4) this.#drag.to = p;
-      const before = view.cursor;
-      view.setCursor(this.x.from(p));
-      if (before === view.cursor && this.#drag) this.#drawOver();
-    });
-    const drop = (event) => {
-      const drag = this.#drag;
-      this.#drag = null;
-      if (!drag || drag.to === undefined || event.type === "pointercancel") return this.#drawOver();
-      const [a, b] = [this.x.from(Math.min(drag.from, drag.to)), this.x.from(Math.max(drag.from, drag.to))];
-      this.#zoomTo(a, b);
-    };
-    root.addEventListener("pointerup", drop);
-    root.addEventListener("pointercancel", drop);
-    root.addEventListener("dblclick", () => view.setZoom(null));
-    root.addEventListener("blur", () => { if (!this.#over) view.setCursor(null); });
+    root.addEventListener("blur", () => { if (!this.#gestures.over) view.setCursor(null); });
     root.addEventListener("keydown", (event) => this.#key(event));
   }
 

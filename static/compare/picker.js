@@ -1,4 +1,4 @@
-// Which jobs: a search over all of them, chosen ones marked.
+// Which jobs: a search over all of them, chosen ones marked and first.
 
 import { ask, byId } from "../page.js";
 import { cut } from "../cut.js";
@@ -10,21 +10,25 @@ export class Picker {
   #jobs = [];
   #timer = 0;
 
-  constructor(toggle, chosen, colour) {
-    Object.assign(this, { toggle, chosen, colour, input: byId("search"), list: byId("picker") });
+  /** `compared()`: the jobs on the page; `chosen()`: ids of those that are to be. */
+  constructor(toggle, compared, chosen, colour) {
+    Object.assign(this, { toggle, compared, chosen, colour, input: byId("search"), list: byId("picker") });
     this.input.addEventListener("input", () => { clearTimeout(this.#timer); this.#timer = setTimeout(() => this.load(), 150); });
     this.list.addEventListener("change", ({ target }) => this.toggle(target.value));
     this.load();
   }
 
   async load() {
-    const query = new URLSearchParams({ limit: MOST, ...(this.input.value.trim() ? { name: this.input.value.trim() } : {}) });
-    this.#jobs = (await ask(`/api/v1/jobs?${query}`).catch(() => ({ jobs: [] }))).jobs;
+    const name = this.input.value.trim(), query = new URLSearchParams({ limit: MOST, ...(name ? { name } : {}) });
+    const { jobs } = await ask(`/api/v1/jobs?${query}`).catch(() => ({ jobs: [] })), chosen = this.chosen();
+    this.#jobs = name ? jobs : jobs.toSorted((a, b) => chosen.has(b.id) - chosen.has(a.id));
     this.draw();
   }
 
   draw() {
     const chosen = this.chosen(), focused = document.activeElement?.value;
+    // Those that are too old to be listed otherwise.
+    if (!this.input.value.trim()) this.#jobs.unshift(...this.compared().filter(({ id }) => !this.#jobs.some((job) => job.id === id)));
     this.list.replaceChildren(...this.#jobs.map((job) => {
       const item = document.createElement("li"), label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", value: job.id, checked: chosen.has(job.id) });
       const name = document.createElement("span");

@@ -5,6 +5,7 @@ import { byId, text } from "../page.js";
 import { read, write } from "../address.js";
 import { labelWidth } from "../chart/axes.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
+import { onHold } from "../chart/hold.js";
 import { dot } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
@@ -143,7 +144,7 @@ export class Scatter {
       ctx.fillText("No job has a value of both.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
     }
     const missing = jobs.length - points.length;
-    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without a value of both` : "drag a rectangle to select jobs");
+    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without a value of both` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : "drag a rectangle to select jobs");
     this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
     this.root.dataset.points = String(points.length);
   }
@@ -191,15 +192,23 @@ export class Scatter {
       root.setPointerCapture(event.pointerId);
       this.#drag = { from: place(event) };
     });
+    onHold(root, (event) => {
+      if (!this.plot) return;
+      // A rectangle as large as a fingertip, which says that the hold was noticed.
+      const from = place(event);
+      this.#drag = { from, to: { x: from.x + NEAR, y: from.y + NEAR }, held: true };
+      this.invalidate();
+    });
     root.addEventListener("pointermove", (event) => {
       if (!this.plot) return;
       const to = place(event), drag = this.#drag;
-      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > LEAST)) { drag.to = to; this.invalidate(); } else at(near(to));
+      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > LEAST)) { drag.to = to; drag.held = false; this.invalidate(); } else at(near(to));
     });
     root.addEventListener("pointerup", () => {
       const drag = this.#drag;
       this.#drag = null;
       if (!drag) return;
+      if (drag.held) return this.invalidate();
       if (!drag.to) { if (this.selection.any && this.#at === null) this.selection.set([[this.x, null], [this.y, null]]); return; }
       this.#select(drag.from, drag.to);
     });

@@ -21,6 +21,8 @@ function augmentation(data) {
 export class Gallery {
   #asked = 0;
   #offset = 0;
+  /** Of the mixed order. Mixed at first: stored, pictures are often sorted by class. */
+  #seed = 1;
 
   constructor(card, name) {
     Object.assign(this, { card, name });
@@ -31,7 +33,8 @@ export class Gallery {
       write({ pictures: name });
       if (!at("grid").childElementCount) { this.#jobs(); this.load(); }
     });
-    for (const key of ["split", "class", "augmented"]) at(key).addEventListener("change", () => { this.#offset = 0; this.load(); });
+    for (const key of ["split", "class", "order", "augmented"]) at(key).addEventListener("change", () => { this.#offset = 0; this.load(); });
+    at("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); at("order").value = "mixed"; this.load(); });
     at("more").addEventListener("click", () => this.load(true));
     for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.#offset = 0; this.load(); });
     if (read("pictures") === name) at("open").open = true;
@@ -48,11 +51,15 @@ export class Gallery {
   async load(more = false) {
     const mine = ++this.#asked, { at } = this, job = at("augmented").value, grid = at("grid");
     if (!more) { this.#offset = 0; grid.replaceChildren(); }
-    at("class").disabled = at("split").disabled = job !== "";
+    for (const key of ["split", "class", "order", "shuffle"]) at(key).disabled = job !== "";
     text(at("note"), "Reading …");
     at("more").hidden = true;
     const query = new URLSearchParams({ offset: this.#offset, limit: job ? AUGMENTED * VERSIONS : PART, split: at("split").value });
-    if (job) query.set("augmented", job); else if (at("class").value) query.set("class", at("class").value);
+    if (job) query.set("augmented", job);
+    else {
+      if (at("class").value) query.set("class", at("class").value);
+      if (at("order").value) query.set("shuffle", this.#seed);
+    }
     try {
       const { samples, total, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
       if (mine !== this.#asked) return;

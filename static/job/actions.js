@@ -13,12 +13,16 @@ const WHEN = {
 export class Actions {
   /** Fields of the panel of notes in which somebody writes. */
   #touched = new Set();
+  /** The button that was pressed last. */
+  #pressed = null;
   #opened = false;
 
   /** `page`: `job()`, `setJob(job)`, `checkpoints`, `quiet()` before the job is deleted and `loud()` should that fail. */
   constructor(page) {
     this.page = page;
     for (const what of ["pause", "resume", "retry"]) byId(what).addEventListener("click", (event) => this.#do(what, event.currentTarget));
+    document.querySelector(".title .actions").addEventListener("click", ({ target }) => { this.#pressed = target.closest("button"); });
+    byId("confirm").addEventListener("close", () => this.#keepFocus());
     byId("cancel").addEventListener("click", () => this.#cancel());
     byId("delete").addEventListener("click", () => this.#delete());
     byId("fork").addEventListener("click", () => this.fork(null));
@@ -28,6 +32,15 @@ export class Actions {
     const { state } = this.page.job();
     for (const [what, states] of Object.entries(WHEN)) byId(what).hidden = !states.includes(state);
     byId("fork").hidden = !this.page.checkpoints.size;
+    this.#keepFocus();
+  }
+
+  /** The button that had the focus has gone away with the state it was for: the focus goes to the one that is there now. */
+  #keepFocus() {
+    const { activeElement } = document;
+    if (!this.#pressed?.hidden || (activeElement !== this.#pressed && activeElement !== document.body)) return;
+    this.#pressed = null;
+    [...document.querySelectorAll(".title .actions button")].find((button) => button.checkVisibility())?.focus({ preventScroll: true });
   }
 
   hide() { for (const button of document.querySelectorAll(".title .actions > *")) button.hidden = true; }

@@ -1,6 +1,6 @@
 // The charts of a job: what they draw, how finely, and the controls whose choices stand in the address.
 
-import { byId, press, text } from "../page.js";
+import { byId, note, press } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
@@ -29,22 +29,22 @@ export class Charts {
     const xName = () => ({ epoch: "epoch", time: "training time" }[view.axis] ?? "optimizer step"), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
-    const of = (note) => note && `${note} · ${plural(metrics.ranks, "rank")}`;
+    const of = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", yName: () => "loss (cross-entropy)", format: value, layers: () => this.#perRank("loss"), onNote: (note) => text(byId("loss-note"), of(note)) }),
+      loss: make("loss", { label: "Loss of each rank", yName: () => "loss (cross-entropy)", format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), of(shown)) }),
       accuracy: make("accuracy", {
         label: "Accuracy in training and validation", yName: () => "accuracy (%)", format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
         ],
-        onNote: () => text(byId("acc-note"), "train (smooth 0.9) · validation"),
+        onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: make("speed", {
         label: "Images a second, of all ranks", yName: () => "images/s", format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
-        onNote: (note) => text(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", note].filter(Boolean).join(" · ")),
+        onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", yName: () => OTHERS[this.other][0].toLowerCase(), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (note) => text(byId("lr-note"), note) }),
+      lr: make("lr", { label: "Another metric", yName: () => OTHERS[this.other][0].toLowerCase(), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const [label, format] = OTHERS[name];

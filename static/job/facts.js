@@ -110,7 +110,7 @@ export class Facts {
     if (!found) { this.#said = ""; text(byId("banner-status"), ""); return; }
     const { tone, what, why, link = ["#panels", "Log"] } = found;
     band.dataset.tone = tone;
-    text(byId("banner-what"), what);
+    text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
     text(byId("banner-why"), why ?? "");
     // Without what counts up: that would be read out again every second.
     const said = `${what} ${why ?? ""}`.trim(), steady = said.replace(/\d[\d:,.]*/g, "");

@@ -1,9 +1,10 @@
 // Panels: charts of a job's page that people put together. They are kept with the job on the server; a job without any of its own
 // shows its project's.
 
-import { ask, byId, confirmThen, text } from "../page.js";
+import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
-import { PanelForm, said } from "./panel-form.js";
+import { PanelForm, said as problem } from "./panel-form.js";
+import { showSize, sizable, sizeOf } from "./panel-size.js";
 import { ALL, axisOf, quantity } from "./names.js";
 
 /** As in protocol/src/limits.rs. */
@@ -65,16 +66,14 @@ export class Panels {
 
   #make(panel) {
     const card = byId("panel-card").content.firstElementChild.cloneNode(true), key = `panel-${++this.#made}`;
-    const root = card.querySelector(".chart"), note = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
-    card.dataset.columns = panel.columns;
-    card.dataset.rows = panel.rows;
+    const root = card.querySelector(".chart"), said = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
     card.setAttribute("aria-label", panel.title);
-    card.querySelector("h3").textContent = panel.title;
+    note(card.querySelector("h3"), panel.title);
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.draw(root, {
       label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => sides.join(" · "), layers: () => this.charts.panelLayers(panel),
-      onNote: (words) => text(note, words),
+      onNote: (words) => note(said, words),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";
@@ -85,8 +84,8 @@ export class Panels {
     const tools = card.querySelector(".tools"), handle = card.querySelector(".handle"), edit = card.querySelector(".edit");
     tools.append(saveMenu(chart, () => `${this.job().name}-${panel.title}`, () => `${this.job().name} · ${panel.title}`));
     edit.setAttribute("aria-label", `Edit ${panel.title}`);
-    const entry = { panel, card, chart, key };
-    handle.hidden = edit.hidden = !this.mayChange;
+    const entry = { panel, card, chart, key }, grip = sizable(card, panel, (before) => this.#resized(entry, before));
+    handle.hidden = edit.hidden = grip.hidden = !this.mayChange;
     handle.title = "Drag it, or press an arrow key";
     edit.addEventListener("click", () => this.#edit(entry));
     handle.addEventListener("keydown", (event) => this.#key(event, entry));
@@ -149,7 +148,21 @@ export class Panels {
       this.#say(`${entry.panel.title} is panel ${place} of ${list.length}.`);
     } catch (error) {
       this.#show(before);
-      this.#say(said(error));
+      this.#say(problem(error));
+    }
+  }
+
+  /** A panel has another size already; it is stored, and goes back should the server not take it. */
+  async #resized({ panel, card }, before) {
+    try {
+      await this.#save(this.list);
+      this.#say(`${panel.title} is ${sizeOf(panel)}.`);
+      // Wider charts show more points.
+      await this.charts.detail();
+    } catch (error) {
+      Object.assign(panel, before);
+      showSize(card, panel);
+      this.#say(problem(error));
     }
   }
 
@@ -203,7 +216,7 @@ export class Panels {
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
       this.#say(`Jobs of ${project} without panels of their own show these now.`);
-    } catch (error) { this.#say(said(error)); }
+    } catch (error) { this.#say(problem(error)); }
   }
 
   #fromProject() {

@@ -13,15 +13,24 @@ export class Tabs {
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => this.show(tab.dataset.tab));
       tab.addEventListener("keydown", (event) => {
-        const hop = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-        if (!hop) return;
-        const there = this.tabs.filter((t) => !t.hidden), next = there.at((there.indexOf(tab) + hop) % there.length);
+        const there = this.tabs.filter((t) => !t.hidden), at = there.indexOf(tab), to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
+        if (to === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+        event.preventDefault();
+        const next = there.at(to % there.length);
         this.show(next.dataset.tab);
         next.focus();
       });
     }
-    const wanted = read("tab", "log");
-    this.show(this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden) ? wanted : "log");
+    const wanted = read("tab", "log"), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
+    this.show(linked ? wanted : "log");
+    // Who reloads a page has chosen where it stands.
+    if (linked && wanted !== "log" && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.inView());
+  }
+
+  /** Brings the panel to where it can be read. */
+  inView() {
+    const panels = byId("panels"), { top } = panels.getBoundingClientRect();
+    if (top < 0 || top > innerHeight / 2) panels.scrollIntoView({ block: "start" });
   }
 
   /** A panel that not every job has is there from now on. */

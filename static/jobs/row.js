@@ -1,9 +1,11 @@
 // A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
 
-import { byId, serverNow, text } from "../page.js";
+import { byId, note, serverNow, text } from "../page.js";
 import { cut } from "../cut.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
+/** Tags that a row shows, besides how many more there are. */
+const TAGS = 4;
 export const FINAL = ["succeeded", "failed", "cancelled"];
 
 /** An empty row for a job. */
@@ -23,8 +25,7 @@ export function fill(row, job) {
   cut(at("name"), job.name);
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
-  at("about").title = job.spec.data.dataset;
-  text(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
+  note(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
   cut(at("reason"), job.reason ?? "");
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
@@ -39,7 +40,12 @@ export function fill(row, job) {
   const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
-  box.replaceChildren(...tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
+  // As many as a row has room for; the others are on the job's page.
+  const more = tags.slice(TAGS);
+  box.replaceChildren(
+    ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
+    ...(more.length ? [Object.assign(document.createElement("span"), { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
+  );
 }
 
 function progress(job) {

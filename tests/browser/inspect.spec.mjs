@@ -108,6 +108,17 @@ describe("data", () => {
     await page.getByText("Pictures", { exact: true }).click();
     const figures = page.locator("[data-g=grid] figure");
     await until("pictures come", async () => (await figures.count()) === 48);
+    const classes = async () => (await figures.locator("figcaption span:first-child").allTextContents());
+    assert.ok(new Set(await classes()).size > 5, "of most classes");
+    const first = (await figures.allTextContents()).join();
+    await card.getByRole("button", { name: "Shuffle" }).click();
+    await until("others, mixed as well", async () => (await figures.count()) === 48 && (await figures.allTextContents()).join() !== first);
+    assert.ok(new Set(await classes()).size > 5);
+    await card.getByRole("button", { name: "More" }).click();
+    await until("the next ones", async () => (await figures.count()) === 96);
+    assert.equal(new Set(await figures.allTextContents()).size, 96, "none twice");
+    await page.locator("[data-g=order]").selectOption({ label: "as stored" });
+    await until("in their order", async () => /number 0$/.test(await figures.first().textContent()));
     await page.locator("[data-g=class]").selectOption("Sandal");
     await until("only that class", async () => (await figures.count()) > 0 && (await figures.allTextContents()).every((t) => t.startsWith("Sandal")));
     await page.locator("[data-g=split]").selectOption("test");

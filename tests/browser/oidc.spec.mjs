@@ -1,9 +1,10 @@
-// Signing in with a provider that is not ours: oidc-provider (certified by the OpenID Foundation), its own pages, and a real Chromium.
+// Signing in with a provider that is not ours: oidc-provider (certified by the OpenID Foundation), its own pages, and a real Chromium. It
+// speaks TLS with a certificate of the team's own authority, as a provider inside a network does.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdtemp, rm, writeFile } from "node:fs/promises";
-import { createServer } from "node:http";
+import { mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { createServer } from "node:https";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
@@ -13,15 +14,26 @@ import { BINARY, Browser, TestServer, freePort, until } from "./test-server.mjs"
 const SECRET = "a client's secret: &=+%";
 let folder, server, browser, issuer, listening;
 
+/** Makes the team's authority and the provider's certificate in the folder: ca.crt, provider.key, provider.crt. */
+async function certify() {
+  await writeFile(join(folder, "names"), "subjectAltName=IP:127.0.0.1\n");
+  const openssl = (...args) => execFileSync("openssl", args, { cwd: folder, stdio: "pipe" });
+  const key = (name) => ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", `${name}.key`, "-subj", `/CN=the team's ${name}`];
+  openssl("req", "-x509", ...key("authority"), "-days", "2", "-out", "ca.crt");
+  openssl("req", "-new", ...key("provider"), "-out", "provider.csr");
+  openssl("x509", "-req", "-in", "provider.csr", "-CA", "ca.crt", "-CAkey", "authority.key", "-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "provider.crt");
+}
+
 before(async () => {
   folder = await mkdtemp(join(tmpdir(), "lockstep-oidc-"));
   await writeFile(join(folder, "secret"), `${SECRET}\n`, { mode: 0o600 });
+  await certify();
   const port = await freePort();
-  issuer = `http://127.0.0.1:${port}`;
+  issuer = `https://127.0.0.1:${port}`;
   [server, browser] = await Promise.all([
     // The provider is down yet.
     TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
-      "--oidc-client-secret-file", join(folder, "secret"), "--oidc-role", "member", "--oidc-group-claim", "groups", "--oidc-admin-group", "ops"] }),
+      "--oidc-ca", join(folder, "ca.crt"), "--oidc-client-secret-file", join(folder, "secret"), "--oidc-role", "member", "--oidc-group-claim", "groups", "--oidc-admin-group", "ops"] }),
     Browser.open(),
   ]);
 });
@@ -34,7 +46,7 @@ after(async () => {
 });
 
 /** The provider, which knows everybody: who signs in there as `ops-...` is in the group `ops`. */
-function start() {
+async function start() {
   const provider = new Provider(issuer, {
     clients: [{ client_id: "lockstep", client_secret: SECRET, redirect_uris: [`${server.url}/login/oidc/callback`], response_types: ["code"], grant_types: ["authorization_code"] }],
     pkce: { required: () => true },
@@ -46,12 +58,13 @@ function start() {
       claims: () => ({ sub: id, preferred_username: id, email: `${id}@example.org`, email_verified: true, groups: id.startsWith("ops-") ? ["ops"] : [] }),
     }),
   });
-  listening = createServer(provider.callback());
-  return new Promise((done) => listening.listen(Number(new URL(issuer).port), "127.0.0.1", done));
+  const [key, cert] = await Promise.all(["provider.key", "provider.crt"].map((name) => readFile(join(folder, name))));
+  listening = createServer({ key, cert }, provider.callback());
+  await new Promise((done) => listening.listen(Number(new URL(issuer).port), "127.0.0.1", done));
 }
 
-/** A browser in which nobody is signed in anywhere. */
-const stranger = async () => (await browser.chromium.newContext()).newPage();
+/** A browser in which nobody is signed in anywhere. It asks nobody about the team's authority, which a team's browsers know. */
+const stranger = async () => (await browser.chromium.newContext({ ignoreHTTPSErrors: true })).newPage();
 
 /** On the provider's own pages. */
 async function signInThere(page, name) {
@@ -101,6 +114,20 @@ describe("an OpenID provider", () => {
     await page.click("#provider");
     await page.waitForURL(`${server.url}/jobs`);
     await page.context().close();
+  });
+
+  test("a server that was not told of the provider's authority does not trust it", async () => {
+    const untold = await TestServer.open({ dataset: false, slots: 1, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
+    try {
+      const page = await stranger();
+      await page.goto(`${untold.url}/login`);
+      await page.click("#provider");
+      assert.match(await page.locator("#provider-error").textContent(), /cannot be reached at the moment/);
+      assert.match(untold.output, /UnknownIssuer/);
+      await page.context().close();
+    } finally {
+      await untold.close();
+    }
   });
 
   test("groups make an admin; who says no there is told so; who was removed stays out", async () => {

@@ -7,7 +7,7 @@ import { join } from "node:path";
 import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
 const OUT = process.argv[2] ?? new URL("../../docs/screenshots", import.meta.url).pathname;
-const WIDE = { width: 1440, height: 900 }, PHONE = { width: 360, height: 740 };
+const WIDE = { width: 1440, height: 900 }, PHONE = { width: 390, height: 844 };
 
 await mkdir(OUT, { recursive: true });
 const [server, browser] = await Promise.all([TestServer.open({ slots: 4, dataset: false }), Browser.open()]);
@@ -25,9 +25,12 @@ try {
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
   for (const { id } of [first, ...others]) await over(id);
   await server.ask(`/jobs/${first.id}`, undefined);
-  const patch = (id, body) => fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
-  await patch(first.id, { tags: ["baseline"], notes: "one_cycle to 0.1" });
-  for (const { id } of others) await patch(id, { tags: ["sweep"] });
+  const send = async (method, path, body) => {
+    const answer = await fetch(`${server.url}/api/v1${path}`, { method, headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
+    if (!answer.ok) throw new Error(`${path}: ${await answer.text()}`);
+  };
+  await send("PATCH", `/jobs/${first.id}`, { tags: ["baseline"], notes: "one_cycle to 0.1" });
+  for (const { id } of others) await send("PATCH", `/jobs/${id}`, { tags: ["sweep"] });
   const running = await job("four-ranks", 4, { epochs: 40 });
   const queued = await job("next-in-line", 2, { epochs: 5 }, { priority: 5 });
 
@@ -52,10 +55,17 @@ try {
   await server.ask(`/jobs/${running.id}/cancel`, {});
   await until("slots are free", async () => (await server.job(running.id)).state === "cancelled");
   await server.ask(`/jobs/${first.id}/evaluation`);
+  const panels = [
+    { title: "Loss and learning rate", metrics: ["loss", "lr"], columns: 2, smoothing: 0.8 }, { title: "Time of a step", metrics: ["step_ms", "all_reduce_ms"], smoothing: 0.8 },
+    { title: "Machine", metrics: ["cpu_utilization"] }, { title: "Accuracy of each rank", metrics: ["accuracy"], lines: "ranks", smoothing: 0.9, columns: 2 },
+  ];
   const compared = `/compare?jobs=${[first, ...others].map((j) => j.id).join(",")}&smooth=0.9`;
   const evaluated = async (page) => (await page.locator("#behind figure").count()) > 10;
   for (const scheme of ["light", "dark"]) {
     await shot(`job-${scheme}`, `/jobs/${first.id}?lines=mean&smooth=0.9`, { scheme, clip: 1250, ready: drawn(100) });
+    await send("PUT", `/jobs/${first.id}/panels`, { panels });
+    await shot(`panels-${scheme}`, `/jobs/${first.id}?lines=mean&smooth=0.9`, { scheme, clip: 1500, ready: async (page) => drawn(100)(page) && (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === panels.length });
+    await send("PUT", `/jobs/${first.id}/panels`, { panels: [] });
     await shot(`histograms-${scheme}`, `/jobs/${first.id}?tab=histograms`, { scheme, clip: 1700, ready: async (page) => (await page.locator("#histogram-chart").count()) === 1 });
     await shot(`network-${scheme}`, `/jobs/${first.id}?tab=network`, { scheme, clip: 1900, ready: async (page) => (await page.locator("#network-panel tbody tr").count()) > 5 });
     await shot(`groups-${scheme}`, "/jobs?group_by=tag", { scheme, ready: async (page) => (await page.getByText("sweep").count()) > 0 });

@@ -37,11 +37,12 @@ export const freePort = () => new Promise((done, failed) => {
 
 /** A running server, its dataset registered. */
 export class TestServer {
-  /** Without an agent the tests make one up, in a page: pages have no agent's token, so such a server asks nobody for one. */
-  static async open({ dataset = true, agent = true, slots = 2, options = [] } = {}) {
+  /** Without an agent the tests make one up, in a page: pages have no agent's token, so such a server asks nobody for one, unless `auth`
+   *  says so. `dir`: a data directory that there is; `close` removes it. */
+  static async open({ dataset = true, agent = true, auth = agent, slots = 2, options = [], dir } = {}) {
     const server = new TestServer();
-    Object.assign(server, { agent, slots, options, headers: {} });
-    server.dir = await mkdtemp(join(tmpdir(), "lockstep-browser-"));
+    Object.assign(server, { agent, auth, slots, options, headers: {} });
+    server.dir = dir ?? await mkdtemp(join(tmpdir(), "lockstep-browser-"));
     server.port = await freePort();
     server.url = `http://127.0.0.1:${server.port}`;
     server.output = "";
@@ -51,13 +52,13 @@ export class TestServer {
   }
 
   async start() {
-    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent", "--no-auth"]), ...this.options],
+    this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
       { stdio: ["ignore", "pipe", "pipe"] });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
     await until("the server answers", () => this.process.exitCode === null && fetch(`${this.url}/readyz`).then((r) => r.ok))
       .catch((error) => { throw new Error(`${error.message}\n${this.output}`); });
-    if (this.agent) {
+    if (this.auth) {
       this.token = (await readFile(join(this.dir, "token"), "utf8")).trim();
       this.headers = { authorization: `Bearer ${this.token}` };
     }

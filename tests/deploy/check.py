@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Checks deploy/ and docker-compose.yml: Kubernetes' published schemas and the Compose specification, and that the commands in them are
-ones that the program has. Run by tests/run, which installs what this imports (into target/schemas).
+"""Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes`: Kubernetes' published schemas and the Compose
+specification, and that the commands in them are ones that the program has. Run by tests/run, which installs what this imports (into target/schemas).
 
     PYTHONPATH=target/schemas python3 tests/deploy/check.py target/release/lockstep
 """
 
 import copy
+import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import kubernetes_validate
 import yaml
@@ -61,11 +63,41 @@ def check_kubernetes(program):
             claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", [])}
             assert mounted == {volume["name"] for volume in pod["volumes"]} | claims, f"{name}: {mounted}"
     assert kinds.count("StatefulSet") == 3, kinds
-    assert not roles, f"nothing here needs a role: {roles}"
+    assert set(roles) == {"launch-role.yaml"}, f"nothing else here needs a role: {roles}"
+    check_role()
     # The schemas find what is wrong.
     broken = copy.deepcopy(next(document for _, document in documents() if document["kind"] == "StatefulSet"))
     broken["spec"]["replicaz"] = 1
     assert not is_valid(broken), "a key that Kubernetes does not know passes"
+
+
+def check_role():
+    """A launch makes, follows and removes a Job and what belongs to it; no rule says more, and none is for the whole cluster."""
+    role = next(document for _, document in documents() if document["kind"] == "Role")
+    rights = {(group, resource): set(rule["verbs"]) for rule in role["rules"] for group in rule["apiGroups"] for resource in rule["resources"]}
+    assert rights == {
+        ("batch", "jobs"): {"create", "get", "list", "watch", "update", "delete"},
+        ("", "services"): {"create", "get", "delete"},
+        ("", "secrets"): {"create", "get", "delete"},
+        ("", "pods"): {"list", "watch"},
+    }, rights
+
+
+def check_launch(program):
+    """The objects that a launch makes, on CPU cores and on GPUs, from the template in deploy/ and from the smallest one."""
+    with tempfile.TemporaryDirectory() as folder:
+        small = pathlib.Path(folder, "small.yaml")
+        small.write_text("spec: {containers: [{name: a, image: b}]}")
+        job = pathlib.Path(folder, "job.toml")
+        for device in ("cpu", "cuda"):
+            job.write_text(f'[data]\ndataset = "x"\n[parallel]\nranks = 8\ndevice = "{device}"\n')
+            for template in (small, ROOT / "deploy/kubernetes/launch-pod.yaml"):
+                command = [program, "launch", job, "--with", "kubernetes", "--template", template, "--dry-run"]
+                shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                kinds = [item["kind"] for item in shown["items"]]
+                assert kinds == ["Job", "Service", "Secret"], kinds
+                for item in shown["items"]:
+                    assert is_valid(item), f"{template.name}, {device}: {item['kind']}"
 
 
 def check_compose(program):
@@ -86,5 +118,6 @@ def check_compose(program):
 
 if __name__ == "__main__":
     check_kubernetes(sys.argv[1])
+    check_launch(sys.argv[1])
     check_compose(sys.argv[1])
     print("deploy/ and docker-compose.yml are valid")

@@ -1,8 +1,11 @@
-//! The programs that launch jobs on clusters, real ones, on this machine: OpenSSH's server, and Slurm with several nodes.
+//! The programs that launch jobs on clusters, real ones, on this machine: OpenSSH's server, and Slurm with several nodes. In place of
+//! Kubernetes there is an API server of the tests' own.
 
+mod kubernetes;
 mod slurm;
 mod sshd;
 
+pub(crate) use kubernetes::{Kubernetes, POD, rules as kubernetes_rules};
 pub(crate) use slurm::Slurm;
 pub(crate) use sshd::Sshd;
 
@@ -12,7 +15,7 @@ use std::{
 };
 
 /// A program of this machine, also where only root looks.
-fn program(name: &str, package: &str) -> PathBuf {
+pub(crate) fn program(name: &str, package: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let more = ["/usr/sbin", "/sbin"].map(PathBuf::from);
     let found =

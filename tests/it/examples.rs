@@ -45,6 +45,7 @@ const NOT_HERE: &[(&str, &str)] = &[
     ),
     ("lockstep ca", "there is no CA before a server has made one; mutual_tls.rs issues and revokes"),
     ("lockstep launch", "there are no machines of these names; launch.rs launches by SSH, mpirun and Slurm"),
+    ("kubectl ", "there is no cluster here; launch/pods.rs launches against an API server of its own"),
     ("torchrun ", "there are no machines of these names; train/launchers.rs has the variables that it sets"),
     ("mpirun ", "as above; launch.rs starts it"),
     ("srun ", "as above; launch.rs starts it"),

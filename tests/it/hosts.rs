@@ -13,6 +13,7 @@ use std::{
     fs::{self, File},
     path::PathBuf,
     process::{Child, Command},
+    sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
@@ -35,14 +36,17 @@ fn ip(args: &str) {
 }
 
 /// A bridge, and hosts with a cable to it. The server is at the bridge.
-struct Network {
+pub(crate) struct Network {
     number: u32,
     hosts: Vec<u32>,
 }
 
 impl Network {
-    fn new() -> Self {
-        let this = Self { number: std::process::id() % 60_000, hosts: Vec::new() };
+    pub(crate) fn new() -> Self {
+        // Names of their own: the kernel removes an earlier network's cables when its processes have ended.
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = (std::process::id() + 1009 * MADE.fetch_add(1, Ordering::Relaxed)) % 60_000;
+        let this = Self { number, hosts: Vec::new() };
         ip(&format!("link add {} type bridge", this.bridge()));
         ip(&format!("addr add {}/24 dev {}", this.address(254), this.bridge()));
         ip(&format!("link set {} up", this.bridge()));
@@ -53,7 +57,7 @@ impl Network {
         format!("lkb{}", self.number)
     }
 
-    fn namespace(&self, host: u32) -> String {
+    pub(crate) fn namespace(&self, host: u32) -> String {
         format!("lk{}-{host}", self.number)
     }
 
@@ -62,11 +66,11 @@ impl Network {
         format!("lkv{}-{host}", self.number)
     }
 
-    fn address(&self, host: u32) -> String {
+    pub(crate) fn address(&self, host: u32) -> String {
         format!("10.77.{}.{host}", self.number % 250)
     }
 
-    fn add(&mut self, host: u32) {
+    pub(crate) fn add(&mut self, host: u32) {
         let (space, cable, bridge) = (self.namespace(host), self.cable(host), self.bridge());
         ip(&format!("netns add {space}"));
         self.hosts.push(host);
@@ -86,6 +90,7 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         for host in &self.hosts {
+            run("ip", &format!("link del {}", self.cable(*host)));
             run("ip", &format!("netns del {}", self.namespace(*host)));
         }
         run("ip", &format!("link del {}", self.bridge()));

@@ -1,6 +1,8 @@
-//! `lockstep launch`: agents for one job, by a real sshd, a real Open MPI and a real Slurm on this machine.
+//! `lockstep launch`: agents for one job, by a real sshd, a real Open MPI, a real Slurm and an API server like Kubernetes' on this machine.
 
 mod batch;
+mod pods;
+mod pods_faults;
 
 use crate::{
     cluster::{Sshd, command_lines},
@@ -58,7 +60,7 @@ fn agents_of(server: &Server, id: &str) -> String {
     shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned()
 }
 
-async fn valid_agent_tokens(server: &Server) -> usize {
+pub(crate) async fn valid_agent_tokens(server: &Server) -> usize {
     let tokens = server.get("/tokens?limit=200").await;
     let tokens = tokens["tokens"].as_array().expect("tokens");
     tokens

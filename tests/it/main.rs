@@ -26,6 +26,7 @@ mod commands;
 mod datasets;
 mod edges;
 mod elsewhere;
+mod examined;
 mod examples;
 mod faults;
 mod finetune;

@@ -30,11 +30,20 @@ const VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
 pub struct Member {
     pub rank: u32,
     pub world_size: u32,
-    /// On 127.0.0.1.
+    /// Where rank 0 listens.
+    #[serde(default = "loopback")]
+    pub addr: String,
     pub port: u16,
     pub secret: String,
     /// Absent: it computes on CPU cores.
     pub gpu: Option<RankGpu>,
+    /// For NCCL; absent: it chooses.
+    #[serde(default)]
+    pub interface: Option<String>,
+}
+
+fn loopback() -> String {
+    "127.0.0.1".into()
 }
 
 /// A member among the others.
@@ -63,7 +72,7 @@ impl Member {
             return Ok(Met { comm: Arc::new(SingleRank), store: None });
         }
         let store = Store::join(Meeting {
-            addr: "127.0.0.1".into(),
+            addr: self.addr.clone(),
             port: self.port,
             secret: self.secret.clone().into_bytes(),
             rank: self.rank,
@@ -87,8 +96,10 @@ pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
     let member = |rank: u32| Member {
         rank,
         world_size,
+        addr: loopback(),
         port,
         secret: secret.clone(),
+        interface: None,
         gpu: (!visible.is_empty()).then(|| RankGpu { ordinal: rank.cast_signed(), visible: visible.clone() }),
     };
     Ok((0..world_size).map(member).collect())
@@ -177,6 +188,10 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
         .stderr(Stdio::piped());
     if let Some(gpu) = &member.gpu {
         command.envs(gpu.environment()?);
+    }
+    if let Some(interface) = &member.interface {
+        // Without `=` a name stands for all that begin with it.
+        command.env("NCCL_SOCKET_IFNAME", format!("={interface}"));
     }
     // Ctrl-C ends them with who measures.
     let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;

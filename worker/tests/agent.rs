@@ -109,6 +109,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         cpu_slots: Some(2),
         gpus: None,
         only_job: Some(start.attempt.job.clone()),
+        until_final: false,
         advertise: None,
         interface: None,
         program: Some(program),

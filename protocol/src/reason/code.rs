@@ -89,6 +89,10 @@ codes! {
     PausedByUser = "paused_by_user",
     /// Its ranks are writing a checkpoint and stopping, as somebody paused it.
     Pausing = "pausing",
+    /// Its ranks are writing a checkpoint and stopping, as a job of higher priority takes their slots.
+    Preempting = "preempting",
+    /// A job of higher priority took its slots.
+    Preempted = "preempted",
     /// Resumed on request.
     ResumedByUser = "resumed_by_user",
     /// Retried on request.

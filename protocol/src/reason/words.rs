@@ -53,6 +53,14 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             None => "paused on request".into(),
         },
         Pausing => "being paused: its ranks finish their step and keep a checkpoint of it".into(),
+        Preempting => format!(
+            "being preempted by {}: its ranks finish their step and keep a checkpoint of it",
+            facts.other_job()
+        ),
+        Preempted => match &facts.detail {
+            Some(why) => format!("preempted by {} ({why})", facts.other_job()),
+            None => format!("preempted by {}", facts.other_job()),
+        },
         ResumedByUser => "resumed on request".into(),
         RetriedByUser => "retried on request".into(),
         Forked => {
@@ -100,11 +108,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("waits for its checkpoint {id}, which {agent} uploads")
         }
         WaitingForSlots if facts.machines.is_some() => format!(
-            "waits for {}: {} of {} on {} machines free",
+            "waits for {}: {} of {} on {} machines free{}",
             facts.slots(facts.slots_needed),
             facts.slots_free.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
-            facts.machines.unwrap_or(0)
+            facts.machines.unwrap_or(0),
+            more("; ")
         ),
         TooFewSlots => format!(
             "needs {} on one machine; the largest, {:?}, has {}",
@@ -113,11 +122,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.slots_total.unwrap_or(0)
         ),
         WaitingForSlots => format!(
-            "waits for {}: {} of {} on {:?} free",
+            "waits for {}: {} of {} on {:?} free{}",
             facts.slots(facts.slots_needed),
             facts.slots_free.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
-            facts.agent.as_deref().unwrap_or_default()
+            facts.agent.as_deref().unwrap_or_default(),
+            more("; ")
         ),
         // Whatever a rank says of itself, in its own words.
         _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
@@ -127,6 +137,11 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
 }
 
 impl Facts {
+    fn other_job(&self) -> String {
+        let (job, priority) = (self.job.as_deref().unwrap_or_default(), self.priority.unwrap_or(0));
+        format!("job {job} of priority {priority}")
+    }
+
     fn slots(&self, number: Option<u32>) -> String {
         let unit = if self.device.as_deref() == Some("cuda") { "GPU" } else { "slot" };
         match number.unwrap_or(0) {

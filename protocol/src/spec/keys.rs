@@ -95,6 +95,7 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("name", Kind::Text { min: 1, max: 200 }),
             ("priority", whole(-1000, 1000)),
+            ("preemptible", Kind::Bool),
             ("project", Kind::Project),
             ("tags", Kind::Tags),
             ("notes", Kind::Notes),

@@ -62,6 +62,7 @@ fn every_key_is_known_to_the_structs_and_back() {
         tags: vec!["t".into()],
         notes: "n".into(),
         private: true,
+        preemptible: true,
         model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
         data: lockstep_protocol::spec::DataSpec {
             dataset: "d".into(),

@@ -7,8 +7,8 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptRef, ToAgent},
-    job::JobState,
-    reason::{Reason, ReasonCode},
+    job::{JobId, JobState},
+    reason::ReasonCode,
     stream::EventBody,
 };
 
@@ -112,11 +112,29 @@ pub(crate) fn ready(app: &App, attempt: AttemptRef, agent_id: &str, port: Option
     }
 }
 
+/// Tells the agents of a job to end its ranks, if they must.
+pub(super) async fn order_stop(app: &App, job: &JobId) -> Result<()> {
+    let places = app.leases.places_of(job);
+    if let Some(row) = app.store.job(job).await?
+        && let (Some(attempt), Some((reason, patient))) = (row.live(), wanted(&row))
+    {
+        for place in &places {
+            let (attempt, reason) = (attempt.clone(), reason.clone());
+            app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
+        }
+    }
+    Ok(())
+}
+
 /// The reason why a job's ranks must end, if they must, and whether they write a checkpoint first.
 pub(super) fn wanted(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),
-        (None, JobState::Pausing) => Some((Reason::from(ReasonCode::PausedByUser).words().to_owned(), true)),
+        (None, JobState::Pausing) => {
+            let preempting = row.job.cause.clone().filter(|cause| *cause.code() == ReasonCode::Preempting);
+            let why = preempting.unwrap_or_else(|| ReasonCode::PausedByUser.into());
+            Some((why.words().to_owned(), true))
+        }
         (None, _) => None,
     }
 }

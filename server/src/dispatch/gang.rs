@@ -8,6 +8,7 @@ use std::{
     cmp::Reverse,
     collections::{BTreeSet, HashSet},
     net::IpAddr,
+    sync::Arc,
 };
 
 /// Agents that can share a job, by their place in the list of candidates.
@@ -43,14 +44,14 @@ fn groups(candidates: &[Candidate]) -> Vec<(Group, bool)> {
     let over_network = all.clone().filter(|c| address(machine(*c)).is_some()).collect::<Group>();
     let mut found: Vec<(Group, bool)> = Vec::new();
     for reachable in same_machine.chain([over_network]) {
-        let devices: BTreeSet<&str> = reachable.iter().map(|c| candidates[*c].device.as_str()).collect();
+        let devices: BTreeSet<&str> = reachable.iter().map(|c| candidates[*c].device()).collect();
         for device in devices {
-            let has = |c: &usize| candidates[*c].device == device && !candidates[*c].all.is_empty();
+            let has = |c: &usize| candidates[*c].device() == device && !candidates[*c].all.is_empty();
             let of_device: Group = reachable.iter().copied().filter(has).collect();
-            let models: BTreeSet<&str> = of_device.iter().map(|c| candidates[*c].model.as_str()).collect();
+            let models: BTreeSet<&str> = of_device.iter().map(|c| candidates[*c].model()).collect();
             if models.len() > 1 {
                 let of = |model: &str| -> Group {
-                    of_device.iter().copied().filter(|c| candidates[*c].model == model).collect()
+                    of_device.iter().copied().filter(|c| candidates[*c].model() == model).collect()
                 };
                 found.extend(models.iter().map(|model| (of(model), false)));
             }
@@ -149,9 +150,9 @@ pub(super) fn most(candidates: &[Candidate]) -> Sum {
 
 /// As [`most`], over all agents that are online.
 pub(crate) fn most_slots(app: &App, device: Device) -> Sum {
-    let candidate = |agent| Candidate::of(agent, &HashSet::new(), device);
+    let candidate = |agent| Candidate::of(Arc::new(agent), &HashSet::new(), device);
     most(&app.agents.online().into_iter().map(candidate).collect::<Vec<_>>())
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

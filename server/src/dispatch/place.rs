@@ -2,8 +2,10 @@
 
 use super::{
     ends::{end_attempt, wanted},
-    gang::{address, choose, most, reserve},
-    slots::{Candidate, Round, device_for},
+    gang::{address, choose, reserve},
+    preempt,
+    slots::{Round, device_for},
+    waits::wait_reason,
 };
 use crate::{
     agents::Online,
@@ -15,7 +17,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
-    spec::{Device, JobSpec},
+    spec::JobSpec,
 };
 
 /// Starts a job on the agent with the fewest free slots that has enough for all its ranks, or on the fewest agents that have enough
@@ -31,7 +33,8 @@ pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<
     let device = device_for(&job.spec);
     let candidates = round.candidates(&job.id, device);
     if let Some(chosen) = choose(&candidates, ranks, &round.reserved) {
-        let chosen: Vec<_> = chosen.into_iter().map(|(c, slots)| (&candidates[c].agent, slots)).collect();
+        let chosen: Vec<_> =
+            chosen.into_iter().map(|(c, slots)| (candidates[c].agent.as_ref(), slots)).collect();
         // Rank 0 reads the checkpoint, and sends the others what is in it.
         let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         if let Some(why) = artifacts::coming(app, job, reader).await? {
@@ -42,71 +45,13 @@ pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<
         }
         return start(app, row, &chosen).await;
     }
+    if let Some(why) = preempt::make_room(app, job, &candidates, round).await? {
+        return store_wait_reason(app, row, why).await;
+    }
     let kept = reserve(&candidates, ranks);
     let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
     round.reserved.extend(kept.iter().flatten().map(|c| candidates[*c].agent.row.id.clone()));
     store_wait_reason(app, row, why).await
-}
-
-/// Why a job waits for which these agents are `kept`, if they will ever do.
-fn wait_reason(
-    candidates: &[Candidate],
-    ranks: u32,
-    device: Device,
-    kept: Option<&[usize]>,
-    nobody_online: bool,
-) -> Reason {
-    let mut facts = Facts {
-        slots_needed: Some(ranks),
-        device: Some(if device == Device::Cuda { "cuda" } else { "cpu" }.into()),
-        ..Facts::default()
-    };
-    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    if candidates.is_empty() {
-        let code = if nobody_online { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
-        return code.into();
-    }
-    let sum = most(candidates);
-    let of_one = |c: &Candidate, facts: &mut Facts| {
-        facts.agent = Some(c.agent.row.name.clone());
-        (facts.slots_free, facts.slots_total) = (Some(number(c.free.len())), Some(number(c.all.len())));
-    };
-    match kept {
-        Some([one]) => {
-            of_one(&candidates[*one], &mut facts);
-            Reason::new(ReasonCode::WaitingForSlots, facts)
-        }
-        None if sum.machines <= 1 => {
-            let largest = candidates.iter().max_by_key(|c| (c.all.len(), c.free.len()));
-            if let Some(largest) = largest {
-                of_one(largest, &mut facts);
-            }
-            let with_slots: Vec<_> =
-                candidates.iter().filter(|c| c.device == largest_device(candidates)).collect();
-            // Together they would have enough, if they could reach each other.
-            if with_slots.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
-                let apart = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
-                let names = with_slots.iter().filter(apart).map(|c| c.agent.row.name.clone());
-                facts.detail = Some(names.collect::<Vec<_>>().join(", "));
-                return Reason::new(ReasonCode::MachinesApart, facts);
-            }
-            Reason::new(ReasonCode::TooFewSlots, facts)
-        }
-        kept => {
-            facts.machines = Some(number(sum.machines));
-            (facts.slots_free, facts.slots_total) = (Some(number(sum.free)), Some(number(sum.slots)));
-            let code = if kept.is_some() { ReasonCode::WaitingForSlots } else { ReasonCode::TooFewSlots };
-            Reason::new(code, facts)
-        }
-    }
-}
-
-/// The kind of slots that most machines here have for a job.
-fn largest_device(candidates: &[Candidate]) -> &str {
-    let slots = |device: &str| -> usize {
-        candidates.iter().filter(|c| c.device == device).map(|c| c.all.len()).sum()
-    };
-    if slots("cuda") >= slots("cpu") { "cuda" } else { "cpu" }
 }
 
 /// Sets the reason why a queued job waits.

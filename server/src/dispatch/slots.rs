@@ -1,50 +1,61 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use crate::{agents::Online, app::App};
+use crate::{agents::Online, app::App, store::Occupant};
 use lockstep_protocol::{
     agent::Slot,
     job::JobId,
     spec::{Device, JobSpec, Precision},
 };
-use std::collections::HashSet;
+use std::{collections::HashSet, sync::Arc};
 
 /// The agents that are online when a round begins. Slots that become free meanwhile are the next round's.
 pub(super) struct Round {
     machines: Vec<Machine>,
     /// Agents that are kept for jobs that come before those which are looked at now.
     pub(super) reserved: HashSet<String>,
+    /// Preemptible jobs that run, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
+    pub(super) occupied: Option<Vec<Occupied>>,
+    pub(super) promised: HashSet<(String, u32)>,
+}
+
+/// A preemptible job that runs, and its slots: agent and slot.
+#[derive(Debug, Clone)]
+pub(super) struct Occupied {
+    pub(super) by: Occupant,
+    pub(super) slots: Vec<(String, u32)>,
 }
 
 struct Machine {
-    agent: Online,
+    agent: Arc<Online>,
     in_use: HashSet<u32>,
     takes_work: bool,
 }
 
 /// An agent that a job may be started on.
+#[derive(Clone)]
 pub(super) struct Candidate {
-    pub(super) agent: Online,
+    pub(super) agent: Arc<Online>,
     /// Slots of the kind that the job needs, and those of them that are free.
     pub(super) all: Vec<u32>,
     pub(super) free: Vec<u32>,
-    /// `cpu` or `cuda`.
-    pub(super) device: String,
-    /// What its slots are: `NVIDIA H200`.
-    pub(super) model: String,
+    /// Where the first of them is among the agent's slots.
+    first: Option<usize>,
 }
 
 impl Round {
     pub(super) fn begin(app: &App) -> Self {
         // One that was cut off is online until its connection times out, and would hear of no start.
         let heard_since = crate::now() - app.leases.duration;
+        let mut in_use = app.leases.all_slots_in_use();
         let machine = |agent: Online| Machine {
-            in_use: app.leases.slots_in_use(&agent.row.id).into_keys().collect(),
+            in_use: in_use.remove(&agent.row.id).unwrap_or_default(),
             takes_work: agent.leaving.is_none()
                 && agent.row.last_seen_at > heard_since
                 && !app.agents.is_draining(&agent.row.id),
-            agent,
+            agent: Arc::new(agent),
         };
-        Self { machines: app.agents.online().into_iter().map(machine).collect(), reserved: HashSet::new() }
+        let machines = app.agents.online().into_iter().map(machine).collect();
+        Self { machines, reserved: HashSet::new(), occupied: None, promised: HashSet::new() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -59,7 +70,7 @@ impl Round {
         self.machines
             .iter()
             .filter(serves)
-            .map(|m| Candidate::of(m.agent.clone(), &m.in_use, device))
+            .map(|m| Candidate::of(Arc::clone(&m.agent), &m.in_use, device))
             .collect()
     }
 
@@ -72,12 +83,26 @@ impl Round {
 }
 
 impl Candidate {
-    pub(super) fn of(agent: Online, in_use: &HashSet<u32>, device: Device) -> Self {
+    pub(super) fn of(agent: Arc<Online>, in_use: &HashSet<u32>, device: Device) -> Self {
         let all = slots_for(&agent.row.slots, device);
         let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
-        let first = all.first().and_then(|index| agent.row.slots.iter().find(|slot| slot.index == *index));
-        let (device, model) = first.map(|s| (s.device.clone(), s.name.clone())).unwrap_or_default();
-        Self { agent, all, free, device, model }
+        let first =
+            all.first().and_then(|index| agent.row.slots.iter().position(|slot| slot.index == *index));
+        Self { agent, all, free, first }
+    }
+
+    fn first(&self) -> Option<&Slot> {
+        self.agent.row.slots.get(self.first?)
+    }
+
+    /// `cpu` or `cuda`.
+    pub(super) fn device(&self) -> &str {
+        self.first().map_or("", |slot| slot.device.as_str())
+    }
+
+    /// What its slots are: `NVIDIA H200`.
+    pub(super) fn model(&self) -> &str {
+        self.first().map_or("", |slot| slot.name.as_str())
     }
 }
 

@@ -122,6 +122,8 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         // What became of a lost attempt is told by the attempt.
         let was_active =
             before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
+        // What somebody else's job asked for is told by the attempt's end; a pause may come on top of it.
+        let was_preempted = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Preempting));
         let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
         let moved = before.as_ref().is_none_or(|(old, _)| old != state);
         before = now;
@@ -130,7 +132,8 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
             (JobState::Queued, _) if *seq == 1 => continue,
             (JobState::Queued, Some(ReasonCode::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
             (JobState::Queued, Some(ReasonCode::RetriedByUser)) if moved => (What::Retried, Some("retry")),
-            (JobState::Pausing, _) if moved => (What::PauseRequested, Some("pause")),
+            (JobState::Pausing, Some(ReasonCode::Preempting)) => continue,
+            (JobState::Pausing, _) if moved || was_preempted => (What::PauseRequested, Some("pause")),
             (JobState::Paused, _) if moved && !was_active => (What::Paused, Some("pause")),
             (_, Some(ReasonCode::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
             (JobState::Cancelled, _) if moved && !was_active => (What::Cancelled, Some("cancel")),

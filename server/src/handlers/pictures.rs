@@ -33,6 +33,8 @@ pub(crate) struct SamplesQuery {
     split: Option<String>,
     /// A class's name; all when absent.
     class: Option<String>,
+    /// A seed: pictures in a mixed order, which is the same for the same seed; as they are stored when absent, or with `augmented`.
+    shuffle: Option<u64>,
     /// Pictures to leave out at the start.
     #[serde(default)]
     offset: u64,
@@ -57,7 +59,10 @@ pub(crate) async fn of_dataset(
     let split = query.split.unwrap_or_else(|| "train".into());
     let limit = count("limit", query.limit, DEFAULT, MOST)?;
     let pick = match &query.augmented {
-        None => Pick::Stored { split, class: query.class, offset: query.offset, limit },
+        None => {
+            let SamplesQuery { class, shuffle, offset, .. } = query;
+            Pick::Stored { split, class, shuffle, offset, limit }
+        }
         Some(id) => {
             let spec = jobs::seen(&app, &caller, id).await?.spec;
             Pick::Seen {

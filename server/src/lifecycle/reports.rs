@@ -1,6 +1,8 @@
 //! How the records of ranks and their agent change a job.
 
-use super::{JobRow, Refused, checkpoint_id, go, paused, requeue, restart_or_fail, state_event};
+use super::{
+    JobRow, Refused, checkpoint_id, go, preemption::set_aside, requeue, restart_or_fail, state_event,
+};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending},
@@ -250,9 +252,11 @@ pub(super) fn ended(
             events.push(go(row, JobState::Cancelled, Some(reason), None, at)?);
         }
         (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
-        (Ending::Stopped, None) if row.job.state == JobState::Pausing => events.push(paused(row, None, at)?),
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
+            events.push(set_aside(row, None, at)?)
+        }
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
-            events.push(paused(row, Some(&reason), at)?);
+            events.push(set_aside(row, Some(&reason), at)?);
         }
         (Ending::Stopped, None) => {
             let in_order = ReasonCode::AgentStopped.into();

@@ -26,8 +26,8 @@ pub use rows::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
     Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, MinuteRow, NewJob, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, Report,
-    SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, TokenRow,
+    MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
+    ProjectRow, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -114,6 +114,8 @@ pub trait Store: Send + Sync + 'static {
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
+    /// Preemptible jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
+    async fn preemptible(&self) -> Result<Vec<Occupant>>;
     /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
     /// not the attempt's, or it was given to others.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;

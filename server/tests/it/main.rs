@@ -5,6 +5,7 @@
 mod agent;
 mod agent_requests;
 mod postgres;
+mod preemption;
 mod test_server;
 
 mod access;

@@ -19,6 +19,9 @@ pub(super) struct Bundle {
     pub(super) dir: PathBuf,
     /// In the order in which the launcher numbers its processes.
     pub(super) nodes: Vec<Node>,
+    /// The agents run in pods of a Job of Kubernetes, which starts another pod for each that ends without success.
+    #[serde(default)]
+    pub(super) in_pod: bool,
 }
 
 /// An agent.

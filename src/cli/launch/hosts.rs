@@ -14,21 +14,21 @@ const MOST_NAME_BYTES: usize = 253;
 
 /// A machine that is to have an agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Host {
+pub(crate) struct Host {
     /// A name or address, with `user@` before it where SSH needs one. Empty: Slurm chooses.
-    pub(super) name: String,
-    pub(super) slots: Option<u32>,
+    pub(crate) name: String,
+    pub(crate) slots: Option<u32>,
     /// Numbers of the GPUs that it is to use; none: the first ones.
-    pub(super) devices: Vec<u32>,
+    pub(crate) devices: Vec<u32>,
     /// For the agent there and its ranks.
-    pub(super) env: BTreeMap<String, String>,
+    pub(crate) env: BTreeMap<String, String>,
 }
 
 /// Reads a hostfile.
 ///
 /// # Errors
 /// Exit status 2: what is wrong, with the number of the line.
-pub(super) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
+pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
     let failed = |detail: String| wrong(format!("--hostfile {}: {detail}", path.display()));
     let bytes =
         file::read(path, HOSTFILE_BYTES, "is larger than 1 MiB; a hostfile is not").map_err(failed)?;
@@ -86,7 +86,7 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
 ///
 /// # Errors
 /// What is wrong with it.
-pub(super) fn of_list(list: &str) -> Result<Vec<Host>, String> {
+pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for entry in list.split(',').map(str::trim) {
         let (name, count) = match entry.rsplit_once(':') {

@@ -20,7 +20,8 @@ use std::{
 /// The variable with the bundle where a launcher hands over environments (mpirun).
 pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
 /// Which of the launcher's processes this is, the first that is set.
-const NUMBERS: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
+const NUMBERS: [&str; 5] =
+    ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
 /// Names of variables that say who this process is: the agent gets what its bundle says.
 const NOT_FOR_AGENTS: [&str; 5] =
     [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
@@ -115,6 +116,9 @@ fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Res
     } else {
         command.args(["--cpu-slots", &node.slots.to_string()]);
     }
+    if bundle.in_pod {
+        command.arg("--in-pod");
+    }
     NOT_FOR_AGENTS.iter().for_each(|name| {
         command.env_remove(name);
     });
@@ -176,6 +180,7 @@ mod tests {
             job: lockstep_protocol::JobId::generate(),
             dir: "x".into(),
             nodes: (0..nodes).map(node).collect(),
+            in_pod: false,
         }
     }
 
@@ -186,6 +191,7 @@ mod tests {
         };
         assert_eq!(with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
         assert_eq!(with("SLURM_PROCID", "0"), Ok(0));
+        assert_eq!(with("JOB_COMPLETION_INDEX", "1"), Ok(1));
         assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
         assert!(with("OTHER", "1").unwrap_err().contains("none of"));
         assert_eq!(index(&bundle(1), |_| None), Ok(0));

@@ -3,21 +3,23 @@
 use super::{
     super::{output, watch, wrong},
     Args, GoesOn, Launch, MOST_SLOTS,
+    bundle::Bundle,
     hosts::Host,
     in_words, quoted,
 };
-use lockstep_protocol::{Job, JobSpec, spec::Device};
+use lockstep_protocol::{Job, spec::Device};
 use lockstep_worker::host::write_private;
 use std::{
+    collections::BTreeMap,
     fmt::Write as _,
     fs,
     io::Write as _,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
 };
 
-const POLL: Duration = Duration::from_secs(2);
+pub(super) const POLL: Duration = Duration::from_secs(2);
 /// For Slurm to end its job once ours is over.
 const FAREWELL: Duration = Duration::from_secs(60);
 
@@ -28,48 +30,79 @@ pub(super) fn command(args: &Args) -> Command {
     command
 }
 
-/// The batch script. Options on sbatch's command line win over those in it.
-///
-/// # Errors
-/// A folder whose name no line of a script can have.
-pub(super) fn script(
-    args: &Args,
-    hosts: &[Host],
-    spec: &JobSpec,
-    job: &str,
-    folder: &Path,
-) -> anyhow::Result<String> {
-    let shown = folder.display().to_string();
-    if shown.contains(['\n', '%', '"', '\\']) {
-        return Err(wrong(format!(
-            "--dir: Slurm cannot write logs to {shown:?}: choose a folder with a plain name"
-        )));
+/// A batch job, or an array of them.
+pub(super) struct Batch {
+    /// What Slurm calls it, after `lockstep-`.
+    name: String,
+    /// Tasks of an array, and how many of them run at once.
+    array: Option<(usize, Option<u32>)>,
+}
+
+impl Batch {
+    pub(super) fn of_job(job: &str) -> Self {
+        Self { name: job.to_owned(), array: None }
     }
-    let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MOST_SLOTS);
-    let mut text = String::from("#!/bin/bash\n");
-    let mut option = |option: String| {
-        let _ = writeln!(text, "#SBATCH {option}");
-    };
-    option(format!("--job-name=lockstep-{job}"));
-    option(format!("--nodes={}", hosts.len()));
-    option("--ntasks-per-node=1".into());
-    if spec.parallel.device == Device::Cpu {
-        option(format!("--cpus-per-task={slots}"));
+
+    pub(super) fn of_sweep(tag: &str, jobs: usize, at_once: Option<u32>) -> Self {
+        Self { name: tag.to_owned(), array: Some((jobs, at_once)) }
     }
-    let names: Vec<_> = hosts.iter().map(|host| host.name.as_str()).filter(|name| !name.is_empty()).collect();
-    if !names.is_empty() {
-        option(format!("--nodelist={}", names.join(",")));
+
+    /// The agents' description, of an array the one of a task.
+    pub(super) fn bundle(&self, folder: &Path, task: usize) -> PathBuf {
+        folder.join(if self.array.is_some() { format!("bundle-{task}.json") } else { "bundle.json".into() })
     }
-    // Two minutes before the time limit, for a checkpoint.
-    option("--signal=B:USR1@120".into());
-    option("--requeue".into());
-    option("--open-mode=append".into());
-    option(format!("--output=\"{shown}/slurm-%j.log\""));
-    let bundle = quoted(&folder.join("bundle.json").to_string_lossy());
-    let program = quoted(&args.program);
-    let _ = write!(
-        text,
-        r#"
+
+    /// The script. Options on sbatch's command line win over those in it.
+    ///
+    /// # Errors
+    /// A folder whose name no line of a script can have.
+    pub(super) fn script(
+        &self,
+        args: &Args,
+        hosts: &[Host],
+        device: Device,
+        folder: &Path,
+    ) -> anyhow::Result<String> {
+        let shown = folder.display().to_string();
+        if shown.contains(['\n', '%', '"', '\\']) {
+            return Err(wrong(format!(
+                "--dir: Slurm cannot write logs to {shown:?}: choose a folder with a plain name"
+            )));
+        }
+        let slots = hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1).min(MOST_SLOTS);
+        let mut text = String::from("#!/bin/bash\n");
+        let mut option = |option: String| {
+            let _ = writeln!(text, "#SBATCH {option}");
+        };
+        option(format!("--job-name=lockstep-{}", self.name));
+        if let Some((jobs, at_once)) = self.array {
+            let at_once = at_once.map_or_else(String::new, |most| format!("%{most}"));
+            option(format!("--array=0-{}{at_once}", jobs - 1));
+        }
+        option(format!("--nodes={}", hosts.len()));
+        option("--ntasks-per-node=1".into());
+        if device == Device::Cpu {
+            option(format!("--cpus-per-task={slots}"));
+        }
+        let names: Vec<_> =
+            hosts.iter().map(|host| host.name.as_str()).filter(|name| !name.is_empty()).collect();
+        if !names.is_empty() {
+            option(format!("--nodelist={}", names.join(",")));
+        }
+        // Two minutes before the time limit, for a checkpoint.
+        option("--signal=B:USR1@120".into());
+        option("--requeue".into());
+        option("--open-mode=append".into());
+        let (log, bundle) = match self.array {
+            Some(_) => ("%A_%a", "bundle-\"$SLURM_ARRAY_TASK_ID\".json"),
+            None => ("%j", "bundle.json"),
+        };
+        option(format!("--output=\"{shown}/slurm-{log}.log\""));
+        let bundle = format!("{}/{bundle}", quoted(&shown));
+        let program = quoted(&args.program);
+        let _ = write!(
+            text,
+            r#"
 # Before the time limit the agents are asked to end: their ranks write a checkpoint, the job goes back to Lockstep's queue, and this
 # batch job to Slurm's.
 limit=0
@@ -87,8 +120,9 @@ done
 [ "$limit" = 1 ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$status"
 "#
-    );
-    Ok(text)
+        );
+        Ok(text)
+    }
 }
 
 /// Submits the batch job and follows it.
@@ -97,10 +131,10 @@ exit "$status"
 /// Slurm refuses it, it ends before the job does, or the job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.folder()?;
-    let bundle = folder.join("bundle.json");
-    write_private(&bundle, &serde_json::to_vec(&launch.bundle)?)
-        .map_err(|e| wrong(format!("--dir: {}: {e}", bundle.display())))?;
-    let script = script(&launch.args, &launch.hosts, &launch.job.spec, launch.job.id.as_str(), &folder)?;
+    let batch = Batch::of_job(launch.job.id.as_str());
+    let bundle = batch.bundle(&folder, 0);
+    write_bundle(&bundle, &launch.bundle)?;
+    let script = batch.script(&launch.args, &launch.hosts, launch.job.spec.parallel.device, &folder)?;
     let id = match submit(&launch.args, &script) {
         Ok(id) => id,
         Err(error) => {
@@ -145,7 +179,20 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     done
 }
 
-fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
+/// Writes what agents are told, for this account alone.
+///
+/// # Errors
+/// Exit status 2: the file cannot be written.
+pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
+    write_private(path, &serde_json::to_vec(bundle)?)
+        .map_err(|e| wrong(format!("--dir: {}: {e}", path.display())))
+}
+
+/// Hands a script to Slurm; the number of its job.
+///
+/// # Errors
+/// Slurm does not take it.
+pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let mut command = command(args);
     // The batch job gets this environment. A token that is no agent's does not belong there.
     command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -176,8 +223,12 @@ fn state(id: &str) -> Option<String> {
         return if why.contains("Invalid job id") { None } else { Some("UNKNOWN".into()) };
     }
     let text = String::from_utf8_lossy(&said.stdout).trim().to_owned();
-    let state = text.split(' ').next().unwrap_or_default();
-    let is_over = [
+    if text.is_empty() || is_over(&text) { None } else { Some(text) }
+}
+
+/// Whether a job in this state of `squeue`'s has ended for good.
+fn is_over(state: &str) -> bool {
+    let over = [
         "COMPLETED",
         "CANCELLED",
         "FAILED",
@@ -187,7 +238,23 @@ fn state(id: &str) -> Option<String> {
         "BOOT_FAIL",
         "DEADLINE",
     ];
-    if text.is_empty() || is_over.contains(&state) { None } else { Some(text) }
+    over.contains(&state.split(' ').next().unwrap_or_default())
+}
+
+/// States and reasons of an array's tasks that are not over, by their numbers; none: the controller does not answer.
+pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
+    let said =
+        Command::new("squeue").args(["-h", "-r", "-t", "all", "-o", "%K %T (%r)", "-j", id]).output().ok()?;
+    if !said.status.success() {
+        let why = String::from_utf8_lossy(&said.stderr).into_owned();
+        return why.contains("Invalid job id").then(BTreeMap::new);
+    }
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let task = |line: &str| {
+        let (number, state) = line.trim().split_once(' ')?;
+        Some((number.parse().ok()?, state.to_owned()))
+    };
+    Some(text.lines().filter_map(task).filter(|(_, state)| !is_over(state)).collect())
 }
 
 /// Shows the states of Slurm's job, and returns when it is gone and ours is not over.
@@ -221,7 +288,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
 }
 
 /// What Slurm's accounting says, or its controller where there is none.
-fn how_it_ended(id: &str) -> String {
+pub(super) fn how_it_ended(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
     if let Ok(said) = sacct
         && said.status.success()

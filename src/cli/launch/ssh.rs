@@ -15,10 +15,14 @@ const NO_PROGRAM: [i32; 2] = [127, 126];
 
 /// The command for a machine. Passwords are not asked for.
 pub(super) fn command(args: &Args, host: &Host) -> Command {
+    to(&args.options, &host.name, &format!("{} launched -", quoted(&args.program)))
+}
+
+/// The command that has a shell on a machine run `there`; `options` are the user's.
+pub(crate) fn to(options: &[String], host: &str, there: &str) -> Command {
     let mut command = Command::new("ssh");
     command.args(["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]);
-    command.args(&args.options).arg("--").arg(host.name.trim_matches(['[', ']']));
-    command.arg(format!("{} launched -", quoted(&args.program)));
+    command.args(options).arg("--").arg(host.trim_matches(['[', ']'])).arg(there);
     command
 }
 
@@ -39,12 +43,24 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 }
 
 fn explain(host: &str, status: ExitStatus, last: &str) -> String {
-    match status.code() {
-        Some(0) => format!("the agent on {host} has ended"),
-        Some(NO_CONNECTION) => format!("{host} cannot be reached by ssh: {last}"),
-        Some(code) if NO_PROGRAM.contains(&code) => {
-            format!("{host} cannot run lockstep: {last}; install it there, or name it with --program")
-        }
-        _ => format!("the agent on {host} ended ({status}): {last}"),
+    match no_start(host, status, last) {
+        Some((why, _)) => why,
+        None if status.success() => format!("the agent on {host} has ended"),
+        None => format!("the agent on {host} ended ({status}): {last}"),
+    }
+}
+
+/// Why Lockstep was not started on a machine and what to do, if this is how ssh ended.
+pub(crate) fn no_start(host: &str, status: ExitStatus, last: &str) -> Option<(String, String)> {
+    match status.code()? {
+        NO_CONNECTION => Some((
+            format!("{host} cannot be reached by ssh: {last}"),
+            format!("Try ssh -o BatchMode=yes {host} true: it must need no password."),
+        )),
+        code if NO_PROGRAM.contains(&code) => Some((
+            format!("{host} cannot run lockstep: {last}; install it there, or name it with --program"),
+            "Install it there, or name it with --program.".into(),
+        )),
+        _ => None,
     }
 }

@@ -20,10 +20,30 @@ pub(crate) struct Sshd {
 impl Sshd {
     /// Starts one that lets this user in by a key in `folder`.
     pub(crate) fn start(folder: &Path) -> Self {
+        Self::start_by(
+            folder,
+            "sshd_config",
+            Command::new(program("sshd", "openssh-server")),
+            "127.0.0.1",
+            free_port(),
+        )
+    }
+
+    /// Starts one in a network namespace, at SSH's own port. Those of a folder share its keys.
+    pub(crate) fn start_in(folder: &Path, namespace: &str, address: &str) -> Self {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
+        Self::start_by(folder, namespace, command, address, 22)
+    }
+
+    fn start_by(folder: &Path, config_name: &str, mut command: Command, address: &str, port: u16) -> Self {
         let folder = folder.join("ssh");
         fs::create_dir_all(&folder).expect("a folder");
         let key = |name: &str| {
             let path = folder.join(name);
+            if path.exists() {
+                return path;
+            }
             done(
                 Command::new(program("ssh-keygen", "openssh-client"))
                     .args(["-q", "-t", "ed25519", "-N", "", "-f"])
@@ -32,25 +52,23 @@ impl Sshd {
             path
         };
         let (host_key, user_key) = (key("host_key"), key("user_key"));
-        let port = free_port();
         let keys = folder.join("authorized_keys");
         fs::copy(user_key.with_extension("pub"), &keys).expect("a copy");
         let config = format!(
-            "ListenAddress 127.0.0.1:{port}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nUsePAM no\nPidFile none\n\
+            "ListenAddress {address}:{port}\nHostKey {}\nAuthorizedKeysFile {}\nStrictModes no\nUsePAM no\nPidFile none\n\
              PasswordAuthentication no\nPermitRootLogin prohibit-password\nMaxStartups 100\n",
             host_key.display(),
             keys.display()
         );
-        fs::write(folder.join("sshd_config"), config).expect("a configuration");
+        fs::write(folder.join(config_name), config).expect("a configuration");
         // Where it puts the processes that have no rights; Debian's service makes it.
         let _ = fs::create_dir("/run/sshd");
         let log = File::create(folder.join("sshd.log")).expect("a log");
-        let mut command = Command::new(program("sshd", "openssh-server"));
-        command.args(["-D", "-e", "-f"]).arg(folder.join("sshd_config"));
+        command.args(["-D", "-e", "-f"]).arg(folder.join(config_name));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = command.spawn().expect("sshd");
         let until = Instant::now() + SOON;
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+        while TcpStream::connect((address, port)).is_err() {
             assert!(server.try_wait().ok().flatten().is_none(), "sshd ended");
             assert!(Instant::now() < until, "sshd does not listen");
             std::thread::sleep(Duration::from_millis(20));

@@ -137,3 +137,89 @@ async fn a_dead_node_s_job_goes_on_on_another() {
     drop(slurm);
     server.stop().await;
 }
+
+#[tokio::test]
+async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 2);
+    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+                steps = 6\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
+    let file = server.folder().write("job.toml", toml);
+    let file = file.to_str().expect("a path");
+    let mistaken = [file, "--with", "slurm", "--sweep", "train.lr=0.1,-1", "--sweep", "train.seed=1,2"];
+    let refused = Finished::of(launch(&server, &mistaken, &[]).env("SLURM_CONF", slurm.config()));
+    refused.fails(2, &["train.lr"]);
+    assert_eq!(refused.stderr.matches("train.lr").count(), 1, "named once: {}", refused.stderr);
+    assert_eq!(server.get("/jobs").await["jobs"], json!([]), "none is submitted");
+    let swept = ["--sweep", "train.lr=0.1,0.05", "--sweep", "train.seed=1,2", "--at-once", "1"];
+    let args = [&[file, "--with", "slurm"][..], &swept].concat();
+    let done = Finished::of(launch(&server, &args, &[]).env("SLURM_CONF", slurm.config()));
+    let said = done.ok();
+    let tag = said.split("tag=").nth(1).expect("a tag").split_whitespace().next().expect("a tag").to_owned();
+    let jobs = server.get(&format!("/jobs?tag={tag}")).await["jobs"].as_array().expect("jobs").clone();
+    let mut found: Vec<_> = jobs
+        .iter()
+        .map(|job| {
+            assert_eq!(job["state"], "succeeded", "{job:#}");
+            let train = &job["spec"]["train"];
+            (job["spec"]["name"].as_str().unwrap_or_default(), train["lr"].as_f64(), train["seed"].as_u64())
+        })
+        .collect();
+    found.sort_by_key(|(name, ..)| *name);
+    let wanted = [
+        ("swept lr=0.05 seed=1", Some(0.05), Some(1)),
+        ("swept lr=0.05 seed=2", Some(0.05), Some(2)),
+        ("swept lr=0.1 seed=1", Some(0.1), Some(1)),
+        ("swept lr=0.1 seed=2", Some(0.1), Some(2)),
+    ];
+    assert_eq!(found, wanted);
+    // One at a time: each begins after another has ended.
+    let time = |job: &Value, key: &str| job[key].as_str().expect("a time").to_owned();
+    let mut times: Vec<_> =
+        jobs.iter().map(|job| (time(job, "started_at"), time(job, "finished_at"))).collect();
+    times.sort();
+    assert!(times.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{times:?}");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    let left: Vec<_> = std::fs::read_dir(server.folder().path().join("launch").join(&tag))
+        .expect("a folder")
+        .filter_map(Result::ok)
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("bundle"))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+    drop(slurm);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_go_on() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 1);
+    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+                batch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
+    let file = server.folder().write("job.toml", toml);
+    let file = file.to_str().expect("a path");
+    // The first trains on the only machine, the second waits for it.
+    let args = [file, "--with", "slurm", "--sweep", "train.steps=1000000,6"];
+    let mut following = launch(&server, &args, &[]);
+    following
+        .env("SLURM_CONF", slurm.config())
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped());
+    let following = following.spawn().expect("lockstep");
+    let long = async |server: &Server| {
+        let jobs = server.get("/jobs").await["jobs"].as_array().cloned().unwrap_or_default();
+        jobs.into_iter().find(|job| job["spec"]["train"]["steps"] == 1_000_000 && job["state"] == "running")
+    };
+    server.until("the first trains", async |server: &Server| long(server).await.is_some()).await;
+    let first = long(&server).await.expect("it trains")["id"].as_str().expect("an id").to_owned();
+    server.cli(&["cancel", &first]).ok();
+    let done = following.wait_with_output().expect("it ends");
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("1 of 2 jobs succeeded"), "{stderr}");
+    slurm.until("both tasks are over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
+    drop(slurm);
+    server.stop().await;
+}

@@ -2,7 +2,8 @@
 
 use super::{Bench, succeeded};
 use crate::{
-    cluster::Slurm,
+    cluster::{Slurm, program},
+    hosts::Network,
     server::{free_port, turn},
 };
 use serde_json::json;
@@ -46,6 +47,38 @@ async fn under_mpirun_and_srun_on_two_nodes_the_weights_are_the_same() {
     let said = succeeded(&by(&mut srun, &bench.train("srun", &[])));
     assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "{said}");
     assert!(bench.model("srun", "2-24") == alone);
+}
+
+/// Two nodes of two ranks: network namespaces, in each of which torchrun itself is at work. Its own store has the port that it is given.
+#[tokio::test]
+async fn torchrun_starts_two_ranks_on_each_of_two_nodes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
+    let mut network = Network::new();
+    let nodes = [0, 1].map(|node| {
+        network.add(node + 1);
+        let mut torchrun = Command::new("ip");
+        torchrun.args(["netns", "exec", &network.namespace(node + 1)]);
+        torchrun.arg(program("torchrun", "python3-torch")).args(["--nnodes=2", "--nproc_per_node=2"]);
+        torchrun.arg(format!("--node_rank={node}")).arg(format!("--master_addr={}", network.address(1)));
+        torchrun.args(["--master_port=29500", "--no_python"]);
+        // For a rank that is not here: Debian's PyTorch 1.13 takes its own defaults for nothing under Python 3.11.
+        torchrun.args(["--redirects=9:1", "--tee=9:1"]);
+        let train = bench.train("torchrun", &[]);
+        torchrun.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null());
+        // Namespaces do not keep them from it.
+        torchrun.env("LOCKSTEP_SHARED_MEMORY", "0").env("OMP_NUM_THREADS", "1");
+        torchrun
+    });
+    let said: Vec<_> = together(nodes.into()).iter().map(succeeded).collect();
+    assert_eq!(
+        said[0].matches("succeeded: validation accuracy").count(),
+        1,
+        "rank 0 speaks for all: {said:?}"
+    );
+    assert!(said[0].contains("over TCP") && said[1].is_empty(), "{said:?}");
+    assert!(bench.model("torchrun", "2-24") == bench.model("alone", "2-24"));
 }
 
 #[tokio::test]

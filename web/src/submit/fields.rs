@@ -65,6 +65,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             more("tags", "Tags", Kind::Words, "with commas between"),
             more("notes", "Notes", Kind::Lines, "for people: what this run is about"),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
+            more(
+                "preemptible",
+                "Preemptible",
+                Kind::Switch,
+                "jobs of higher priority may take its slots for a time",
+            ),
             more("private", "Private", Kind::Switch, "only you and admins see the job"),
             field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),

@@ -189,6 +189,7 @@ mod tests {
             cpu_slots: None,
             gpus: None,
             only_job: None,
+            until_final: false,
             program: None,
             spool_bytes: 0,
             follow_parent: false,

@@ -103,6 +103,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         name,
         slots,
         only_job: options.only_job.clone(),
+        until_final: options.until_final,
         network,
         state_dir,
         around,
@@ -153,6 +154,8 @@ struct Agent {
     name: String,
     slots: Vec<Slot>,
     only_job: Option<JobId>,
+    /// End when that job is over, not with an attempt of it.
+    until_final: bool,
     network: Network,
     state_dir: StateDir,
     around: Surroundings,
@@ -267,6 +270,9 @@ impl Agent {
     }
 
     fn result(&self) -> Result<(), AgentError> {
+        if self.until_final && self.only_job_is_final.is_none() {
+            return Err(AgentError::Signalled);
+        }
         if self.only_job_failed { Err(AgentError::JobFailed) } else { Ok(()) }
     }
 
@@ -385,7 +391,10 @@ impl Agent {
         let patience = if may_follow { Duration::from_secs(60) } else { Duration::ZERO };
         match self.only_job_over {
             Some(since)
-                if self.attempts.is_empty() && since.elapsed() >= patience && self.is_uploaded(since) =>
+                if !self.until_final
+                    && self.attempts.is_empty()
+                    && since.elapsed() >= patience
+                    && self.is_uploaded(since) =>
             {
                 Turn::End
             }

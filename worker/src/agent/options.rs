@@ -28,6 +28,8 @@ pub struct Options {
     pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
+    /// Do not end with an attempt of this job, but when the job is over; a signal before that is told as [`AgentError::Signalled`].
+    pub until_final: bool,
     /// The address by which ranks of other machines reach the ranks here. When absent, that of `interface`, or of this end of the
     /// connection to the server.
     pub advertise: Option<String>,
@@ -63,6 +65,9 @@ pub enum AgentError {
     /// The one job that it served has failed.
     #[error("the job failed on this agent")]
     JobFailed,
+    /// A signal came before the one job that it served was over.
+    #[error("a signal ended this agent before its job was over")]
+    Signalled,
     /// The system.
     #[error(transparent)]
     Io(#[from] std::io::Error),

@@ -83,10 +83,12 @@ struct Wire<'a> {
     ring: &'a Ring,
     lane: &'a mut Lane,
     operation: &'static str,
+    /// The call, until its header has gone.
+    unopened: Option<Call>,
 }
 
 impl Ring {
-    /// Runs one call: header first, then `body`. Any failure ends the group.
+    /// Runs one call: header first, then what `body` sends. Any failure ends the group.
     fn call<T>(
         &self,
         what: Call,
@@ -96,8 +98,8 @@ impl Ring {
         self.not_ended(operation)?;
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         lane.sequence += 1;
-        let mut wire = Wire { ring: self, lane: &mut lane, operation };
-        let result = wire.open(what).and_then(|()| body(&mut wire));
+        let mut wire = Wire { ring: self, lane: &mut lane, operation, unopened: Some(what) };
+        let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
         result.map_err(|error| self.failed(error))
     }
 

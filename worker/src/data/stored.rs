@@ -1,6 +1,6 @@
 //! Pictures as stored in a dataset, without a job.
 
-use super::{Catalog, DataError, Picture, Samples};
+use super::{Catalog, DataError, Picture, Samples, random::Random};
 use std::path::Path;
 
 /// Some pictures of a split.
@@ -14,7 +14,8 @@ pub struct Stored {
     pub pictures: Vec<(u64, u32, Option<String>, Picture)>,
 }
 
-/// Reads `limit` pictures of a split, or of one of its classes, after the first `offset`.
+/// Reads `limit` pictures of a split, or of one of its classes, after the first `offset`: in their order, or in one that the seed
+/// `shuffle` decides.
 ///
 /// # Errors
 /// No such split or class, or no dataset at all.
@@ -22,6 +23,7 @@ pub fn stored(
     path: &Path,
     split: &str,
     class: Option<&str>,
+    shuffle: Option<u64>,
     offset: u64,
     limit: usize,
 ) -> Result<Stored, DataError> {
@@ -42,8 +44,12 @@ pub fn stored(
             ))
         })? as u32),
     };
-    let matching: Vec<usize> =
+    let mut matching: Vec<usize> =
         (0..found.labels.len()).filter(|i| label.is_none_or(|l| found.labels[*i] == l)).collect();
+    if let Some(seed) = shuffle {
+        let order = Random::new(&[seed]).permutation(matching.len());
+        matching = order.into_iter().map(|place| matching[place as usize]).collect();
+    }
     let offset = usize::try_from(offset).unwrap_or(usize::MAX);
     let pictures = matching
         .iter()

@@ -224,7 +224,7 @@ mod tests {
         let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
         let looked = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(looked, Ok(AgentReply::Files { there: vec![true, false, true] }));
-        let pick = Pick::Stored { split: "train".into(), class: None, offset: 0, limit: 1 };
+        let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
         let asked = AgentRequest::Samples { path: here.into(), pick };
         let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");

@@ -13,8 +13,9 @@ const SIDE: u32 = 160;
 
 pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
     match pick {
-        Pick::Stored { split, class, offset, limit } => {
-            let found = stored(path, &split, class.as_deref(), offset, (limit as usize).min(MOST))?;
+        Pick::Stored { split, class, shuffle, offset, limit } => {
+            let limit = (limit as usize).min(MOST);
+            let found = stored(path, &split, class.as_deref(), shuffle, offset, limit)?;
             let samples = found.pictures.into_iter().map(|(index, label, file, picture)| {
                 let png = png(picture)?;
                 Ok(Sample { index, label, epoch: None, file, png })

@@ -103,14 +103,31 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
         image::load_from_memory(&bytes).unwrap().into_luma8().into_raw()
     };
     let size = of.side * of.side;
-    let stored = Pick::Stored { split: "train".into(), class: Some("3".into()), offset: 1, limit: 4 };
-    let found = samples(dir.path(), stored);
+    let of_class = |shuffle, offset, limit| Pick::Stored {
+        split: "train".into(),
+        class: Some("3".into()),
+        shuffle,
+        offset,
+        limit,
+    };
+    let found = samples(dir.path(), of_class(None, 1, 4));
     let threes: Vec<usize> = (0..of.count).filter(|i| labels[*i] == 3).collect();
     assert_eq!(found.total, threes.len() as u64);
     for (sample, index) in found.samples.iter().zip(&threes[1..]) {
         assert_eq!((sample.index, sample.label), (*index as u64, 3));
         assert_eq!(decoded(&sample.png), pixels(&of)[index * size..][..size], "to the last bit");
     }
+    // Mixed: each picture once over all parts, in an order that the seed decides.
+    let mixed = |seed| -> Vec<u64> {
+        let parts = [(0, 2), (2, 200)]
+            .map(|(offset, limit)| samples(dir.path(), of_class(Some(seed), offset, limit)));
+        parts.iter().flat_map(|part| part.samples.iter().map(|s| s.index)).collect()
+    };
+    let mut order = mixed(1);
+    assert_eq!(order, mixed(1), "the same seed, the same order");
+    assert_ne!(order, mixed(2));
+    order.sort_unstable();
+    assert_eq!(order, threes.iter().map(|i| *i as u64).collect::<Vec<_>>());
     let seen = |epochs: Vec<u32>| {
         let data = Box::new(spec(&of).data);
         samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places: vec![7], epochs })
@@ -124,7 +141,7 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     assert_eq!(versions.samples.len(), 5);
     assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");
     assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
-    let wrong = Pick::Stored { split: "test2".into(), class: None, offset: 0, limit: 1 };
+    let wrong = Pick::Stored { split: "test2".into(), class: None, shuffle: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
     assert!(
         inspect::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test")

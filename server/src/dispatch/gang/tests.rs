@@ -3,9 +3,9 @@ use crate::{agents::Agents, store::AgentRow};
 use lockstep_protocol::agent::Slot;
 
 /// A machine: name, address, slots in all, those in use, and what they are.
-type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
+pub(in crate::dispatch) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
-fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
+pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
     let agents = Agents::default();
     let mut kept = Vec::new();
     for (name, address, slots, _, model) in given {
@@ -42,7 +42,7 @@ fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
     let online = agents.online().into_iter();
     online
         .map(|agent| (in_use(&agent), agent))
-        .map(|(used, a)| Candidate::of(a, &used, Device::Auto))
+        .map(|(used, a)| Candidate::of(std::sync::Arc::new(a), &used, Device::Auto))
         .collect()
 }
 

@@ -8,7 +8,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{
         datasets,
-        extract::Document,
+        extract::{Document, Query},
         submission::{self, Weights},
     },
 };
@@ -18,9 +18,24 @@ use lockstep_protocol::{
     dataset::Dataset,
     spec::{self, Device, SpecError, Validation, nearest, shortened},
 };
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
+
+/// Whether a job's machines are there already.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct LaunchQuery {
+    /// Agents for it are about to be started: it may have more ranks than the machines online have slots.
+    #[serde(default)]
+    launched: bool,
+}
+
+impl LaunchQuery {
+    pub(super) fn slots(&self) -> Slots {
+        if self.launched { Slots::Later } else { Slots::Now }
+    }
+}
 
 /// What a specification comes to.
 #[derive(Debug, Serialize, ToSchema)]
@@ -38,13 +53,15 @@ pub(crate) struct Plan {
 
 /// Check a specification without submitting it
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    responses((status = 200, body = Plan), (status = 422, body = Problem)))]
+    params(LaunchQuery), responses((status = 200, body = Plan), (status = 422, body = Problem)))]
 pub(crate) async fn validate(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
+    Query(query): Query<LaunchQuery>,
     Document(document, _): Document,
 ) -> Result<Json<Plan>> {
-    let Checked { spec, dataset, warnings } = check(&app, &caller, &document, true).await?;
+    let Checked { spec, dataset, warnings } =
+        check_with(&app, &caller, &document, true, query.slots()).await?;
     let samples = training_samples(&spec, &dataset);
     Ok(Json(Plan {
         samples,

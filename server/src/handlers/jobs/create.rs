@@ -1,6 +1,6 @@
 //! Submitting a job: checked, stored with its folder, once for each `Idempotency-Key`.
 
-use super::check::{Checked, Slots, check_with};
+use super::check::{Checked, LaunchQuery, Slots, check_with};
 use crate::{
     access::Caller,
     app::App,
@@ -20,30 +20,19 @@ use axum::{
 };
 use bytes::Bytes;
 use lockstep_protocol::{Job, JobId, JobSpec, labels};
-use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
-use utoipa::IntoParams;
 
 /// The longest `Idempotency-Key`.
 const MAX_KEY_BYTES: usize = 255;
-
-/// How a job is submitted.
-#[derive(Debug, Default, Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(crate) struct CreateQuery {
-    /// Agents for it are about to be started: it may have more ranks than the machines online have slots.
-    #[serde(default)]
-    launched: bool,
-}
 
 /// Submit a job
 ///
 /// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
 /// the job that it made.
 #[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own"), CreateQuery),
+    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own"), LaunchQuery),
     responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
         (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
 pub(crate) async fn create(
@@ -51,11 +40,11 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
-    Query(query): Query<CreateQuery>,
+    Query(query): Query<LaunchQuery>,
     Document(document, bytes): Document,
 ) -> Result<Response> {
     let key = idempotency_key(&app, &caller, &headers, &uri, &bytes)?;
-    let slots = if query.launched { Slots::Later } else { Slots::Now };
+    let slots = query.slots();
     let (status, job) =
         to_the_end(async move { submit_with(&app, &caller, &document, key, slots).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())

@@ -57,6 +57,17 @@ pub struct AttemptRow {
     pub pausing: bool,
 }
 
+/// A preemptible job whose ranks hold slots.
+#[derive(Debug, Clone)]
+pub struct Occupant {
+    /// Which.
+    pub job: JobId,
+    /// The job's priority now.
+    pub priority: i32,
+    /// Its ranks are being ended already.
+    pub ends: bool,
+}
+
 /// Records of one source of an attempt, as they came.
 #[derive(Debug, Clone)]
 pub struct Report {

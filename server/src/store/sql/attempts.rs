@@ -7,7 +7,7 @@ use super::{
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Claim, Claimed, Place, Result, StoreError,
+        AttemptRow, Claim, Claimed, Occupant, Place, Result, StoreError,
         quarantine::{self, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
     },
@@ -84,6 +84,26 @@ impl SqlStore {
         db.commit().await?;
         reached("claim.committed")?;
         Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, fencing_token }, resume, changed }))
+    }
+
+    pub(super) async fn list_preemptible(&self) -> Result<Vec<Occupant>> {
+        let rows = sqlx::query(
+            "SELECT id, priority, state, stop FROM jobs WHERE preemptible = 1 AND fencing_token IS NOT NULL \
+             AND deleted_at IS NULL ORDER BY priority, created_at DESC, id DESC",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        let occupant = |row: &DbRow| {
+            let id: String = row.try_get("id")?;
+            let state: &str = row.try_get("state")?;
+            let runs = [JobState::Starting, JobState::Running].iter().any(|runs| runs.as_str() == state);
+            Ok(Occupant {
+                job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
+                ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
+            })
+        };
+        Ok(readable(rows.iter().map(occupant)))
     }
 
     pub(super) async fn list_live(&self) -> Result<Vec<AttemptRow>> {

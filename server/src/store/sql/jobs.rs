@@ -291,7 +291,7 @@ impl SqlStore {
         datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
-             project, owner, private) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+             project, owner, private, preemptible) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -304,6 +304,7 @@ impl SqlStore {
         .bind(&new.spec.project)
         .bind(new.owner.as_deref().map(plain))
         .bind(i64::from(new.spec.private))
+        .bind(i64::from(new.spec.preemptible))
         .execute(&mut *db)
         .await?;
         if new.annotation != Annotation::default() {

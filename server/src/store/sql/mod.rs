@@ -32,8 +32,8 @@ use crate::store::{
     AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
     Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
     Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow,
-    NewJob, Owned, Page, PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, SortBy, Store,
-    TokenRow,
+    NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, SortBy,
+    Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -129,6 +129,9 @@ impl Store for SqlStore {
     }
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
+    }
+    async fn preemptible(&self) -> Result<Vec<Occupant>> {
+        self.list_preemptible().await
     }
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>> {
         self.read_acknowledged(attempt, agent_id).await

@@ -3,23 +3,24 @@
 use super::{
     BLOCK, Ring, SHORT, Wire,
     element::Element,
-    header::{self, Call, HEADER},
+    header::{self, HEADER},
     link::Link,
-    sink::{Combine, Fill, Sink},
+    sink::{Combine, Fill, Headed, Sink},
 };
 use crate::comm::{CommError, Reduction};
 use std::ops::Range;
 
 impl Wire<'_> {
-    /// Sends the header and checks the one before's.
-    pub(super) fn open(&mut self, call: Call) -> Result<(), CommError> {
-        let sequence = self.lane.sequence;
-        let mut theirs = [0; HEADER];
-        self.exchange(&header::encode(call, sequence), &mut Fill::new(&mut theirs))?;
-        header::compare(self.operation, self.ring.previous_rank(), &theirs, (call, sequence))
+    /// Sends the header and checks the one before's, if that has not been done with the call's first bytes.
+    pub(super) fn open(&mut self) -> Result<(), CommError> {
+        match self.unopened {
+            Some(_) => self.exchange(&[], &mut Fill::new(&mut [])),
+            None => Ok(()),
+        }
     }
 
-    /// Sends `out` to the next rank while receiving what `sink` wants from the one before.
+    /// Sends `out` to the next rank while receiving what `sink` wants from the one before. The call's header goes and comes before the
+    /// first bytes: sent by itself it would cost each call a hop.
     fn exchange(&mut self, out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
         let link = Link {
             next: &self.lane.next,
@@ -29,8 +30,22 @@ impl Wire<'_> {
             timeout: self.ring.timeout,
             operation: self.operation,
         };
-        link.exchange(out, sink)?;
-        self.lane.sent_bytes += out.len() as u64;
+        let Some(call) = self.unopened.take() else {
+            link.exchange(&[], out, sink)?;
+            self.lane.sent_bytes += out.len() as u64;
+            return Ok(());
+        };
+        let of_call = (call, self.lane.sequence);
+        let mut sink =
+            Headed::new(sink, |theirs| header::compare(link.operation, link.previous_rank, theirs, of_call));
+        let done = link.exchange(&header::encode(call, self.lane.sequence), out, &mut sink);
+        if done.is_err() {
+            // A neighbour that found another call than its own has gone; what it called explains that better than its end does.
+            sink.read_header(link.previous);
+        }
+        sink.result()?;
+        done?;
+        self.lane.sent_bytes += (HEADER + out.len()) as u64;
         Ok(())
     }
 

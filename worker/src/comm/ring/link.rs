@@ -4,7 +4,7 @@ use super::{BLOCK, sink::Sink};
 use crate::comm::CommError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
-    io::{self, Write},
+    io::{self, IoSlice, Write},
     net::TcpStream,
     time::Duration,
 };
@@ -20,15 +20,22 @@ pub(super) struct Link<'a> {
 }
 
 impl Link<'_> {
-    /// Sends `out` to the next rank while receiving what `sink` wants from the one before.
-    pub(super) fn exchange(&self, out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
+    /// Sends `header` and `out` to the next rank while receiving what `sink` wants from the one before.
+    pub(super) fn exchange(&self, header: &[u8], out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
         let (mut next, mut previous, operation) = (self.next, self.previous, self.operation);
         let lost = |peer, detail: String| CommError::Disconnected { operation, peer, detail };
-        let mut sent = 0;
-        while sent < out.len() || sink.wanted() > 0 {
+        let (mut sent, length) = (0, header.len() + out.len());
+        while sent < length || sink.wanted() > 0 {
             let mut moved = false;
-            if sent < out.len() {
-                match next.write(&out[sent..out.len().min(sent + BLOCK)]) {
+            if sent < length {
+                let of_out = sent.saturating_sub(header.len());
+                let block = &out[of_out..out.len().min(of_out + BLOCK)];
+                // In one packet where both fit.
+                let written = match &header[sent.min(header.len())..] {
+                    [] => next.write(block),
+                    rest => next.write_vectored(&[IoSlice::new(rest), IoSlice::new(block)]),
+                };
+                match written {
                     Ok(n) => {
                         sent += n;
                         moved = true;
@@ -49,7 +56,7 @@ impl Link<'_> {
                 continue;
             }
             let mut ready = [
-                PollFd::new(next, if sent < out.len() { PollFlags::OUT } else { PollFlags::empty() }),
+                PollFd::new(next, if sent < length { PollFlags::OUT } else { PollFlags::empty() }),
                 PollFd::new(previous, if sink.wanted() > 0 { PollFlags::IN } else { PollFlags::empty() }),
             ];
             let timeout = Timespec::try_from(self.timeout).ok();
@@ -61,7 +68,7 @@ impl Link<'_> {
                 Ok(_) => {
                     // While nothing is to be sent a lost connection to the next rank shows only here.
                     let gone = PollFlags::HUP | PollFlags::ERR;
-                    if sent == out.len() && ready[0].revents().intersects(gone) {
+                    if sent == length && ready[0].revents().intersects(gone) {
                         return Err(lost(self.next_rank, "it closed the connection".into()));
                     }
                 }

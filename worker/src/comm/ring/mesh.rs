@@ -110,8 +110,7 @@ impl Mesh {
             path.messages += 1;
             let header = header::encode(Call::of(Operation::Message, &values), path.messages);
             let link = self.link(&path.stream, to, OPERATION);
-            link.exchange(&header, &mut Fill::new(&mut []))?;
-            link.exchange(values.bytes(), &mut Fill::new(&mut []))?;
+            link.exchange(&header, values.bytes(), &mut Fill::new(&mut []))?;
             Ok(path)
         });
         *place = Some(sent.map_err(|error| self.end.failed(error))?);
@@ -133,9 +132,9 @@ impl Mesh {
             let call = Call::of(Operation::Message, &values.as_values());
             let link = self.link(&path.stream, from, OPERATION);
             let mut theirs = [0; HEADER];
-            link.exchange(&[], &mut Fill::new(&mut theirs))?;
+            link.exchange(&[], &[], &mut Fill::new(&mut theirs))?;
             header::compare(OPERATION, from, &theirs, (call, path.messages))?;
-            link.exchange(&[], &mut Fill::new(values.bytes_mut()))
+            link.exchange(&[], &[], &mut Fill::new(values.bytes_mut()))
         });
         received.map_err(|error| self.end.failed(error))
     }

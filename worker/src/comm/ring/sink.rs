@@ -1,10 +1,15 @@
 //! Where received bytes go.
 
-use super::BLOCK;
+use super::{BLOCK, header::HEADER};
+use crate::comm::CommError;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
     io::{self, Read},
     net::TcpStream,
 };
+
+/// For the header of a neighbour that has ended the call, in nanoseconds: it was sent before the connection was closed.
+const LAST_HEADER: i64 = 200_000_000;
 
 /// Takes bytes from a connection.
 pub(super) trait Sink {
@@ -69,6 +74,58 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
         self.held = total % size_of::<T>();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
         bytes.copy_within(whole * size_of::<T>()..total, 0);
+        Ok(taken)
+    }
+}
+
+/// A call's header before what `inner` wants: nothing of that is taken before the header has been checked.
+pub(super) struct Headed<'a, C> {
+    inner: &'a mut dyn Sink,
+    check: C,
+    header: [u8; HEADER],
+    filled: usize,
+    result: Result<(), CommError>,
+}
+
+impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Headed<'a, C> {
+    pub(super) fn new(inner: &'a mut dyn Sink, check: C) -> Self {
+        Self { inner, check, header: [0; HEADER], filled: 0, result: Ok(()) }
+    }
+
+    /// What the check said, if the header has come.
+    pub(super) fn result(self) -> Result<(), CommError> {
+        self.result
+    }
+
+    /// Reads what is there of the header, and checks it, when the connection is no longer of use.
+    pub(super) fn read_header(&mut self, mut from: &TcpStream) {
+        while self.filled < HEADER {
+            let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER };
+            let ready = poll(&mut [PollFd::new(&from, PollFlags::IN)], Some(&wait));
+            if !matches!(ready, Ok(1)) || !self.take(&mut from).is_ok_and(|taken| taken > 0) {
+                return;
+            }
+        }
+    }
+}
+
+impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for Headed<'_, C> {
+    fn wanted(&self) -> usize {
+        HEADER - self.filled + self.inner.wanted()
+    }
+
+    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+        if self.filled == HEADER {
+            return self.inner.take(from);
+        }
+        let taken = from.read(&mut self.header[self.filled..])?;
+        self.filled += taken;
+        if self.filled == HEADER {
+            self.result = (self.check)(&self.header);
+            if self.result.is_err() {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+        }
         Ok(taken)
     }
 }

@@ -1,0 +1,71 @@
+//! Why a job that does not fit waits, in facts.
+
+use super::{
+    gang::{address, most},
+    slots::Candidate,
+};
+use lockstep_protocol::{
+    reason::{Facts, Reason, ReasonCode},
+    spec::Device,
+};
+
+/// Why a job waits for which these agents are `kept`, if they will ever do.
+pub(super) fn wait_reason(
+    candidates: &[Candidate],
+    ranks: u32,
+    device: Device,
+    kept: Option<&[usize]>,
+    nobody_online: bool,
+) -> Reason {
+    let mut facts = Facts {
+        slots_needed: Some(ranks),
+        device: Some(if device == Device::Cuda { "cuda" } else { "cpu" }.into()),
+        ..Facts::default()
+    };
+    let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    if candidates.is_empty() {
+        let code = if nobody_online { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
+        return code.into();
+    }
+    let sum = most(candidates);
+    let of_one = |c: &Candidate, facts: &mut Facts| {
+        facts.agent = Some(c.agent.row.name.clone());
+        (facts.slots_free, facts.slots_total) = (Some(number(c.free.len())), Some(number(c.all.len())));
+    };
+    match kept {
+        Some([one]) => {
+            of_one(&candidates[*one], &mut facts);
+            Reason::new(ReasonCode::WaitingForSlots, facts)
+        }
+        None if sum.machines <= 1 => {
+            let largest = candidates.iter().max_by_key(|c| (c.all.len(), c.free.len()));
+            if let Some(largest) = largest {
+                of_one(largest, &mut facts);
+            }
+            let with_slots: Vec<_> =
+                candidates.iter().filter(|c| c.device() == largest_device(candidates)).collect();
+            // Together they would have enough, if they could reach each other.
+            if with_slots.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
+                let apart = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
+                let names = with_slots.iter().filter(apart).map(|c| c.agent.row.name.clone());
+                facts.detail = Some(names.collect::<Vec<_>>().join(", "));
+                return Reason::new(ReasonCode::MachinesApart, facts);
+            }
+            Reason::new(ReasonCode::TooFewSlots, facts)
+        }
+        kept => {
+            facts.machines = Some(number(sum.machines));
+            (facts.slots_free, facts.slots_total) = (Some(number(sum.free)), Some(number(sum.slots)));
+            let code = if kept.is_some() { ReasonCode::WaitingForSlots } else { ReasonCode::TooFewSlots };
+            Reason::new(code, facts)
+        }
+    }
+}
+
+/// The kind of slots that most machines here have for a job.
+fn largest_device(candidates: &[Candidate]) -> &str {
+    let slots = |device: &str| -> usize {
+        candidates.iter().filter(|c| c.device() == device).map(|c| c.all.len()).sum()
+    };
+    if slots("cuda") >= slots("cpu") { "cuda" } else { "cpu" }
+}

@@ -1,0 +1,174 @@
+//! Preemption by checkpoint: a job of higher priority takes the slots of running ones that allow it.
+
+use crate::{
+    agent::{Agent, hello, losses, running},
+    test_server::TestServer,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source, ToAgent},
+    job::{Job, JobState},
+};
+use serde_json::{Value, json};
+
+async fn submit(server: &TestServer, ranks: u32, priority: i32, preemptible: bool) -> Job {
+    server
+        .submit(|s| {
+            s["parallel"]["ranks"] = json!(ranks);
+            s["priority"] = json!(priority);
+            s["preemptible"] = json!(preemptible);
+            s["recovery"] = json!({"max_restarts": 0});
+        })
+        .await
+}
+
+/// The next message is the order to write a checkpoint and end; for which attempt.
+async fn told_to_stop(agent: &mut Agent) -> AttemptRef {
+    match agent.next().await {
+        Some(ToAgent::Stop { attempt, reason, patient: true }) => {
+            assert!(reason.contains("being preempted by job"), "{reason}");
+            attempt
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn checkpoint(step: u64) -> AttemptEvent {
+    let (val_accuracy, val_loss) = (None, None);
+    AttemptEvent::Checkpoint(CheckpointInfo {
+        epoch: 1,
+        step,
+        val_accuracy,
+        val_loss,
+        best: false,
+        size_bytes: 1,
+    })
+}
+
+#[tokio::test]
+async fn a_job_gives_way_with_a_checkpoint_and_continues_by_itself() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let low = submit(&server, 2, 0, true).await;
+    let first = agent.started().await.attempt;
+    agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=7)]).await;
+    // Of its own priority, nobody.
+    let equal = submit(&server, 2, 0, true).await;
+    let high = submit(&server, 1, 5, true).await;
+    assert_eq!(told_to_stop(&mut agent).await, first);
+    let job = server.until(low.id.as_str(), JobState::Pausing).await;
+    assert_eq!(
+        job.reason.unwrap(),
+        format!(
+            "being preempted by job {} of priority 5: its ranks finish their step and keep a checkpoint of it",
+            high.id
+        )
+    );
+    let waits = |f: &Value| {
+        f["reason"].as_str().is_some_and(|r| {
+            r == "waits for 1 slot: 0 of 2 on \"a\" free; jobs of lower priority are being preempted"
+        })
+    };
+    server.stream(high.id.as_str(), 0).await.until(waits).await;
+    agent.report(&first, Source::Rank(0), 2, vec![checkpoint(8)]).await;
+    agent.end(&first, Ending::Stopped).await;
+    // Before the one that it gave way for has its slots, nobody else gets them.
+    let start = agent.started().await;
+    assert_eq!((start.attempt.job.clone(), start.ranks), (high.id.clone(), vec![(0, 0)]));
+    let job = server.job(low.id.as_str()).await;
+    let reason = format!("preempted by job {} of priority 5; continues from step 8", high.id);
+    assert_eq!((job.state, job.reason.as_deref()), (JobState::Queued, Some(reason.as_str())));
+    let (_, history) = server.get(&format!("/jobs/{}/history", low.id)).await;
+    let entries = history["entries"].as_array().unwrap();
+    assert!(entries.iter().all(|e| e["what"] != "pause_requested"), "{history}");
+    let ended = entries.iter().find(|e| e["what"] == "ended").unwrap();
+    assert_eq!((&ended["state"], &ended["reason"]["code"]), (&json!("stopped"), &json!("preempted")));
+    assert_eq!((&ended["reason"]["job"], &ended["reason"]["priority"]), (&json!(high.id), &json!(5)));
+    // It waits, however preemptible the other one is, and goes on where it was: it is no restart, of which it has none.
+    let after_it = start.attempt.clone();
+    agent.report(&after_it, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
+    agent.end(&after_it, Ending::Succeeded { step: 100 }).await;
+    let second = agent.started().await;
+    assert_eq!((second.attempt.job.clone(), second.attempt.attempt), (low.id.clone(), 2));
+    assert_eq!(second.resume.as_deref(), Some("1-8"));
+    assert_eq!(server.job(equal.id.as_str()).await.attempt, 0);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn only_jobs_that_allow_it_give_way_and_only_when_that_is_enough() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 3).await;
+    let mut attempts = Vec::new();
+    for (priority, preemptible) in [(0, false), (2, true), (1, true)] {
+        submit(&server, 1, priority, preemptible).await;
+        attempts.push(agent.started().await.attempt);
+    }
+    let too_large = submit(&server, 3, 9, false).await;
+    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 3 slots: 0 of 3"));
+    server.stream(too_large.id.as_str(), 0).await.until(waits).await;
+    let (status, _) = server.post(&format!("/jobs/{}/cancel", too_large.id), &Value::Null).await;
+    assert_eq!(status, 202);
+    // The first order is for this one: the lowest that allows it.
+    submit(&server, 1, 3, false).await;
+    assert_eq!(told_to_stop(&mut agent).await, attempts[2]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn one_that_is_paused_cancelled_or_fails_while_it_gives_way_ends_as_asked() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 3).await;
+    let mut jobs = Vec::new();
+    for _ in 0..3 {
+        let job = submit(&server, 1, 0, true).await;
+        jobs.push((job, agent.started().await.attempt));
+    }
+    let high = submit(&server, 3, 1, false).await;
+    for _ in 0..3 {
+        told_to_stop(&mut agent).await;
+    }
+    let act = async |job: &Job, action: &str| {
+        let (status, body) = server.post(&format!("/jobs/{}/{action}", job.id), &Value::Null).await;
+        assert_eq!(status, 202, "{body}");
+    };
+    act(&jobs[0].0, "pause").await;
+    act(&jobs[1].0, "cancel").await;
+    // Each is told again, now for this.
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: false, .. })));
+    agent.end(&jobs[0].1, Ending::Stopped).await;
+    agent.end(&jobs[1].1, Ending::Stopped).await;
+    let reason = "rank 0 was killed by signal 9".into();
+    agent.end(&jobs[2].1, Ending::Failed { reason, retriable: true }).await;
+    assert_eq!(agent.started().await.attempt.job, high.id);
+    let states = [JobState::Paused, JobState::Cancelled, JobState::Queued];
+    for ((job, _), state) in jobs.iter().zip(states) {
+        assert_eq!(server.job(job.id.as_str()).await.state, state);
+    }
+    let reason = server.job(jobs[2].0.id.as_str()).await.reason.unwrap();
+    let expected = format!(
+        "preempted by job {} of priority 1 (rank 0 was killed by signal 9); continues from the start",
+        high.id
+    );
+    assert_eq!(reason, expected);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_restarted_server_still_has_the_slots_for_the_job_that_they_were_taken_for() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 1).await;
+    let low = submit(&server, 1, 0, true).await;
+    let attempt = agent.started().await.attempt;
+    let high = submit(&server, 1, 1, false).await;
+    told_to_stop(&mut agent).await;
+    drop(agent);
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    let mut agent = Agent::greet(&server, hello("a", 1, vec![attempt.clone()])).await.unwrap();
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    agent.end(&attempt, Ending::Stopped).await;
+    assert_eq!(agent.started().await.attempt.job, high.id);
+    let reason = server.job(low.id.as_str()).await.reason.unwrap();
+    assert!(reason.starts_with("preempted by job"), "{reason}");
+    server.stop().await;
+}

@@ -1,0 +1,62 @@
+//! What `lockstep doctor --hosts` has found: machines, and pairs of them.
+
+use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, Way};
+use serde::{Serialize, Serializer};
+
+/// A machine, and what is wrong with it.
+#[derive(Debug, Serialize)]
+pub(super) struct Examined {
+    pub(super) name: String,
+    /// The version there.
+    pub(super) lockstep: Option<String>,
+    #[serde(flatten)]
+    pub(super) facts: Option<Facts>,
+    pub(super) findings: Vec<Finding>,
+}
+
+/// Two machines, and the ways between them.
+#[derive(Debug, Serialize)]
+pub(super) struct Pair {
+    pub(super) a: String,
+    pub(super) b: String,
+    pub(super) verdict: Grade,
+    /// `a` has called `b`; the data came from `b`.
+    #[serde(serialize_with = "or_error")]
+    pub(super) to_b: Result<Way, String>,
+    #[serde(serialize_with = "or_error")]
+    pub(super) to_a: Result<Way, String>,
+    /// The clock of `b` is ahead of that of `a` by so much, give or take.
+    pub(super) clock_ahead_ms: Option<f64>,
+    pub(super) clock_within_ms: Option<f64>,
+    /// Of the first GPU of each, where both have one.
+    #[serde(serialize_with = "perhaps_or_error")]
+    pub(super) nccl: Option<Result<Gathered, String>>,
+    pub(super) findings: Vec<Finding>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Told<'a, T> {
+    Value(&'a T),
+    Error { error: &'a str },
+}
+
+fn or_error<T: Serialize, S: Serializer>(result: &Result<T, String>, to: S) -> Result<S::Ok, S::Error> {
+    match result {
+        Ok(value) => Told::Value(value).serialize(to),
+        Err(error) => {
+            let told: Told<'_, T> = Told::Error { error };
+            told.serialize(to)
+        }
+    }
+}
+
+fn perhaps_or_error<T: Serialize, S: Serializer>(
+    result: &Option<Result<T, String>>,
+    to: S,
+) -> Result<S::Ok, S::Error> {
+    match result {
+        Some(result) => or_error(result, to),
+        None => to.serialize_none(),
+    }
+}

@@ -1,0 +1,316 @@
+//! `lockstep doctor --hosts`: what several machines have and how each reaches each other one. On each, SSH starts
+//! `lockstep doctor --peer`; this process tells them whom to call.
+
+use super::{
+    super::{
+        launch::{Host, hosts_of_list, read_hostfile},
+        output, wrong,
+    },
+    examined::{Examined, Pair},
+    peer::{MEETING, Order, Said},
+    remote::{Greeting, Remote, Silent},
+    verdict,
+};
+use lockstep_worker::doctor::{Finding, Grade, Way};
+use serde::Serialize;
+use std::{
+    net::SocketAddr,
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+/// For a probe: it gives up connecting, and waiting for each byte, sooner.
+const PROBE: Duration = Duration::from_secs(30);
+/// With more machines it is said how long it takes.
+const MANY: usize = 8;
+
+#[derive(Serialize)]
+struct Report {
+    hosts: Vec<Examined>,
+    pairs: Vec<Pair>,
+}
+
+/// A machine that answers.
+struct Connected {
+    remote: Mutex<Remote>,
+    greeting: Greeting,
+}
+
+impl Connected {
+    fn hold(&self) -> MutexGuard<'_, Remote> {
+        self.remote.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn listens_at(&self) -> SocketAddr {
+        (self.greeting.facts.address, self.greeting.port).into()
+    }
+}
+
+/// Which machines, and how they are reached.
+pub(super) struct Request<'a> {
+    pub(super) list: Option<&'a str>,
+    pub(super) hostfile: Option<&'a Path>,
+    pub(super) program: &'a str,
+    /// For ssh.
+    pub(super) options: &'a [String],
+    pub(super) json: bool,
+}
+
+/// Examines them and says what to do.
+///
+/// # Errors
+/// Exit status 2 for mistakes in the lists, 1 when something would keep a job from training over these machines.
+pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
+    let hosts = match (request.hostfile, request.list) {
+        (Some(path), _) => read_hostfile(path)?,
+        (None, list) => {
+            hosts_of_list(list.unwrap_or_default()).map_err(|e| wrong(format!("--hosts: {e}")))?
+        }
+    };
+    let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
+    let (machines, connected) = connect(&hosts, request, &secret);
+    if hosts.len() > MANY {
+        let secs = verdict::expected(hosts.len()).as_secs();
+        output::warn(format_args!(
+            "{} machines have {} pairs, which are measured in about {secs} s where all reach each other",
+            hosts.len(),
+            hosts.len() * (hosts.len() - 1) / 2
+        ));
+    }
+    let mut pairs = measure(&machines, &connected);
+    drop(connected);
+    judge(&machines, &mut pairs);
+    let report = Report { hosts: machines, pairs };
+    if request.json {
+        output::json(&report)?;
+    } else {
+        show(&report)?;
+    }
+    let all = report.hosts.iter().flat_map(|host| &host.findings);
+    let all = all.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
+    match all.filter(|finding| finding.grade == Grade::Problem).count() {
+        0 => Ok(()),
+        1 => anyhow::bail!("a problem would keep jobs from training over these machines"),
+        n => anyhow::bail!("{n} problems would keep jobs from training over these machines"),
+    }
+}
+
+/// Connects to all at once.
+fn connect(hosts: &[Host], request: &Request<'_>, secret: &str) -> (Vec<Examined>, Vec<Option<Connected>>) {
+    let start = |host: &Host| Remote::start(host, request.program, request.options, secret);
+    let started: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = hosts.iter().map(|host| scope.spawn(move || start(host))).collect();
+        threads.into_iter().map(|thread| thread.join().ok()).collect()
+    });
+    let examine = |(host, started): (&Host, Option<Result<(Remote, String, Greeting), Silent>>)| {
+        let name = host.name.clone();
+        match started {
+            Some(Ok((remote, lockstep, greeting))) => {
+                let facts = Some(greeting.facts.clone());
+                let examined = Examined { name, lockstep: Some(lockstep), facts, findings: Vec::new() };
+                (examined, Some(Connected { remote: Mutex::new(remote), greeting }))
+            }
+            Some(Err(Silent { lockstep, why, advice })) => {
+                let finding =
+                    Finding { what: "host".into(), grade: Grade::Problem, found: why, advice: Some(advice) };
+                (Examined { name, lockstep, facts: None, findings: vec![finding] }, None)
+            }
+            None => (Examined { name, lockstep: None, facts: None, findings: Vec::new() }, None),
+        }
+    };
+    hosts.iter().zip(started).map(examine).unzip()
+}
+
+/// Measures each pair of machines that answer, those without a machine in common at the same time.
+fn measure(machines: &[Examined], connected: &[Option<Connected>]) -> Vec<Pair> {
+    let there: Vec<_> = machines
+        .iter()
+        .zip(connected)
+        .filter_map(|(of, there)| Some((of.name.as_str(), there.as_ref()?)))
+        .collect();
+    let mut measured: Vec<(usize, usize, Pair)> = Vec::new();
+    for round in rounds(there.len()) {
+        let pairs: Vec<_> = std::thread::scope(|scope| {
+            let measure = |(a, b): (usize, usize)| (a, b, pair(there[a], there[b]));
+            let threads: Vec<_> = round.into_iter().map(|pair| scope.spawn(move || measure(pair))).collect();
+            threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
+        });
+        measured.extend(pairs);
+    }
+    measured.sort_by_key(|(a, b, _)| (*a, *b));
+    measured.into_iter().map(|(_, _, pair)| pair).collect()
+}
+
+/// Rounds in which each of `n` meets one other, until all have met (Lucas 1883): one stays, the others go round a table.
+fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
+    if n < 2 {
+        return Vec::new();
+    }
+    // With an odd number one of them sits out.
+    let seats = n.next_multiple_of(2) - 1;
+    let round = |r: usize| {
+        let others = (1..=seats / 2).map(|i| ((r + i) % seats, (r + seats - i) % seats));
+        let pairs = std::iter::once((r, seats)).chain(others);
+        pairs.filter(|(a, b)| *a < n && *b < n).map(|(a, b)| (a.min(b), a.max(b))).collect()
+    };
+    (0..seats).map(round).collect()
+}
+
+fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
+    // In one round nobody else wants either.
+    let (mut by_a, mut by_b) = (at_a.hold(), at_b.hold());
+    let to_b = call(&mut by_a, at_b.listens_at());
+    let to_a = call(&mut by_b, at_a.listens_at());
+    let both_have_gpus = [at_a, at_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
+    let nccl = (both_have_gpus && to_b.is_ok() && to_a.is_ok()).then(|| {
+        let (addr, port) = (at_a.greeting.facts.address.to_string(), at_a.greeting.meeting_port);
+        by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
+        by_b.order(&Order::Meet { rank: 1, addr, port })?;
+        let patience = MEETING + Duration::from_secs(20);
+        let said = [by_a.answer(patience), by_b.answer(patience)];
+        let mut found = None;
+        for (name, said) in [a, b].iter().zip(said) {
+            match said {
+                Ok(Said::Met(Ok(gathered))) => found = found.or(gathered),
+                Ok(Said::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
+                Ok(other) => return Err(format!("{name} answers {other:?}")),
+            }
+        }
+        found.ok_or_else(|| "rank 0 has measured nothing".to_owned())
+    });
+    Pair {
+        a: a.into(),
+        b: b.into(),
+        verdict: Grade::Ok,
+        to_b,
+        to_a,
+        clock_ahead_ms: None,
+        clock_within_ms: None,
+        nccl,
+        findings: Vec::new(),
+    }
+}
+
+fn call(by: &mut Remote, to: SocketAddr) -> Result<Way, String> {
+    by.order(&Order::Probe { to })?;
+    match by.answer(PROBE)? {
+        Said::Way(way) => way,
+        other => Err(format!("it answers {other:?}")),
+    }
+}
+
+/// Adds what the measurements mean.
+fn judge(machines: &[Examined], pairs: &mut [Pair]) {
+    let ways = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
+    let fastest = ways.filter_map(|way| Some(way.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
+    let of = |name: &str| machines.iter().find(|machine| machine.name == name);
+    for pair in pairs {
+        let clocks = verdict::clocks(pair);
+        (pair.clock_ahead_ms, pair.clock_within_ms) = (clocks.map(|c| c.0), clocks.map(|c| c.1));
+        let mut findings = verdict::of_pair(pair, fastest);
+        if let (Some(a), Some(b)) = (of(&pair.a), of(&pair.b)) {
+            findings.extend(verdict::versions(a, b));
+        }
+        pair.verdict = verdict::worst(&findings);
+        pair.findings = findings;
+    }
+}
+
+fn mark(grade: Grade) -> &'static str {
+    match grade {
+        Grade::Ok => "ok",
+        Grade::Note => "note",
+        Grade::Problem => "PROBLEM",
+    }
+}
+
+fn show(report: &Report) -> anyhow::Result<()> {
+    let names = report.hosts.iter().map(|host| host.name.len());
+    let pairs = report.pairs.iter().map(|pair| pair.a.len() + pair.b.len() + 3);
+    let width = names.chain(pairs).max().unwrap_or(0);
+    let say = |grade: Grade, what: &str, found: &str| {
+        output::line(format_args!("{:<8} {what:<width$}  {found}", mark(grade)))
+    };
+    let findings = |of: &[Finding]| -> anyhow::Result<()> {
+        for Finding { what, grade, found, advice } in of {
+            say(*grade, "", &format!("{what}: {found}"))?;
+            if let Some(advice) = advice {
+                output::line(format_args!("{:<8} {:<width$}  -> {advice}", "", ""))?;
+            }
+        }
+        Ok(())
+    };
+    for host in &report.hosts {
+        say(verdict::worst(&host.findings), &host.name, &about(host))?;
+        findings(&host.findings)?;
+    }
+    for pair in &report.pairs {
+        say(pair.verdict, &format!("{} - {}", pair.a, pair.b), &between(pair))?;
+        findings(&pair.findings)?;
+    }
+    Ok(())
+}
+
+fn about(host: &Examined) -> String {
+    let version =
+        host.lockstep.as_ref().map_or_else(|| "Lockstep unknown".into(), |v| format!("Lockstep {v}"));
+    let Some(facts) = &host.facts else { return version };
+    let interface = facts.interface.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
+    let gpus = match &facts.gpus[..] {
+        [] => "no GPU".to_owned(),
+        [one] => one.clone(),
+        [first, ..] => format!("{} GPUs, the first {first}", facts.gpus.len()),
+    };
+    let driver = facts.driver.as_ref().map(|v| format!(", driver {v}")).unwrap_or_default();
+    let nccl = facts.nccl.as_ref().map(|v| format!(", NCCL {v}")).unwrap_or_default();
+    format!("{version} at {}{interface}: {} cores, {gpus}{driver}{nccl}", facts.address, facts.cores)
+}
+
+fn between(pair: &Pair) -> String {
+    let mut said = match (&pair.to_b, &pair.to_a) {
+        (Ok(there), Ok(back)) => format!(
+            "round trip {}, {} there and {} back",
+            verdict::duration(there.round_trip_ms.min(back.round_trip_ms)),
+            verdict::speed(back.bytes_per_second),
+            verdict::speed(there.bytes_per_second)
+        ),
+        _ => "do not both reach each other".into(),
+    };
+    if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
+        said += &format!(
+            ", clocks {} apart, give or take {}",
+            verdict::duration(ahead.abs()),
+            verdict::duration(within)
+        );
+    }
+    if let Some(Ok(gathered)) = &pair.nccl {
+        said += &format!(
+            "; NCCL: 1 KiB in {:.0} us, 16 MiB at {:.2} GB/s",
+            gathered.short_us,
+            gathered.bytes_per_second / 1e9
+        );
+    }
+    said
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rounds;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn all_meet_once_and_nobody_twice_in_a_round() {
+        for n in [0, 1, 2, 3, 4, 5, 8, 255, 256] {
+            let rounds = rounds(n);
+            let mut met = BTreeSet::new();
+            for round in &rounds {
+                let busy: BTreeSet<_> = round.iter().flat_map(|(a, b)| [*a, *b]).collect();
+                assert_eq!(busy.len(), 2 * round.len(), "{n}: {round:?}");
+                assert!(round.iter().all(|pair| pair.0 < pair.1 && pair.1 < n && met.insert(*pair)), "{n}");
+            }
+            assert_eq!(met.len(), n * n.saturating_sub(1) / 2, "{n}");
+            assert!(rounds.len() <= n, "{n}");
+        }
+    }
+}

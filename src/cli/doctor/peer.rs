@@ -1,0 +1,142 @@
+//! `lockstep doctor --peer`: what `doctor --hosts` starts on each machine, over SSH. It says what the machine has, listens for the
+//! others, and calls them when it is told to. Lines of JSON over standard input and output.
+
+use super::super::wrong;
+use lockstep_worker::{
+    doctor::{Facts, Gathered, INTERFACE, Way, listen, probe},
+    gpu::devices,
+    host::own_program,
+    local_group::{self, Member},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, BufRead as _, BufReader, Read as _, Write as _},
+    net::SocketAddr,
+    os::{fd::AsFd as _, unix::process::CommandExt as _},
+    process::Command,
+    time::Duration,
+};
+
+/// The secret of this examination, in the environment: others can read arguments.
+const SECRET: &str = "LOCKSTEP_DOCTOR_SECRET";
+/// A line of either side at most.
+pub(super) const LINE_BYTES: u64 = 64 << 10;
+/// For the all-reduces of a pair: NCCL's first start takes a while.
+pub(super) const MEETING: Duration = Duration::from_secs(90);
+
+/// The first line that a machine gets.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Start {
+    pub(super) secret: String,
+    /// The hostfile's variables for it.
+    pub(super) env: BTreeMap<String, String>,
+}
+
+/// The lines after it.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Order {
+    /// Call the machine that listens there.
+    Probe { to: SocketAddr },
+    /// Meet another machine as one of two ranks, on the first GPU of each.
+    Meet { rank: u32, addr: String, port: u16 },
+}
+
+/// What a machine says: first about itself, then an answer to each order.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Said {
+    Hello {
+        facts: Facts,
+        /// Where it listens for probes, and a port that was free for a rendezvous.
+        port: u16,
+        meeting_port: u16,
+    },
+    Way(Result<Way, String>),
+    Met(Result<Option<Gathered>, String>),
+    /// It can do nothing; why.
+    Failed(String),
+}
+
+/// Runs until standard input ends.
+///
+/// # Errors
+/// Standard input says something else, or output is closed.
+pub(super) fn run() -> anyhow::Result<()> {
+    let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
+    let (facts, port) = match begin(&secret) {
+        Ok(begun) => begun,
+        Err(why) => return say(&Said::Failed(why)),
+    };
+    let meeting_port = lockstep_worker::comm::rendezvous::free_port(&facts.address.to_string())?;
+    say(&Said::Hello { facts: facts.clone(), port, meeting_port })?;
+    let mut lines = BufReader::new(io::stdin());
+    loop {
+        let mut line = Vec::new();
+        (&mut lines).take(LINE_BYTES).read_until(b'\n', &mut line)?;
+        if line.is_empty() {
+            return Ok(());
+        }
+        let order = serde_json::from_slice(&line).map_err(|e| wrong(format!("standard input: {e}")))?;
+        say(&match order {
+            Order::Probe { to } => Said::Way(probe(to, secret.as_bytes())),
+            Order::Meet { rank, addr, port } => Said::Met(meet(&facts, &secret, rank, addr, port)),
+        })?;
+    }
+}
+
+fn begin(secret: &str) -> Result<(Facts, u16), String> {
+    let facts = Facts::find()?;
+    let port = listen(facts.address, secret.into())
+        .map_err(|e| format!("{} cannot be listened at: {e}", facts.address))?;
+    Ok((facts, port))
+}
+
+/// Reads the first line and starts this program anew with what it says: libraries are found, and an interface is chosen, by variables.
+fn start_with_environment() -> anyhow::Error {
+    let read = || -> anyhow::Result<Start> {
+        // Not a byte more than the line: the rest is for the program that takes this one's place.
+        let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+        let (mut line, mut byte) = (Vec::new(), [0]);
+        while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
+            line.push(byte[0]);
+        }
+        serde_json::from_slice(&line)
+            .map_err(|e| wrong(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})")))
+    };
+    let Start { secret, env } = match read() {
+        Ok(start) => start,
+        Err(error) => return error,
+    };
+    match own_program() {
+        Ok(program) => {
+            Command::new(program).args(["doctor", "--peer"]).envs(env).env(SECRET, secret).exec().into()
+        }
+        Err(error) => error.into(),
+    }
+}
+
+fn say(said: &Said) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, said)?;
+    out.write_all(b"\n")?;
+    Ok(out.flush()?)
+}
+
+/// In a process of its own, which a hang of NCCL ends with. What rank 0 has found.
+fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Result<Option<Gathered>, String> {
+    let gpus = devices::usable(None)?.gpus;
+    let gpu =
+        local_group::members(1, &gpus[..gpus.len().min(1)]).map_err(|e| e.to_string())?.swap_remove(0).gpu;
+    let interface = facts.interface.clone().filter(|_| std::env::var_os(INTERFACE).is_none());
+    let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
+    let printed = local_group::run(&["doctor".into()], &[member], MEETING)?;
+    match rank {
+        0 => {
+            serde_json::from_slice(&printed).map(Some).map_err(|e| format!("rank 0 said something else: {e}"))
+        }
+        _ => Ok(None),
+    }
+}

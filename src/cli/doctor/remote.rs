@@ -1,0 +1,198 @@
+//! A machine that `lockstep doctor --peer` runs on, at the other end of an SSH connection.
+
+use super::{
+    super::launch::{Host, ssh},
+    peer::{LINE_BYTES, Order, Said, Start},
+};
+use lockstep_worker::doctor::Facts;
+use std::{
+    io::{BufRead as _, BufReader, Read, Write as _},
+    process::{Child, ChildStdin, Stdio},
+    sync::mpsc::{Receiver, RecvTimeoutError, channel},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// For ssh to connect, for keys and a login shell; and for the machine to look at its GPUs.
+const CONNECTING: Duration = Duration::from_secs(40);
+const LOOKING: Duration = Duration::from_secs(60);
+/// For processes to end by themselves.
+const FAREWELL: Duration = Duration::from_secs(3);
+/// What ssh has to say is kept up to so many bytes.
+const WORDS_BYTES: u64 = 64 << 10;
+
+pub(super) struct Remote {
+    child: Child,
+    to: Option<ChildStdin>,
+    from: Receiver<String>,
+    words: Option<JoinHandle<String>>,
+}
+
+/// What a machine has said about itself.
+pub(super) struct Greeting {
+    pub(super) facts: Facts,
+    pub(super) port: u16,
+    pub(super) meeting_port: u16,
+}
+
+/// Why there is no greeting, with the version if that far it came.
+pub(super) struct Silent {
+    pub(super) lockstep: Option<String>,
+    pub(super) why: String,
+    pub(super) advice: String,
+}
+
+impl Remote {
+    /// Connects, and gives the version of Lockstep there with what the machine says.
+    pub(super) fn start(
+        host: &Host,
+        program: &str,
+        options: &[String],
+        secret: &str,
+    ) -> Result<(Self, String, Greeting), Silent> {
+        let name = &host.name;
+        let silent = |why: String, advice: &str| Silent { lockstep: None, why, advice: advice.into() };
+        let mut remote = Self::spawn(host, program, options).map_err(|e| {
+            silent(format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
+        })?;
+        let start = Start { secret: secret.into(), env: host.env.clone() };
+        // What keeps it from being read, its end says.
+        let _ = remote.write(&start);
+        let version = match remote.line(CONNECTING) {
+            Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
+            Err(why) => {
+                let (why, advice) = remote.explain(name, &why);
+                return Err(silent(why, &advice));
+            }
+        };
+        let silent = |why: String, advice: String| Silent { lockstep: Some(version.clone()), why, advice };
+        match remote.said(LOOKING) {
+            Ok(Said::Hello { facts, port, meeting_port }) => {
+                Ok((remote, version, Greeting { facts, port, meeting_port }))
+            }
+            Ok(Said::Failed(why)) => {
+                let advice = format!("`lockstep doctor` on {name} may say more.");
+                Err(silent(why, advice))
+            }
+            Ok(_) | Err(_) => {
+                let why = format!("Lockstep {version} there does not examine: {}", remote.last_words());
+                Err(silent(why, format!("Install Lockstep {} there.", env!("CARGO_PKG_VERSION"))))
+            }
+        }
+    }
+
+    fn spawn(host: &Host, program: &str, options: &[String]) -> std::io::Result<Self> {
+        let program = super::super::launch::quoted(program);
+        // Any version says which one it is.
+        let there = format!("{program} --version && exec {program} doctor --peer");
+        let mut command = ssh::to(options, &host.name, &there);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let (to, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (line, from) = channel();
+        let thread = |name: &str| std::thread::Builder::new().name(name.into());
+        if let Some(stdout) = stdout {
+            thread("remote").spawn(move || {
+                let mut lines = BufReader::new(stdout);
+                loop {
+                    let mut bytes = Vec::new();
+                    let read = (&mut lines).take(LINE_BYTES).read_until(b'\n', &mut bytes);
+                    if read.is_err() || bytes.is_empty() {
+                        return;
+                    }
+                    if line.send(String::from_utf8_lossy(&bytes).into_owned()).is_err() {
+                        return;
+                    }
+                }
+            })?;
+        }
+        let words = stderr.map(|stderr| {
+            thread("words").spawn(move || {
+                let mut bytes = Vec::new();
+                let mut stderr = stderr;
+                let _ = (&mut stderr).take(WORDS_BYTES).read_to_end(&mut bytes);
+                // A pipe that nobody reads would hold it up.
+                let _ = std::io::copy(&mut stderr, &mut std::io::sink());
+                String::from_utf8_lossy(&bytes).into_owned()
+            })
+        });
+        Ok(Self { child, to, from, words: words.transpose()? })
+    }
+
+    fn write(&mut self, what: &impl serde::Serialize) -> Result<(), String> {
+        let mut line = serde_json::to_vec(what).map_err(|e| e.to_string())?;
+        line.push(b'\n');
+        let to = self.to.as_mut().ok_or("the connection is over")?;
+        to.write_all(&line)
+            .and_then(|()| to.flush())
+            .map_err(|e| format!("the connection by ssh is lost: {e}"))
+    }
+
+    fn line(&self, patience: Duration) -> Result<String, String> {
+        self.from.recv_timeout(patience).map_err(|e| match e {
+            RecvTimeoutError::Timeout => format!("no answer in {} s", patience.as_secs()),
+            RecvTimeoutError::Disconnected => "the connection by ssh is lost".into(),
+        })
+    }
+
+    fn said(&self, patience: Duration) -> Result<Said, String> {
+        let line = self.line(patience)?;
+        serde_json::from_str(&line).map_err(|e| format!("it says something else ({e})"))
+    }
+
+    /// Has the machine do something; its answer is waited for with [`Self::answer`].
+    pub(super) fn order(&mut self, order: &Order) -> Result<(), String> {
+        self.write(order)
+    }
+
+    pub(super) fn answer(&mut self, patience: Duration) -> Result<Said, String> {
+        let said = self.said(patience);
+        if said.is_err() {
+            // A late answer would be taken for that to the next order.
+            self.to = None;
+        }
+        said
+    }
+
+    /// Why nothing came, by the end of ssh.
+    fn explain(&mut self, name: &str, why: &str) -> (String, String) {
+        let status = self.end(FAREWELL);
+        let last = self.last_words();
+        match status.and_then(|status| ssh::no_start(name, status, &last)) {
+            Some(explained) => explained,
+            None if last.is_empty() => {
+                (format!("{name}: {why}"), format!("Try ssh -o BatchMode=yes {name} true."))
+            }
+            None => (format!("{name}: {why}: {last}"), format!("Try ssh -o BatchMode=yes {name} true.")),
+        }
+    }
+
+    /// The last line of what ssh and the program there wrote to standard error.
+    fn last_words(&mut self) -> String {
+        self.end(FAREWELL);
+        let words = self.words.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+        words.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+    }
+
+    /// Has it end, by force where it must be.
+    fn end(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
+        self.to = None;
+        let until = Instant::now() + within;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return Some(status),
+                Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+                _ => {
+                    let _ = self.child.kill();
+                    return self.child.wait().ok();
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.end(FAREWELL);
+    }
+}

@@ -1,0 +1,267 @@
+//! What measurements between machines mean for a job over them, and what to do.
+
+use super::examined::{Examined, Pair};
+use lockstep_worker::doctor::{Finding, Grade, Way};
+use std::time::Duration;
+
+/// Bytes a second below which gradients take longer than most steps, and below which a job over machines is of no use: a gigabit a second is
+/// 125 million bytes, of which TCP leaves about 117.
+const SLOW: f64 = 110e6;
+const USELESS: f64 = 11e6;
+/// A way is suspicious when another one is so much faster.
+const FASTER: f64 = 2.5;
+/// Gradients of ResNet-50 in float32, for an idea of what a speed means.
+const RESNET_50: f64 = 102e6;
+/// Milliseconds there and back, between machines of one room.
+const FAR: f64 = 1.0;
+/// Clocks may be so far apart, in milliseconds: logs are in order to about a second, and certificates are valid from a minute.
+const CLOCKS_NOTE: f64 = 1_000.0;
+const CLOCKS_PROBLEM: f64 = 60_000.0;
+
+fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
+    Finding { what: what.into(), grade, found, advice: Some(advice) }
+}
+
+/// What two machines have that must be the same.
+pub(super) fn versions(a: &Examined, b: &Examined) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let (one, other) = (&a.name, &b.name);
+    if let (Some(x), Some(y)) = (&a.lockstep, &b.lockstep)
+        && x != y
+    {
+        findings.push(finding(
+            "Lockstep",
+            Grade::Problem,
+            format!("{x} on {one}, {y} on {other}"),
+            "Install the same version on both: ranks of different versions refuse each other.".into(),
+        ));
+    }
+    let (Some(of_a), Some(of_b)) = (&a.facts, &b.facts) else { return findings };
+    if of_a.network_id == of_b.network_id {
+        findings.push(finding(
+            "machine",
+            Grade::Note,
+            format!("{one} and {other} are the same machine"),
+            "Name it once, with more slots.".into(),
+        ));
+    }
+    if of_a.gpus.is_empty() != of_b.gpus.is_empty() {
+        let (has, not) = if of_a.gpus.is_empty() { (other, one) } else { (one, other) };
+        findings.push(finding(
+            "GPUs",
+            Grade::Note,
+            format!("{has} has GPUs, {not} has none that a rank can use"),
+            format!("A job has GPUs on all its machines or on none: `lockstep doctor` on {not} says what is missing there."),
+        ));
+    }
+    if of_a.gpus.is_empty() || of_b.gpus.is_empty() {
+        return findings;
+    }
+    let shown = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".into());
+    if of_a.nccl != of_b.nccl || of_a.nccl.is_none() {
+        findings.push(finding(
+            "NCCL",
+            Grade::Problem,
+            format!("{} on {one}, {} on {other}", shown(&of_a.nccl), shown(&of_b.nccl)),
+            "Install the same version on both (pip install nvidia-nccl-cu13==VERSION): NCCL refuses or hangs with another.".into(),
+        ));
+    }
+    if of_a.driver != of_b.driver {
+        let branch =
+            |version: &Option<String>| shown(version).split('.').next().unwrap_or_default().to_owned();
+        let same_branch = branch(&of_a.driver) == branch(&of_b.driver);
+        let grade = if same_branch { Grade::Note } else { Grade::Problem };
+        findings.push(finding(
+            "GPU driver",
+            grade,
+            format!("{} on {one}, {} on {other}", shown(&of_a.driver), shown(&of_b.driver)),
+            "Install the same driver on both: kernels are chosen and compiled for what each finds, and may differ in speed and rounding."
+                .into(),
+        ));
+    }
+    findings
+}
+
+/// How far the clock of `b` is ahead of that of `a`, give or take, in milliseconds: by the way that says it more exactly.
+pub(super) fn clocks(pair: &Pair) -> Option<(f64, f64)> {
+    let there = pair.to_b.as_ref().ok().map(|way| (way.clock_ahead_ms, way.clock_within_ms));
+    let back = pair.to_a.as_ref().ok().map(|way| (-way.clock_ahead_ms, way.clock_within_ms));
+    [there, back].into_iter().flatten().min_by(|x, y| x.1.total_cmp(&y.1))
+}
+
+fn clock(pair: &Pair) -> Option<Finding> {
+    let (ahead, within) = pair.clock_ahead_ms.zip(pair.clock_within_ms)?;
+    let apart = ahead.abs() - within;
+    if apart <= CLOCKS_NOTE {
+        return None;
+    }
+    let (grade, why) = if apart > CLOCKS_PROBLEM {
+        (Grade::Problem, "Certificates and tokens of one may not be valid yet, or no longer, on the other.")
+    } else {
+        (Grade::Note, "Lines of their logs are out of order.")
+    };
+    let (fast, slow) = if ahead > 0.0 { (&pair.b, &pair.a) } else { (&pair.a, &pair.b) };
+    let found = format!("that of {fast} is {} ahead of that of {slow}", duration(ahead.abs()));
+    Some(finding(
+        "clocks",
+        grade,
+        found,
+        format!("{why} Have both set theirs by NTP (timedatectl set-ntp true)."),
+    ))
+}
+
+/// A span of milliseconds, with the unit that suits it.
+pub(super) fn duration(ms: f64) -> String {
+    match ms {
+        ms if ms < 1.0 => format!("{:.0} us", ms * 1e3),
+        ms if ms < 1e3 => format!("{ms:.1} ms"),
+        ms if ms < 120e3 => format!("{:.1} s", ms / 1e3),
+        ms => format!("{:.0} min", ms / 60e3),
+    }
+}
+
+/// `9.41 Gbit/s`.
+pub(super) fn speed(bytes_per_second: f64) -> String {
+    let bits = bytes_per_second * 8.0;
+    match bits {
+        bits if bits >= 1e9 => format!("{:.2} Gbit/s", bits / 1e9),
+        bits if bits >= 1e6 => format!("{:.1} Mbit/s", bits / 1e6),
+        bits => format!("{:.1} kbit/s", bits / 1e3),
+    }
+}
+
+/// What is to be said about a measured pair; `fastest` is the best way among all pairs, in bytes a second.
+pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (from, to, way) in [(&pair.a, &pair.b, &pair.to_b), (&pair.b, &pair.a, &pair.to_a)] {
+        if let Err(why) = way {
+            let advice = unreachable(from, to, why);
+            findings.push(finding(
+                "reach",
+                Grade::Problem,
+                format!("{from} does not reach {to}: {why}"),
+                advice,
+            ));
+        }
+    }
+    if let (Ok(there), Ok(back)) = (&pair.to_b, &pair.to_a) {
+        findings.extend(pace(pair, there, back, fastest));
+    }
+    findings.extend(clock(pair));
+    if let Some(Err(why)) = &pair.nccl {
+        findings.push(finding(
+            "NCCL",
+            Grade::Problem,
+            why.clone(),
+            format!(
+                "The machines reach each other, their GPUs do not. Name the interface for NCCL in the hostfile \
+                 (env:NCCL_SOCKET_IFNAME=eth1), and try env:NCCL_DEBUG=INFO; without a working InfiniBand env:NCCL_IB_DISABLE=1. \
+                 The ranks were on the first GPU of {} and of {}.",
+                pair.a, pair.b
+            ),
+        ));
+    }
+    findings
+}
+
+fn unreachable(from: &str, to: &str, why: &str) -> String {
+    if why.contains("many bytes") {
+        return format!(
+            "Something between {from} and {to} loses long packets: give both interfaces the same MTU (ip link show), and let \
+             ICMP \"fragmentation needed\" pass."
+        );
+    }
+    if why.contains("does not answer as Lockstep") {
+        return format!(
+            "Something else answers at the address of {to}, a proxy perhaps: let {from} connect to it directly."
+        );
+    }
+    format!(
+        "Open TCP from {from} to {to} in firewalls and security groups, to all ports that a kernel chooses \
+         (sysctl net.ipv4.ip_local_port_range on {to}). If {to} has another address for this, name its interface in the hostfile: \
+         env:NCCL_SOCKET_IFNAME=eth1."
+    )
+}
+
+fn pace(pair: &Pair, there: &Way, back: &Way, fastest: f64) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    // What `to_b` measures comes from b.
+    let (least, slow_from, slow_to) = if there.bytes_per_second < back.bytes_per_second {
+        (there.bytes_per_second, &pair.b, &pair.a)
+    } else {
+        (back.bytes_per_second, &pair.a, &pair.b)
+    };
+    let most = there.bytes_per_second.max(back.bytes_per_second);
+    let takes = duration(2.0 * RESNET_50 / least * 1e3);
+    let meaning = format!("an all-reduce of ResNet-50's gradients over many machines takes {takes}");
+    if least < USELESS {
+        findings.push(finding(
+            "speed",
+            Grade::Problem,
+            format!("{} from {slow_from} to {slow_to}: {meaning}", speed(least)),
+            "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a limit or a tunnel on the way; else \
+             leave one of the two out."
+                .into(),
+        ));
+    } else if least * FASTER < most {
+        findings.push(finding(
+            "speed",
+            Grade::Note,
+            format!("{} from {slow_from} to {slow_to}, {} the other way", speed(least), speed(most)),
+            "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic that way."
+                .into(),
+        ));
+    } else if least * FASTER < fastest {
+        findings.push(finding(
+            "speed",
+            Grade::Note,
+            format!(
+                "{}, and {} between others: a ring goes at the speed of its slowest link",
+                speed(least),
+                speed(fastest)
+            ),
+            "Look whether both use the interface that the others use, and at its speed (ethtool INTERFACE)."
+                .into(),
+        ));
+    } else if least < SLOW {
+        findings.push(finding(
+            "speed",
+            Grade::Note,
+            format!("{}: {meaning}", speed(least)),
+            "Use a faster network, a larger train.accumulate (fewer all-reduces), or fewer machines.".into(),
+        ));
+    }
+    let far = there.round_trip_ms.min(back.round_trip_ms);
+    if far > FAR {
+        findings.push(finding(
+            "round trip",
+            Grade::Note,
+            format!("{}: a step waits for it twice for each machine in the ring", duration(far)),
+            "Machines of one room have 0.1 ms. Larger batches or train.accumulate make the waits fewer; parallel.sync_batch_norm = false \
+             saves most of them."
+                .into(),
+        ));
+    }
+    findings
+}
+
+/// The worst of the findings.
+pub(super) fn worst(findings: &[Finding]) -> Grade {
+    let has = |grade| findings.iter().any(|finding| finding.grade == grade);
+    if has(Grade::Problem) {
+        Grade::Problem
+    } else if has(Grade::Note) {
+        Grade::Note
+    } else {
+        Grade::Ok
+    }
+}
+
+/// About how long the pairs of `hosts` machines take, those without a machine in common at the same time.
+pub(super) fn expected(hosts: usize) -> Duration {
+    let rounds = if hosts.is_multiple_of(2) { hosts.saturating_sub(1) } else { hosts };
+    Duration::from_secs(3) * u32::try_from(rounds).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+use super::*;
+use lockstep_worker::doctor::Facts;
+
+fn way(gigabits: f64, round_trip_ms: f64) -> Way {
+    Way {
+        connect_ms: 0.1,
+        round_trip_ms,
+        bytes_per_second: gigabits * 125e6,
+        clock_ahead_ms: 0.0,
+        clock_within_ms: round_trip_ms / 2.0,
+    }
+}
+
+fn pair(to_b: Result<Way, String>, to_a: Result<Way, String>) -> Pair {
+    Pair {
+        a: "a".into(),
+        b: "b".into(),
+        verdict: Grade::Ok,
+        to_b,
+        to_a,
+        clock_ahead_ms: None,
+        clock_within_ms: None,
+        nccl: None,
+        findings: Vec::new(),
+    }
+}
+
+/// What is found, each with its grade.
+fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
+    let findings = of_pair(pair, fastest_gigabits * 125e6);
+    assert!(findings.iter().all(|f| f.advice.as_ref().is_some_and(|a| a.len() > 20)), "{findings:?}");
+    findings.into_iter().map(|f| (f.what, f.grade, f.found)).collect()
+}
+
+#[test]
+fn a_good_pair_has_nothing_to_be_done() {
+    assert_eq!(found(&pair(Ok(way(9.4, 0.1)), Ok(way(9.3, 0.1))), 9.4), []);
+    // A gigabit less TCP's headers.
+    assert_eq!(found(&pair(Ok(way(0.94, 0.2)), Ok(way(0.94, 0.2))), 0.94), []);
+}
+
+#[test]
+fn who_does_not_reach_whom_is_said_for_each_direction() {
+    let said = found(&pair(Err("connecting to 10.0.0.2:4: no answer in 5 s".into()), Ok(way(9.4, 0.1))), 9.4);
+    assert_eq!(said.len(), 1);
+    assert_eq!((said[0].0.as_str(), said[0].1), ("reach", Grade::Problem));
+    assert!(said[0].2.starts_with("a does not reach b: connecting"), "{said:?}");
+    let pair = pair(Ok(way(9.4, 0.1)), Err("nothing came for 5 s when many bytes were to come".into()));
+    assert!(of_pair(&pair, 1e9)[0].advice.as_ref().unwrap().contains("MTU"));
+}
+
+#[test]
+fn slow_ways_are_told_apart() {
+    let of = |there: f64, back: f64, fastest: f64| {
+        let said = found(&pair(Ok(way(there, 0.1)), Ok(way(back, 0.1))), fastest);
+        assert!(said.len() <= 1, "{said:?}");
+        said.into_iter().next().map(|(_, grade, found)| (grade, found))
+    };
+    let (grade, said) = of(0.05, 0.9, 0.9).unwrap();
+    assert!(grade == Grade::Problem && said.contains("50.0 Mbit/s from b to a"), "{said}");
+    let (grade, said) = of(9.0, 3.0, 9.0).unwrap();
+    assert!(
+        grade == Grade::Note && said.contains("3.00 Gbit/s from a to b, 9.00 Gbit/s the other way"),
+        "{said}"
+    );
+    let (grade, said) = of(0.9, 0.94, 9.4).unwrap();
+    assert!(grade == Grade::Note && said.contains("slowest link"), "{said}");
+    let (grade, said) = of(0.4, 0.4, 0.4).unwrap();
+    assert!(
+        grade == Grade::Note && said.contains("ResNet-50's gradients") && said.contains("4.1 s"),
+        "{said}"
+    );
+    assert_eq!(of(4.0, 9.0, 9.0), None, "less than 2.5 times");
+    let far = found(&pair(Ok(way(9.4, 10.0)), Ok(way(9.4, 10.1))), 9.4);
+    assert!(far.len() == 1 && far[0].2.starts_with("10.0 ms"), "{far:?}");
+}
+
+#[test]
+fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
+    let with = |ahead: f64, within: f64| {
+        let mut pair = pair(Ok(way(9.4, 0.1)), Ok(way(9.4, 0.1)));
+        (pair.clock_ahead_ms, pair.clock_within_ms) = (Some(ahead), Some(within));
+        found(&pair, 9.4).into_iter().next().map(|(what, grade, found)| {
+            assert_eq!(what, "clocks");
+            (grade, found)
+        })
+    };
+    assert_eq!(with(1_000.0, 0.0), None);
+    assert_eq!(with(1_400.0, 500.0), None, "within what is known");
+    assert!(with(1_001.0, 0.0).unwrap().1.contains("that of b is 1.0 s ahead of that of a"));
+    assert!(with(-59_000.0, 0.0).unwrap() == (Grade::Note, "that of a is 59.0 s ahead of that of b".into()));
+    assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
+    // The way back knows it more exactly.
+    let mut uneven = pair(Ok(way(1.0, 4.0)), Ok(Way { clock_ahead_ms: 7.0, ..way(1.0, 0.2) }));
+    assert_eq!(clocks(&uneven), Some((-7.0, 0.1)));
+    uneven.to_a = Err("no".into());
+    assert_eq!(clocks(&uneven), Some((0.0, 2.0)));
+}
+
+fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> Examined {
+    let facts = Facts {
+        hostname: name.into(),
+        network_id: name.into(),
+        address: [10, 0, 0, 1].into(),
+        interface: None,
+        cores: 8,
+        gpus: gpu.iter().map(|_| "NVIDIA H100".into()).collect(),
+        gpu_ids: gpu.iter().map(|_| "GPU-1".into()).collect(),
+        driver: gpu.map(|(driver, _)| driver.into()),
+        nccl: gpu.map(|(_, nccl)| nccl.into()),
+    };
+    Examined { name: name.into(), lockstep: Some(lockstep.into()), facts: Some(facts), findings: Vec::new() }
+}
+
+#[test]
+fn versions_must_agree_where_they_matter() {
+    let of = |a: &Examined, b: &Examined| -> Vec<(String, Grade)> {
+        versions(a, b).into_iter().map(|f| (f.what, f.grade)).collect()
+    };
+    let problem = |what: &str| vec![(what.to_owned(), Grade::Problem)];
+    let note = |what: &str| vec![(what.to_owned(), Grade::Note)];
+    let good = machine("a", "1.2.0", Some(("580.95.05", "2.28.9")));
+    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("580.95.05", "2.28.9")))), []);
+    assert_eq!(of(&good, &machine("b", "1.2.1", Some(("580.95.05", "2.28.9")))), problem("Lockstep"));
+    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("580.95.05", "2.27.3")))), problem("NCCL"));
+    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("580.82.07", "2.28.9")))), note("GPU driver"));
+    assert_eq!(of(&good, &machine("b", "1.2.0", Some(("570.82.07", "2.28.9")))), problem("GPU driver"));
+    assert_eq!(of(&good, &machine("b", "1.2.0", None)), note("GPUs"));
+    assert_eq!(of(&good, &machine("a", "1.2.0", Some(("580.95.05", "2.28.9")))), note("machine"));
+    let mut none = machine("b", "1.2.0", Some(("580.95.05", "2.28.9")));
+    none.facts.as_mut().unwrap().nccl = None;
+    let mut also = machine("c", "1.2.0", Some(("580.95.05", "2.28.9")));
+    also.facts.as_mut().unwrap().nccl = None;
+    assert_eq!(of(&none, &also), problem("NCCL"));
+    none.facts = None;
+    assert_eq!(of(&good, &none), [], "a machine that says nothing is a finding of its own");
+}

@@ -1,0 +1,110 @@
+//! A job's TOML file: read, changed by `--set`, checked, and its paths and dataset named as the server knows them.
+
+use super::{
+    api::{Api, mistake},
+    dataset, file, output, wrong,
+};
+use lockstep_protocol::{
+    JobSpec,
+    spec::{apply_set, from_json, shortened, toml_document},
+};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// What the server takes as a specification, too.
+const JOB_FILE_BYTES: u64 = 1 << 20;
+
+/// Puts the name of the dataset that is registered at a path in the place of that path. One that is not is registered under the name
+/// of its folder if it `may` be: the file that `lockstep init` writes is for `train` and for this.
+pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
+    let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
+    let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
+    let Some(path) = given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
+    else {
+        return Ok(());
+    };
+    let found = match dataset::at(api, &path).await? {
+        Some(found) => found,
+        None if may && path.is_dir() => {
+            let name = dataset_name(&path);
+            output::warn(format_args!("registering {} as the dataset {name}", path.display()));
+            dataset::register_as(api, &name, &path, private).await?
+        }
+        None => return Ok(()),
+    };
+    *given = Value::String(found.name);
+    Ok(())
+}
+
+/// What a folder is registered as: its name, with what no dataset's name has left out.
+fn dataset_name(path: &Path) -> String {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let plain = name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' });
+    let plain: String = plain.skip_while(|c| *c == '.').take(100).collect();
+    if plain.is_empty() { "dataset".into() } else { plain }
+}
+
+/// Reads a TOML file and applies `sets`.
+///
+/// # Errors
+/// Exit status 2: the file cannot be read, or a change is none.
+pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
+    let shown = path.display();
+    let text = job_file(path)?;
+    let mut document = toml_document(&text).map_err(|e| wrong(format!("{shown}: {}", e.detail)))?;
+    for set in sets {
+        apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
+    }
+    make_paths_absolute(&mut document);
+    Ok(document)
+}
+
+/// Looks for mistakes.
+///
+/// # Errors
+/// Exit status 2: all that is wrong in it.
+pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
+    from_json(document).map_err(|mistakes| {
+        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+        wrong(mistaken(path, &lines))
+    })
+}
+
+/// Mistakes in a job's file, each on a line of its own.
+pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
+    format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
+}
+
+/// The text of a job file, or of a pipe that the shell has connected.
+///
+/// # Errors
+/// Exit status 2: it is no regular file, too large for a specification, no text, or cannot be read.
+pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
+    let failed = |detail: &str| wrong(format!("{}: {detail}", path.display()));
+    if path.is_dir() {
+        return Err(failed("is a folder; give a job's TOML file"));
+    }
+    let larger = "is larger than 1 MiB; a job's TOML file is not";
+    let bytes = file::read(path, JOB_FILE_BYTES, larger).map_err(|detail| failed(&detail))?;
+    String::from_utf8(bytes).map_err(|_| failed("is no text (UTF-8)"))
+}
+
+/// A path means one relative to here; the server stands somewhere else.
+fn make_paths_absolute(document: &mut Value) {
+    let mut absolute = |pointer: &str, is_path: fn(&str) -> bool| {
+        let Some(value) = document.pointer_mut(pointer) else { return };
+        if let Some(text) = value.as_str()
+            && is_path(text)
+            && let Ok(absolute) = lockstep_worker::data::canonical(Path::new(text))
+        {
+            *value = Value::String(absolute.to_string_lossy().into_owned());
+        }
+    };
+    absolute("/data/dataset", |text| text.contains(std::path::is_separator));
+    // Else a checkpoint's id, or a path on the machine that trains.
+    absolute("/model/pretrained", |text| Path::new(text).exists());
+}
+
+fn count(n: usize, noun: &str) -> String {
+    if n == 1 { format!("a {noun}") } else { format!("{n} {noun}s") }
+}

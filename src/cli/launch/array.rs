@@ -1,0 +1,199 @@
+//! A sweep as an array of batch jobs of Slurm: each task of the array runs the agents of one of the sweep's jobs.
+
+use super::{
+    super::{
+        api::Api,
+        output,
+        sweep::{self, Sweep},
+        watch, wrong,
+    },
+    Args, Launch,
+    hosts::Host,
+    in_words, machines, node, private_folder, slurm,
+};
+use lockstep_protocol::{
+    Job, JobState,
+    spec::{Device, read},
+};
+use serde_json::Value;
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
+};
+
+/// Agents of a sweep: each has a token, of which a server keeps a thousand.
+const MOST_AGENTS: usize = 500;
+
+/// Submits the sweep's jobs and the array, and follows them.
+///
+/// # Errors
+/// Exit status 2 for mistakes; 1 unless every job succeeds.
+pub(super) async fn run(
+    args: &Arc<Args>,
+    api: &Api,
+    hosts: Vec<Host>,
+    document: &mut Value,
+) -> anyhow::Result<()> {
+    let sweep = Sweep::parse(&args.sweeps)?;
+    let (path, tag) = (Path::new(&args.job), sweep::new_tag());
+    if args.dry_run {
+        let documents = sweep.documents(document, &tag)?;
+        sweep::check(None, true, path, &documents).await?;
+        return show(args, &tag, hosts, &documents);
+    }
+    let documents = sweep::prepare(api, path, &sweep, document, &tag, true).await?;
+    let (hosts, device) = room(args, hosts, &documents)?;
+    let ca = machines::ca(args)?;
+    let submitted = sweep::submit(api, "/jobs?launched=true", tag.clone(), &documents).await?;
+    submitted.show(api, args.server.json)?;
+    let launch = |job| Launch::new(args, api, job, true, hosts.clone(), ca.clone());
+    let mut array = Array {
+        batch: slurm::Batch::of_sweep(&tag, documents.len(), args.at_once),
+        launches: submitted.jobs.into_iter().map(launch).collect(),
+        tag,
+        folder: PathBuf::new(),
+    };
+    let id = match array.start(args, device).await {
+        Ok(id) => id,
+        Err(error) => {
+            for (task, launch) in array.launches.iter().enumerate() {
+                array.remove_bundle(task);
+                // Cancels it, and says so.
+                let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
+            }
+            return Err(error);
+        }
+    };
+    output::warn(format_args!(
+        "Slurm's array is {id}; its logs will be {}/slurm-{id}_N.log",
+        array.folder.display()
+    ));
+    if args.detach { Ok(()) } else { array.follow(args, api, &id).await }
+}
+
+/// Slots on the machines for the largest of the jobs, and whether any trains on CPU cores.
+fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
+    if documents.len() * hosts.len() > MOST_AGENTS {
+        return Err(wrong(format!(
+            "{} jobs on {} machines each are more than {MOST_AGENTS} agents: split the sweep, or give fewer --nodes",
+            documents.len(),
+            hosts.len()
+        )));
+    }
+    // All were checked.
+    let specs: Vec<_> = documents.iter().filter_map(|document| read(document).0).collect();
+    if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
+        machines::share_out(&mut hosts, args.slots, largest)?;
+    }
+    let on_cores = specs.iter().any(|spec| spec.parallel.device == Device::Cpu);
+    Ok((hosts, if on_cores { Device::Cpu } else { Device::Auto }))
+}
+
+/// What `--dry-run` prints.
+fn show(args: &Args, tag: &str, hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<()> {
+    let (hosts, device) = room(args, hosts, documents)?;
+    for (task, document) in documents.iter().enumerate() {
+        let name = document.get("name").and_then(Value::as_str).unwrap_or_default();
+        output::line(format_args!("# task {task}: {name}"))?;
+    }
+    let folder = node::home().join(&args.dir).join(tag);
+    output::line(in_words(&slurm::command(args)))?;
+    let batch = slurm::Batch::of_sweep(tag, documents.len(), args.at_once);
+    output::line(batch.script(args, &hosts, device, &folder)?)
+}
+
+/// Jobs, and the array whose tasks run their agents, in the same order.
+struct Array {
+    launches: Vec<Launch>,
+    tag: String,
+    batch: slurm::Batch,
+    folder: PathBuf,
+}
+
+impl Array {
+    /// Makes the agents' tokens and hands the array to Slurm; its number.
+    async fn start(&mut self, args: &Args, device: Device) -> anyhow::Result<String> {
+        self.folder = private_folder(args, &self.tag)?;
+        for (task, launch) in self.launches.iter_mut().enumerate() {
+            launch.introduce().await?;
+            slurm::write_bundle(&self.batch.bundle(&self.folder, task), &launch.bundle)?;
+        }
+        let hosts = self.launches.first().map_or(&[][..], |launch| &launch.hosts);
+        slurm::submit(args, &self.batch.script(args, hosts, device, &self.folder)?)
+    }
+
+    fn remove_bundle(&self, task: usize) {
+        let _ = fs::remove_file(self.batch.bundle(&self.folder, task));
+    }
+
+    /// Waits until every job is over and its task has ended.
+    async fn follow(&self, args: &Args, api: &Api, id: &str) -> anyhow::Result<()> {
+        output::warn("Ctrl-C ends this display and not the jobs");
+        let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
+        let (mut said, mut alone) = (HashMap::new(), HashSet::new());
+        let mut succeeded = 0;
+        while !left.is_empty() {
+            tokio::time::sleep(slurm::POLL).await;
+            // Tasks first: the job of one that has ended since is not taken for one without agents.
+            let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
+            for (task, launch) in left.clone() {
+                let Some(job) = jobs.get(launch.job.id.as_str()) else {
+                    output::warn(format_args!("job {} is deleted", launch.job.id));
+                    let _ = Command::new("scancel").arg(format!("{id}_{task}")).status();
+                    self.remove_bundle(task);
+                    left.remove(&task);
+                    continue;
+                };
+                if said.insert(task, job.state) != Some(job.state) {
+                    tell(args, job)?;
+                    succeeded += usize::from(job.state == JobState::Succeeded);
+                }
+                match tasks.get(&task) {
+                    // Agents end with their job, once its checkpoints are on the server; a task that waits has nothing more to do.
+                    Some(state) if job.state.is_final() => {
+                        if state.starts_with("PENDING") {
+                            let _ = Command::new("scancel").arg(format!("{id}_{task}")).status();
+                        }
+                    }
+                    Some(_) => drop(alone.remove(&task)),
+                    None if job.state.is_final() => {
+                        self.remove_bundle(task);
+                        launch.finish(Ok(())).await?;
+                        left.remove(&task);
+                    }
+                    // What a task's agent told last may be on its way.
+                    None if alone.insert(task) => {}
+                    None => {
+                        let how = slurm::how_it_ended(&format!("{id}_{task}"));
+                        output::warn(format_args!(
+                            "Slurm's task {id}_{task} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for it again",
+                            job.id, job.state
+                        ));
+                        self.remove_bundle(task);
+                        left.remove(&task);
+                    }
+                }
+            }
+        }
+        let all = self.launches.len();
+        if succeeded == all { Ok(()) } else { Err(anyhow::anyhow!("{succeeded} of {all} jobs succeeded")) }
+    }
+
+    /// The sweep's jobs by their ids; none while the server does not answer.
+    async fn jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
+        let found = api.all("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
+        let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));
+        Some(found.into_iter().filter_map(job).collect())
+    }
+}
+
+fn tell(args: &Args, job: &Job) -> anyhow::Result<()> {
+    match (args.server.json, job.state.is_final()) {
+        (true, true) => output::json(job),
+        (true, false) => Ok(()),
+        (false, _) => output::line(format_args!("{}  {}: {}", job.id, job.spec.name, watch::summary(job))),
+    }
+}

@@ -1,0 +1,218 @@
+//! Agents in the pods of an Indexed Job of Kubernetes, which places them and replaces those that it loses.
+
+mod cluster;
+mod objects;
+mod observe;
+mod steer;
+mod template;
+mod words;
+
+use super::{
+    super::{output, watch},
+    Args, GoesOn, Launch,
+    hosts::Host,
+};
+use cluster::{Cluster, Created, Kind};
+use lockstep_protocol::{Job, JobSpec, JobState};
+use objects::{JOB_LABEL, LAUNCH, Plan, TOKENS};
+use serde_json::{Value, json};
+use std::{path::Path, time::Duration};
+use tokio::time::Instant;
+
+pub(super) use template::{Template, template};
+
+/// For the pods to end once our job is over: their agents learn of it with a heartbeat.
+const FAREWELL: Duration = Duration::from_secs(90);
+const POLL: Duration = Duration::from_secs(1);
+
+/// What `--dry-run` prints: the objects, the Secret without what is in it.
+pub(super) fn show(
+    args: &Args,
+    id: &str,
+    hosts: &[Host],
+    spec: &JobSpec,
+    template: &Template,
+) -> anyhow::Result<()> {
+    let stem = Path::new(&args.job).file_stem().unwrap_or_default().to_string_lossy();
+    let name = objects::name(id, &stem);
+    let launch = "a-word-of-each-launch".to_owned();
+    let plan = Plan { name, job: id, launch, program: &args.program, hosts, spec, tokens: &[], template };
+    let items = [plan.job(), plan.service(None), plan.secret(None, None)?];
+    output::json(&json!({"apiVersion": "v1", "kind": "List", "items": items}))
+}
+
+/// Has Kubernetes start the agents, and follows them.
+///
+/// # Errors
+/// Kubernetes refuses, its Job ends before ours does, or ours does not succeed.
+pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
+    let cluster = Cluster::connect(&launch.args).await?;
+    let name = objects::name_of(&launch.job);
+    if is_here(&launch.bundle.server) {
+        output::warn(format_args!(
+            "the server's address is {}, which is another machine in each pod: give its address there with --agent-server",
+            launch.bundle.server
+        ));
+    }
+    if let Some(job) = earlier(&cluster, &name, &launch.job).await? {
+        output::warn(format_args!(
+            "Kubernetes' Job {name} of an earlier launch is there; its pods run the job"
+        ));
+        adopt(launch, &job);
+    } else {
+        launch.introduce().await?;
+        create(&cluster, launch, &name, template).await?;
+    }
+    output::warn(format_args!("Kubernetes' Job is {name} in namespace {}", cluster.namespace));
+    if launch.args.detach {
+        return Ok(());
+    }
+    watch::announce(&launch.job);
+    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let done = tokio::select! {
+        done = watching => done,
+        ended = steer::until_over(&cluster, launch, &name, template.queue()) => Err(ended),
+    };
+    let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
+    let Some(job) = job.ok().filter(|job| job.state.is_final()) else {
+        return match cluster.get(Kind::Job, &name).await {
+            Ok(None) => done,
+            Ok(Some(found)) if words::end_of_job(&found).is_some() => done,
+            // A server that is away for long is no reason to end what trains.
+            _ => {
+                let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
+                let namespace = &cluster.namespace;
+                Err(GoesOn(format!(
+                    "{why}Kubernetes' Job {name} goes on, and `kubectl -n {namespace} delete job {name}` ends it"
+                ))
+                .into())
+            }
+        };
+    };
+    launch.uploaded().await;
+    if let Err(error) = farewell(&cluster, &name, job.state).await {
+        output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
+    }
+    done
+}
+
+/// An address that means another machine in each pod.
+fn is_here(server: &str) -> bool {
+    let host = reqwest::Url::parse(server).ok().and_then(|url| url.host_str().map(ToOwned::to_owned));
+    host.is_some_and(|host| {
+        let ip = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+        host == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
+    })
+}
+
+/// Whether an object was made for this job of ours.
+fn is_ours(object: &Value, job: &Job) -> bool {
+    object["metadata"]["labels"][JOB_LABEL] == job.id.as_str()
+}
+
+/// The Job of an earlier launch, when its pods can run the job. One that is over, or was left half made, is removed.
+async fn earlier(cluster: &Cluster, name: &str, job: &Job) -> anyhow::Result<Option<Value>> {
+    let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
+    refuse_foreign(cluster, Kind::Job, &found, job)?;
+    let is_leaving = found["metadata"]["deletionTimestamp"].is_string();
+    let is_whole = cluster.get(Kind::Secret, name).await?.is_some_and(|secret| is_ours(&secret, job));
+    if is_whole && !is_leaving && words::end_of_job(&found).is_none() {
+        return Ok(Some(found));
+    }
+    output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
+    cluster.remove(Kind::Job, &found).await?;
+    Ok(None)
+}
+
+fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> anyhow::Result<()> {
+    if is_ours(found, job) {
+        return Ok(());
+    }
+    let name = found["metadata"]["name"].as_str().unwrap_or_default();
+    Err(super::wrong(format!(
+        "namespace {} has a {kind:?} called {name} that is not of this job: delete it, or choose another --namespace",
+        cluster.namespace
+    )))
+}
+
+/// Takes over the tokens of an earlier launch, which are revoked when the job is over.
+fn adopt(launch: &mut Launch, job: &Value) {
+    let tokens = job["metadata"]["annotations"][TOKENS].as_str().unwrap_or_default();
+    launch.tokens = tokens.split(',').filter(|id| !id.is_empty()).map(ToOwned::to_owned).collect();
+}
+
+/// Makes the objects, and lets the Job start.
+async fn create(
+    cluster: &Cluster,
+    launch: &mut Launch,
+    name: &str,
+    template: &Template,
+) -> anyhow::Result<()> {
+    let plan = Plan {
+        name: name.to_owned(),
+        job: launch.job.id.as_str(),
+        launch: objects::launch_word(),
+        program: &launch.args.program,
+        hosts: &launch.hosts,
+        spec: &launch.job.spec,
+        tokens: &launch.tokens,
+        template,
+    };
+    let is_this = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
+    let job = match cluster.create(Kind::Job, &plan.job()).await? {
+        Created::Now(job) => job,
+        // The answer to this launch's own request was lost.
+        Created::Exists(found) if is_this(&found) => found,
+        Created::Exists(found) => {
+            refuse_foreign(cluster, Kind::Job, &found, &launch.job)?;
+            return Err(super::wrong(format!(
+                "another `lockstep launch` has just started Kubernetes' Job {name}; launch again to follow it"
+            )));
+        }
+    };
+    let rest = async {
+        let owner = Some(&job);
+        let secret = plan.secret(owner, Some(&launch.bundle))?;
+        for (kind, object) in [(Kind::Service, plan.service(owner)), (Kind::Secret, secret)] {
+            loop {
+                match cluster.create(kind, &object).await? {
+                    Created::Now(_) => break,
+                    Created::Exists(found) if is_this(&found) => break,
+                    // Its Job is gone, and it not yet.
+                    Created::Exists(found) => {
+                        refuse_foreign(cluster, kind, &found, &launch.job)?;
+                        cluster.remove(kind, &found).await?;
+                    }
+                }
+            }
+        }
+        if template.queue().is_none() {
+            cluster
+                .change(name, |job| std::mem::replace(&mut job["spec"]["suspend"], json!(false)) != false)
+                .await?;
+        }
+        anyhow::Ok(())
+    };
+    let done = rest.await;
+    if done.is_err()
+        && let Err(error) = cluster.delete(Kind::Job, &job).await
+    {
+        output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
+    }
+    done
+}
+
+/// Our job is over: the pods end by themselves. Those of a cancelled job, and those that still wait for a node, have nothing more to do.
+async fn farewell(cluster: &Cluster, name: &str, state: JobState) -> anyhow::Result<()> {
+    let until = Instant::now() + FAREWELL;
+    loop {
+        let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(()) };
+        if words::end_of_job(&job).is_some() {
+            return Ok(());
+        }
+        if state == JobState::Cancelled || words::is_suspended(&job) || Instant::now() > until {
+            return cluster.delete(Kind::Job, &job).await;
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}

@@ -1,0 +1,271 @@
+//! Kubernetes' API as a launch needs it: objects as plain JSON, conflicts read again, and an API server that is away tried again.
+
+use super::super::{
+    super::{output, watch::PATIENCE, wrong},
+    Args,
+};
+use kube::{
+    Client, Config, Error,
+    api::{Api, DeleteParams, DynamicObject, PostParams, Preconditions},
+    config::KubeConfigOptions,
+    core::{ApiResource, GroupVersionKind, Status},
+};
+use serde_json::Value;
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+/// First pause before a request is tried again, and the longest.
+pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(10));
+/// How often an object that others change meanwhile is read again.
+const MOST_CONFLICTS: u32 = 20;
+/// For an object that is being deleted: its pods end first.
+const DELETED_WITHIN: Duration = Duration::from_secs(180);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Job,
+    Service,
+    Secret,
+    Pod,
+}
+
+impl Kind {
+    fn resource(self) -> ApiResource {
+        let (group, kind) = match self {
+            Kind::Job => ("batch", "Job"),
+            Kind::Service => ("", "Service"),
+            Kind::Secret => ("", "Secret"),
+            Kind::Pod => ("", "Pod"),
+        };
+        ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
+    }
+}
+
+/// A namespace of a cluster.
+pub(super) struct Cluster {
+    client: Client,
+    pub(super) namespace: String,
+    /// Whether it has been said that the API server is away.
+    is_away: AtomicBool,
+}
+
+/// What came of creating an object.
+pub(super) enum Created {
+    Now(Value),
+    /// One of that name is there.
+    Exists(Value),
+}
+
+impl Cluster {
+    /// By a kubeconfig file (`KUBECONFIG`, `~/.kube/config`), or the service account of the pod that this runs in.
+    ///
+    /// # Errors
+    /// There is neither, or it cannot be used.
+    pub(super) async fn connect(args: &Args) -> anyhow::Result<Self> {
+        let unusable = |e: &dyn std::error::Error| wrong(format!("Kubernetes: {}", chain(e)));
+        let config = match &args.context {
+            None => Config::infer().await.map_err(|e| unusable(&e))?,
+            Some(context) => {
+                let options = KubeConfigOptions { context: Some(context.clone()), ..Default::default() };
+                Config::from_kubeconfig(&options)
+                    .await
+                    .map_err(|e| wrong(format!("--context {context}: {}", chain(&e))))?
+            }
+        };
+        let namespace = args.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if namespace.is_empty() || namespace.len() > 63 || !namespace.chars().all(plain) {
+            return Err(wrong(format!(
+                "--namespace {namespace:?}: up to 63 small letters, digits and hyphens"
+            )));
+        }
+        let client = Client::try_from(config).map_err(|e| unusable(&e))?;
+        Ok(Self { client, namespace, is_away: AtomicBool::new(false) })
+    }
+
+    pub(super) fn api(&self, kind: Kind) -> Api<DynamicObject> {
+        Api::namespaced_with(self.client.clone(), &self.namespace, &kind.resource())
+    }
+
+    /// Says once that the API server does not answer, until it has.
+    pub(super) fn note_away(&self, error: &Error) {
+        if !self.is_away.swap(true, Ordering::Relaxed) {
+            output::warn(format_args!(
+                "Kubernetes' API server does not answer ({}); trying again",
+                chain(error)
+            ));
+        }
+    }
+
+    pub(super) fn note_back(&self) {
+        if self.is_away.swap(false, Ordering::Relaxed) {
+            output::warn("Kubernetes' API server answers again");
+        }
+    }
+
+    /// Tries for a minute while the API server is away.
+    async fn patiently<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
+        let began = Instant::now();
+        let mut pause = RETRY.0;
+        loop {
+            match ask().await {
+                Err(error) if is_away(&error) && began.elapsed() < PATIENCE => self.note_away(&error),
+                answer => {
+                    self.note_back();
+                    return answer;
+                }
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RETRY.1);
+        }
+    }
+
+    /// An error in words, with what to do.
+    pub(super) fn explain(&self, doing: &str, error: &Error) -> anyhow::Error {
+        let namespace = &self.namespace;
+        match error {
+            Error::Api(status) if status.code == 401 => wrong(format!(
+                "{doing}: Kubernetes does not know you ({}); sign in as for kubectl",
+                status.message
+            )),
+            Error::Api(status) if status.code == 403 => wrong(format!(
+                "{doing}: Kubernetes does not let you ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
+                status.message
+            )),
+            Error::Api(status) => anyhow::anyhow!("{doing}: Kubernetes refuses: {}", status.message),
+            error => anyhow::anyhow!("{doing}: {}", chain(error)),
+        }
+    }
+
+    /// # Errors
+    /// It cannot be read.
+    pub(super) async fn get(&self, kind: Kind, name: &str) -> anyhow::Result<Option<Value>> {
+        let api = self.api(kind);
+        let found = self.patiently(async || api.get_opt(name).await).await;
+        found.map(|found| found.map(plain)).map_err(|e| self.explain(&format!("reading {kind:?} {name}"), &e))
+    }
+
+    /// # Errors
+    /// Kubernetes refuses it.
+    pub(super) async fn create(&self, kind: Kind, object: &Value) -> anyhow::Result<Created> {
+        let api = self.api(kind);
+        let name = object["metadata"]["name"].as_str().unwrap_or_default();
+        let doing = format!("creating {kind:?} {name}");
+        let typed: DynamicObject = serde_json::from_value(object.clone())?;
+        loop {
+            match self.patiently(async || api.create(&PostParams::default(), &typed).await).await {
+                Ok(made) => return Ok(Created::Now(plain(made))),
+                Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
+                    Some(found) => return Ok(Created::Exists(found)),
+                    // It is gone meanwhile.
+                    None => tokio::time::sleep(RETRY.0).await,
+                },
+                Err(error) => return Err(self.explain(&doing, &error)),
+            }
+        }
+    }
+
+    /// Changes a Job, read again when somebody else has changed it meanwhile; `change` returns whether there is something to do.
+    ///
+    /// # Errors
+    /// Kubernetes refuses it, or the Job is gone.
+    pub(super) async fn change(&self, name: &str, change: impl Fn(&mut Value) -> bool) -> anyhow::Result<()> {
+        let api = self.api(Kind::Job);
+        let doing = format!("changing Job {name}");
+        for _ in 0..MOST_CONFLICTS {
+            let Some(mut job) = self.get(Kind::Job, name).await? else {
+                anyhow::bail!("{doing}: it is gone");
+            };
+            if !change(&mut job) {
+                return Ok(());
+            }
+            let typed: DynamicObject = serde_json::from_value(job)?;
+            match self.patiently(async || api.replace(name, &PostParams::default(), &typed).await).await {
+                Ok(_) => return Ok(()),
+                Err(Error::Api(status)) if status.code == 409 => {}
+                Err(error) => return Err(self.explain(&doing, &error)),
+            }
+        }
+        anyhow::bail!("{doing}: others change it all the time")
+    }
+
+    /// Deletes the very object that was seen, and what belongs to it first.
+    ///
+    /// # Errors
+    /// Kubernetes refuses it.
+    pub(super) async fn delete(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
+        let api = self.api(kind);
+        let name = object["metadata"]["name"].as_str().unwrap_or_default();
+        let uid = object["metadata"]["uid"].as_str().map(ToOwned::to_owned);
+        let params = DeleteParams {
+            preconditions: Some(Preconditions { uid, resource_version: None }),
+            ..DeleteParams::foreground()
+        };
+        match self.patiently(async || api.delete(name, &params).await).await {
+            // 409: another one has its name now.
+            Err(Error::Api(status)) if ![404, 409].contains(&status.code) => {
+                Err(self.explain(&format!("deleting {kind:?} {name}"), &Error::Api(status)))
+            }
+            Err(error) if !matches!(error, Error::Api(_)) => {
+                Err(self.explain(&format!("deleting {kind:?} {name}"), &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Deletes an object and waits until it is gone.
+    ///
+    /// # Errors
+    /// It is still there after three minutes, or see [`Cluster::delete`].
+    pub(super) async fn remove(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
+        self.delete(kind, object).await?;
+        let name = object["metadata"]["name"].as_str().unwrap_or_default();
+        let until = Instant::now() + DELETED_WITHIN;
+        while let Some(found) = self.get(kind, name).await? {
+            if found["metadata"]["uid"] != object["metadata"]["uid"] {
+                break;
+            }
+            if Instant::now() > until {
+                anyhow::bail!(
+                    "{kind:?} {name} is being deleted and does not end; `kubectl describe` says what holds it"
+                );
+            }
+            tokio::time::sleep(RETRY.0).await;
+        }
+        Ok(())
+    }
+}
+
+/// Whether the same request may get an answer a moment later.
+pub(super) fn is_away(error: &Error) -> bool {
+    match error {
+        Error::Api(status) => is_passing(status),
+        Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_) => true,
+        _ => false,
+    }
+}
+
+/// Whether a refusal is one of a server that starts, ends or has too much to do.
+fn is_passing(status: &Status) -> bool {
+    status.code == 429 || status.code >= 500
+}
+
+pub(super) fn plain(object: DynamicObject) -> Value {
+    serde_json::to_value(object).unwrap_or_default()
+}
+
+/// An error and its causes; a cause that the one before quotes is left out.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(one) = cause {
+        let said = one.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = one.source();
+    }
+    text
+}

@@ -1,0 +1,175 @@
+//! The objects of a launch: an Indexed Job, and a Service and a Secret that belong to it and go with it.
+
+use super::{
+    super::{Bundle, hosts::Host},
+    template::{BUNDLE_FILE, Template},
+};
+use crate::cli::agent::{IN_POD_JOB_FAILED, IN_POD_SIGNALLED};
+use lockstep_protocol::{Job, JobSpec};
+use serde_json::{Map, Value, json};
+
+/// The id of our job.
+pub(super) const JOB_LABEL: &str = "lockstep/job";
+/// Which launch made it: a word of its own, so that a request whose answer was lost is recognised.
+pub(super) const LAUNCH: &str = "lockstep/launch";
+/// Ids of the agents' tokens, to be revoked when the job is over.
+pub(super) const TOKENS: &str = "lockstep/tokens";
+/// Suspended because our job is paused, and by nobody else.
+pub(super) const PAUSED: &str = "lockstep/paused";
+/// How long the Job stays when it is over, for its pods' logs.
+const TTL_SECS: u32 = 3600;
+/// Pods are called `NAME-INDEX`, which has 63 characters at most.
+const NAME_CHARS: usize = 30;
+/// What Kubernetes takes in a Secret.
+pub(super) const SECRET_BYTES: usize = 1 << 20;
+
+/// The name of the objects: `lockstep-`, that of the job as far as it may be in one, and the end of its id.
+pub(super) fn name(id: &str, name: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+    let words: String = name.chars().map(plain).collect();
+    let words: Vec<_> = words.split('-').filter(|word| !word.is_empty()).collect();
+    let words: String = words.join("-").chars().take(NAME_CHARS).collect();
+    let end: String = id.chars().filter(char::is_ascii_alphanumeric).collect();
+    let end = end[end.len().saturating_sub(12)..].to_ascii_lowercase();
+    match words.trim_matches('-') {
+        "" => format!("lockstep-{end}"),
+        words => format!("lockstep-{words}-{end}"),
+    }
+}
+
+/// What the objects are made from.
+pub(super) struct Plan<'a> {
+    pub(super) name: String,
+    /// The id of our job.
+    pub(super) job: &'a str,
+    /// See [`LAUNCH`].
+    pub(super) launch: String,
+    pub(super) program: &'a str,
+    pub(super) hosts: &'a [Host],
+    pub(super) spec: &'a JobSpec,
+    pub(super) tokens: &'a [String],
+    pub(super) template: &'a Template,
+}
+
+impl Plan<'_> {
+    fn labels(&self) -> Map<String, Value> {
+        let of_all = [("app.kubernetes.io/name", "lockstep"), (JOB_LABEL, self.job)];
+        of_all.into_iter().map(|(key, value)| (key.to_owned(), json!(value))).collect()
+    }
+
+    fn metadata(&self) -> Value {
+        json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH: self.launch}})
+    }
+
+    /// The Job. It is made suspended: its pods need the Secret, which needs the Job's id to belong to it; and Kueue starts those in its queues.
+    pub(super) fn job(&self) -> Value {
+        let pods = self.hosts.len();
+        let slots = self.hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1);
+        let device = self.spec.parallel.device;
+        let container = self.template.container_name();
+        let exit = |action: &str, codes: &[i32]| {
+            json!({
+                "action": action,
+                "onExitCodes": {"containerName": container, "operator": "In", "values": codes},
+            })
+        };
+        let mut metadata = self.metadata();
+        for (key, value) in &self.template.job_labels {
+            metadata["labels"][key] = json!(value);
+        }
+        metadata["annotations"][TOKENS] = json!(self.tokens.join(","));
+        json!({
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": metadata,
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": pods,
+                "parallelism": pods,
+                "suspend": true,
+                // Each machine may be lost a few times. Ranks that fail end no pod: the server counts them (`max_restarts`).
+                "backoffLimit": (3 * pods).max(6),
+                "podReplacementPolicy": "Failed",
+                "podFailurePolicy": {"rules": [
+                    // Preempted, evicted, its node drained: the next pod continues.
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    exit("Ignore", &[IN_POD_SIGNALLED]),
+                    // The job has failed, or what the agent was told cannot be used.
+                    exit("FailJob", &[2, IN_POD_JOB_FAILED]),
+                ]},
+                "ttlSecondsAfterFinished": TTL_SECS,
+                "template": self.template.pods(&self.name, &self.labels(), self.program, slots, device),
+            },
+        })
+    }
+
+    /// Names for the pods, also before they are ready.
+    pub(super) fn service(&self, owner: Option<&Value>) -> Value {
+        let mut metadata = self.metadata();
+        own(&mut metadata, owner);
+        json!({
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata,
+            "spec": {"clusterIP": "None", "publishNotReadyAddresses": true, "selector": {JOB_LABEL: self.job}},
+        })
+    }
+
+    /// What the agents are told; without `bundle` only what can be shown.
+    ///
+    /// # Errors
+    /// It is larger than Kubernetes takes.
+    pub(super) fn secret(&self, owner: Option<&Value>, bundle: Option<&Bundle>) -> anyhow::Result<Value> {
+        let mut metadata = self.metadata();
+        own(&mut metadata, owner);
+        let data = match bundle.map(serde_json::to_string).transpose()? {
+            Some(text) if text.len() > SECRET_BYTES => anyhow::bail!(
+                "what {} pods are to be told is larger than 1 MiB, which no Secret takes: start fewer",
+                self.hosts.len()
+            ),
+            Some(text) => json!({BUNDLE_FILE: text}),
+            None => json!({}),
+        };
+        Ok(json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "immutable": true, "stringData": data,
+        }))
+    }
+}
+
+/// Makes an object one that goes when the Job does.
+fn own(metadata: &mut Value, owner: Option<&Value>) {
+    if let Some(job) = owner {
+        let of = |key: &str| job["metadata"][key].clone();
+        metadata["ownerReferences"] =
+            json!([{"apiVersion": "batch/v1", "kind": "Job", "name": of("name"), "uid": of("uid")}]);
+    }
+}
+
+/// A new launch of a job.
+pub(super) fn launch_word() -> String {
+    uuid::Uuid::new_v4().simple().to_string()
+}
+
+/// The name of a job's objects.
+pub(super) fn name_of(job: &Job) -> String {
+    name(job.id.as_str(), &job.name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_dns_labels_with_room_for_an_index() {
+        let id = "01890a5d-ac96-774b-bcce-b302099a8057";
+        assert_eq!(name(id, "ResNet 50/v2"), "lockstep-resnet-50-v2-b302099a8057");
+        assert_eq!(name(id, "Ärger--"), "lockstep-rger-b302099a8057");
+        assert_eq!(name(id, "…"), "lockstep-b302099a8057");
+        let cut = name(id, &"x".repeat(200));
+        assert_eq!(cut.len(), 9 + 30 + 1 + 12);
+        assert!(format!("{cut}-255").len() <= 63, "{cut}");
+        // Not at a hyphen.
+        let cut = name(id, &format!("{} tail", "x".repeat(29)));
+        assert_eq!(cut, format!("lockstep-{}-b302099a8057", "x".repeat(29)));
+    }
+}

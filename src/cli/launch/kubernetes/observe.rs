@@ -1,0 +1,151 @@
+//! Lists and watches: what is there, and what changes from that version on.
+
+use super::cluster::{Cluster, Kind, RETRY, is_away, plain};
+use futures_util::StreamExt as _;
+use kube::{
+    Error,
+    api::{DynamicObject, ListParams, WatchEvent, WatchParams},
+};
+use serde_json::Value;
+use std::{pin::pin, time::Duration};
+use tokio::sync::mpsc::Sender;
+
+/// The API server ends a watch after this time; it is then continued.
+const WATCH_SECS: u32 = 240;
+/// A connection that is silent for longer is dead.
+const SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
+/// What the API server says when the version to continue from is forgotten.
+const GONE: u16 = 410;
+
+/// What was seen.
+#[derive(Debug)]
+pub(super) enum Seen {
+    /// All that there are.
+    All(Vec<Value>),
+    Changed(Value),
+    Gone(Value),
+}
+
+/// Why a watch has ended.
+enum Ended {
+    /// To be continued from the last version.
+    Cut,
+    /// The changes since the last version are lost: list again.
+    Lost,
+}
+
+/// Sends what is there and what changes, for as long as somebody listens.
+///
+/// # Errors
+/// Kubernetes refuses to show it.
+pub(super) async fn observe(
+    cluster: &Cluster,
+    kind: Kind,
+    labels: Option<String>,
+    fields: Option<String>,
+    to: Sender<(Kind, Seen)>,
+) -> anyhow::Result<()> {
+    let api = cluster.api(kind);
+    let wanted = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
+    let mut pause = RETRY.0;
+    loop {
+        let list = match api.list(&wanted).await {
+            Ok(list) => list,
+            Err(error) if is_away(&error) => {
+                wait(cluster, &error, &mut pause).await;
+                continue;
+            }
+            Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
+        };
+        cluster.note_back();
+        let mut version = list.metadata.resource_version.unwrap_or_default();
+        if to.send((kind, Seen::All(list.items.into_iter().map(plain).collect()))).await.is_err() {
+            return Ok(());
+        }
+        let follow = WatchParams {
+            label_selector: wanted.label_selector.clone(),
+            field_selector: wanted.field_selector.clone(),
+            timeout: Some(WATCH_SECS),
+            bookmarks: true,
+            ..WatchParams::default()
+        };
+        loop {
+            let ended = match api.watch(&follow, &version).await {
+                Ok(events) => {
+                    cluster.note_back();
+                    let before = version.clone();
+                    let ended = until_cut(kind, events, &mut version, &to).await;
+                    if to.is_closed() {
+                        return Ok(());
+                    }
+                    if before == version {
+                        // A server that ends each watch at once is not asked without a pause.
+                        tokio::time::sleep(pause).await;
+                        pause = (pause * 2).min(RETRY.1);
+                    } else {
+                        pause = RETRY.0;
+                    }
+                    ended
+                }
+                Err(Error::Api(status)) if status.code == GONE => Ended::Lost,
+                Err(error) if is_away(&error) => {
+                    wait(cluster, &error, &mut pause).await;
+                    Ended::Cut
+                }
+                Err(error) => return Err(cluster.explain(&format!("watching {kind:?}s"), &error)),
+            };
+            if matches!(ended, Ended::Lost) {
+                break;
+            }
+        }
+    }
+}
+
+async fn wait(cluster: &Cluster, error: &Error, pause: &mut Duration) {
+    cluster.note_away(error);
+    tokio::time::sleep(*pause).await;
+    *pause = (*pause * 2).min(RETRY.1);
+}
+
+fn seen_version(version: &mut String, object: &DynamicObject) {
+    if let Some(seen) = &object.metadata.resource_version {
+        version.clone_from(seen);
+    }
+}
+
+/// Passes on the events of one watch.
+async fn until_cut(
+    kind: Kind,
+    events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
+    version: &mut String,
+    to: &Sender<(Kind, Seen)>,
+) -> Ended {
+    let mut events = pin!(events);
+    loop {
+        let next = tokio::select! {
+            next = tokio::time::timeout(SILENCE, events.next()) => next,
+            () = to.closed() => return Ended::Cut,
+        };
+        let seen = match next {
+            Ok(Some(Ok(WatchEvent::Bookmark(mark)))) => {
+                *version = mark.metadata.resource_version;
+                continue;
+            }
+            Ok(Some(Ok(WatchEvent::Added(object) | WatchEvent::Modified(object)))) => {
+                seen_version(version, &object);
+                Seen::Changed(plain(object))
+            }
+            Ok(Some(Ok(WatchEvent::Deleted(object)))) => {
+                seen_version(version, &object);
+                Seen::Gone(plain(object))
+            }
+            // 410, mostly; what else there may be is answered by the list as well.
+            Ok(Some(Ok(WatchEvent::Error(_)))) => return Ended::Lost,
+            Ok(Some(Err(Error::Api(status)))) if status.code == GONE => return Ended::Lost,
+            Ok(Some(Err(_)) | None) | Err(_) => return Ended::Cut,
+        };
+        if to.send((kind, seen)).await.is_err() {
+            return Ended::Cut;
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Follows Kubernetes' Job and its pods, says what happens to them, and suspends the Job while ours is paused.
+
+use super::{
+    super::{super::output, Launch},
+    POLL,
+    cluster::{Cluster, Kind},
+    objects::PAUSED,
+    observe::{Seen, observe},
+    words,
+};
+use lockstep_protocol::{Job, JobState};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use tokio::sync::mpsc;
+
+/// How many changes may wait.
+const BACKLOG: usize = 64;
+/// How much of what was said is remembered, so that it is said once.
+const MOST_SAID: usize = 4096;
+
+/// Returns when Kubernetes' Job is over, or gone, and ours is not.
+pub(super) async fn until_over(
+    cluster: &Cluster,
+    launch: &Launch,
+    name: &str,
+    queue: Option<&str>,
+) -> anyhow::Error {
+    let (to, mut changes) = mpsc::channel(BACKLOG);
+    let of_name = Some(format!("metadata.name={name}"));
+    let of_job = Some(format!("batch.kubernetes.io/job-name={name}"));
+    let seeing = async {
+        tokio::try_join!(
+            observe(cluster, Kind::Job, None, of_name, to.clone()),
+            observe(cluster, Kind::Pod, of_job, None, to.clone()),
+        )
+    };
+    let steering = async {
+        let mut steering =
+            Steering { cluster, launch, name, queue, job: None, line: String::new(), said: BTreeSet::new() };
+        let mut poll = tokio::time::interval(POLL);
+        loop {
+            let result = tokio::select! {
+                change = changes.recv() => match change {
+                    Some((kind, seen)) => steering.see(kind, seen).await,
+                    None => continue,
+                },
+                _ = poll.tick() => steering.follow_ours().await,
+            };
+            if let Err(over) = result {
+                return over;
+            }
+        }
+    };
+    tokio::select! {
+        seen = seeing => match seen {
+            Ok(_) => anyhow::anyhow!("Kubernetes' Job {name} is not watched any more"),
+            Err(error) => error,
+        },
+        over = steering => over,
+    }
+}
+
+struct Steering<'a> {
+    cluster: &'a Cluster,
+    launch: &'a Launch,
+    name: &'a str,
+    queue: Option<&'a str>,
+    /// The Job as it was last seen.
+    job: Option<Value>,
+    /// What was last said of it.
+    line: String,
+    /// What was said of pods.
+    said: BTreeSet<String>,
+}
+
+impl Steering<'_> {
+    /// # Errors
+    /// Kubernetes' Job is over or gone, and ours is not.
+    async fn see(&mut self, kind: Kind, seen: Seen) -> anyhow::Result<()> {
+        match (kind, seen) {
+            (Kind::Job, Seen::All(jobs)) => match jobs.into_iter().next() {
+                Some(job) => self.see_job(job).await,
+                None => self.over("is gone").await,
+            },
+            (Kind::Job, Seen::Changed(job)) => self.see_job(job).await,
+            (Kind::Job, Seen::Gone(_)) => self.over("was deleted").await,
+            (_, Seen::All(pods)) => {
+                pods.iter().for_each(|pod| self.see_pod(pod));
+                Ok(())
+            }
+            (_, Seen::Changed(pod) | Seen::Gone(pod)) => {
+                self.see_pod(&pod);
+                Ok(())
+            }
+        }
+    }
+
+    async fn see_job(&mut self, job: Value) -> anyhow::Result<()> {
+        let line = words::of_job(&job, self.queue);
+        if line != self.line {
+            output::warn(format_args!("Kubernetes' Job {}: {line}", self.name));
+            self.line = line;
+        }
+        let end = words::end_of_job(&job);
+        self.job = Some(job);
+        match end {
+            Some(end) => self.over(&format!("is over ({end})")).await,
+            None => Ok(()),
+        }
+    }
+
+    fn see_pod(&mut self, pod: &Value) {
+        if let Some(words) = words::of_pod(pod)
+            && self.said.len() < MOST_SAID
+            && self.said.insert(words.clone())
+        {
+            output::warn(words);
+        }
+    }
+
+    async fn ours(&self) -> anyhow::Result<Job> {
+        self.launch.api.get(&format!("/jobs/{}", self.launch.job.id)).await
+    }
+
+    /// An error, unless our job is over, too: whoever watches it sees that in a moment.
+    async fn over(&self, how: &str) -> anyhow::Result<()> {
+        // Agents end with the job: what they reported last may not be stored yet.
+        tokio::time::sleep(2 * POLL).await;
+        match self.ours().await {
+            Ok(job) if !job.state.is_final() => anyhow::bail!(
+                "Kubernetes' Job {} {how}, and ours is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
+                self.name,
+                job.state,
+                job.id
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// While our job is paused, its pods are not there. A Job that somebody else has suspended stays so.
+    async fn follow_ours(&mut self) -> anyhow::Result<()> {
+        let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
+        let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
+        let Ok(ours) = self.ours().await else { return Ok(()) };
+        let is_paused = ours.state == JobState::Paused;
+        if is_paused && !is_by_us && !words::is_suspended(seen) {
+            // The pods have it on a disk that goes with them.
+            self.launch.uploaded().await;
+            self.cluster.change(self.name, suspend).await?;
+            output::warn(format_args!(
+                "the job is paused: Kubernetes' Job {} is suspended until it goes on",
+                self.name
+            ));
+            self.job = None;
+        } else if !is_paused && is_by_us {
+            self.cluster.change(self.name, go_on).await?;
+            self.job = None;
+        }
+        Ok(())
+    }
+}
+
+fn suspend(job: &mut Value) -> bool {
+    if words::is_suspended(job) {
+        return false;
+    }
+    job["spec"]["suspend"] = json!(true);
+    job["metadata"]["annotations"][PAUSED] = json!("true");
+    true
+}
+
+fn go_on(job: &mut Value) -> bool {
+    let marked =
+        job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(PAUSED).is_some());
+    if marked {
+        job["spec"]["suspend"] = json!(false);
+    }
+    marked
+}

@@ -1,0 +1,101 @@
+//! What a template may be, at its limits and past them.
+
+use super::*;
+
+const POD: &str = "kind: Pod\nmetadata:\n  name: mine\n  labels: {team: vision}\nspec:\n  containers:\n  - {name: agent, image: 'lockstep:latest'}\n";
+
+fn refused(text: &str) -> String {
+    parse(text.as_bytes()).expect_err("a mistake")
+}
+
+fn pods(text: &str, slots: u32, device: Device) -> Value {
+    let labels = json!({"lockstep/job": "id"});
+    let labels = labels.as_object().expect("a mapping");
+    parse(text.as_bytes()).expect("a template").pods("lockstep-x", labels, "lockstep", slots, device)
+}
+
+#[test]
+fn a_template_is_a_pod_a_pod_template_or_what_a_job_has() {
+    let bare = "metadata: {labels: {team: vision}}\nspec:\n  containers:\n  - {name: agent, image: 'lockstep:latest'}\n";
+    let indented: String = bare.lines().map(|line| format!("  {line}\n")).collect();
+    let named = format!("kind: PodTemplate\ntemplate:\n{indented}");
+    for text in [POD, bare, &named] {
+        let made = pods(text, 2, Device::Cpu);
+        assert_eq!(made["metadata"], json!({"labels": {"team": "vision", "lockstep/job": "id"}}), "{text}");
+        let spec = &made["spec"];
+        assert_eq!(spec["restartPolicy"], "Never");
+        assert_eq!(spec["subdomain"], "lockstep-x");
+        assert_eq!(spec["terminationGracePeriodSeconds"], 60);
+        let container = &spec["containers"][0];
+        assert_eq!(container["command"], json!(["lockstep", "launched", "/run/lockstep/launch/bundle.json"]));
+        assert_eq!(container["resources"], json!({"requests": {"cpu": "2"}}));
+        let mounts = container["volumeMounts"].as_array().expect("mounts");
+        let paths: Vec<_> = mounts.iter().map(|mount| &mount["mountPath"]).collect();
+        assert_eq!(paths, ["/run/lockstep/launch", "/var/lib/lockstep", "/dev/shm"]);
+        assert_eq!(spec["volumes"][0]["secret"], json!({"secretName": "lockstep-x", "defaultMode": 0o444}));
+    }
+}
+
+#[test]
+fn gpus_are_slots_and_what_the_template_mounts_stays() {
+    let text = "spec:\n  securityContext: {fsGroup: 0440}\n  terminationGracePeriodSeconds: 300\n  volumes: [{name: disk, hostPath: {path: /scratch}}]\n  \
+                containers:\n  - {name: sidecar, image: x}\n  - name: lockstep\n    image: lockstep:gpu\n    resources: {limits: {nvidia.com/gpu: 4}}\n    \
+                volumeMounts: [{name: disk, mountPath: /var/lib/lockstep}]\n";
+    let made = pods(text, 4, Device::Auto);
+    let container = &made["spec"]["containers"][1];
+    assert_eq!(container["resources"], json!({"limits": {"nvidia.com/gpu": 4}}), "no CPUs are asked for");
+    assert_eq!(container["volumeMounts"].as_array().map(Vec::len), Some(3), "{container:#}");
+    assert_eq!(made["spec"]["volumes"].as_array().map(Vec::len), Some(3));
+    assert_eq!(made["spec"]["containers"][0], json!({"name": "sidecar", "image": "x"}));
+    assert_eq!(made["spec"]["terminationGracePeriodSeconds"], 300);
+    assert_eq!(made["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
+    assert_eq!(made["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
+    // A job that must run on GPUs, and a container that names none.
+    let made = pods(POD, 8, Device::Cuda);
+    assert_eq!(made["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
+    let quoted = POD.replace("latest'", "latest', resources: {limits: {nvidia.com/gpu: '2'}}");
+    assert_eq!(parse(quoted.as_bytes()).expect("a template").gpus, Some(2));
+}
+
+#[test]
+fn kueue_s_labels_are_the_job_s() {
+    let text = POD.replace(
+        "team: vision",
+        "kueue.x-k8s.io/queue-name: team-a, kueue.x-k8s.io/priority-class: low, team: vision",
+    );
+    let template = parse(text.as_bytes()).expect("a template");
+    assert_eq!(template.queue(), Some("team-a"));
+    assert_eq!(template.job_labels.len(), 2);
+    assert_eq!(template.metadata["labels"], json!({"team": "vision"}));
+    assert_eq!(parse(POD.as_bytes()).expect("a template").queue(), None);
+}
+
+#[test]
+fn mistakes_are_named() {
+    let with = |more: &str| POD.replace("latest'", &format!("latest', {more}"));
+    for (text, said) in [
+        ("kind: Deployment\nspec: {}\n".to_owned(), "is a Deployment"),
+        ("spec: {}\n".to_owned(), "no spec.containers"),
+        ("spec: [1]\n".to_owned(), "spec is no mapping"),
+        ("a: [".to_owned(), "is no YAML"),
+        ("a: 1\na: 2\n".to_owned(), "is no YAML"),
+        (POD.replace("image: ", "picture: "), "spec.containers[0].image is missing"),
+        (with("command: [sh]"), "spec.containers[0].command is set"),
+        (with("args: [x]"), "spec.containers[0].args is set"),
+        (with("resources: {limits: {nvidia.com/gpu: 0}}"), "nvidia.com/gpu: 0 is no number"),
+        (with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is no number"),
+        (format!("{POD}  restartPolicy: Always\n"), "spec.restartPolicy is Always"),
+        (format!("{POD}  - {{name: other, image: y}}\n"), "call the one with lockstep `lockstep`"),
+        (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is no text"),
+    ] {
+        assert!(refused(&text).contains(said), "{text}: {}", refused(&text));
+    }
+}
+
+#[test]
+fn a_pod_has_thirty_two_containers_at_most() {
+    let more = |n: usize| (0..n).map(|n| format!("  - {{name: c{n}, image: y}}\n")).collect::<String>();
+    let text = |n: usize| POD.replace("name: agent", "name: lockstep") + &more(n);
+    assert!(parse(text(MOST_CONTAINERS - 1).as_bytes()).is_ok());
+    assert!(refused(&text(MOST_CONTAINERS)).contains("more than 32 containers"));
+}

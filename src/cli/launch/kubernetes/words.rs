@@ -1,0 +1,180 @@
+//! What Kubernetes says of a Job and its pods, in words.
+
+use serde_json::Value;
+
+/// Reasons for which a container waits that do not go away by themselves.
+const STUCK: [&str; 8] = [
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+    "CrashLoopBackOff",
+];
+/// Messages of Kubernetes can be long.
+const MOST_CHARS: usize = 500;
+
+fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
+fn items<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+    value.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
+/// A condition of an object that is true.
+fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Value> {
+    items(&object["status"], "conditions").iter().find(|one| one["type"] == kind && one["status"] == status)
+}
+
+/// `Unschedulable: 0/3 nodes are available`.
+fn reason(of: &Value) -> String {
+    let (reason, message) = (text(of, "reason"), text(of, "message"));
+    let said = match (reason, message) {
+        ("", message) => message.to_owned(),
+        (reason, "") => reason.to_owned(),
+        (reason, message) => format!("{reason}: {message}"),
+    };
+    said.chars().take(MOST_CHARS).collect()
+}
+
+/// What is wrong with a pod and what to do; none: nothing is.
+pub(super) fn of_pod(pod: &Value) -> Option<String> {
+    let name = text(&pod["metadata"], "name");
+    let status = &pod["status"];
+    // Whoever ended it says why; the exit codes are what followed.
+    if status["reason"] == "Evicted" {
+        return Some(format!(
+            "pod {name} was evicted from its node: {}; another one is started",
+            text(status, "message")
+        ));
+    }
+    if let Some(why) = condition(pod, "DisruptionTarget", "True") {
+        return Some(format!("pod {name} has to leave its node ({}); another one is started", reason(why)));
+    }
+    let containers = items(status, "initContainerStatuses").iter().chain(items(status, "containerStatuses"));
+    for container in containers {
+        let label = text(container, "name");
+        let ended = [&container["state"]["terminated"], &container["lastState"]["terminated"]];
+        if ended.iter().any(|ended| ended["reason"] == "OOMKilled") {
+            return Some(format!(
+                "pod {name}: container {label} was killed because its memory was used up (OOMKilled): raise resources.limits.memory in the template, or lower train.batch_size"
+            ));
+        }
+        let waiting = &container["state"]["waiting"];
+        if STUCK.contains(&text(waiting, "reason")) {
+            return Some(format!("pod {name}: container {label} cannot start: {}", reason(waiting)));
+        }
+        let ended = &container["state"]["terminated"];
+        let code = ended["exitCode"].as_i64().unwrap_or(0);
+        let is_told = code == i64::from(crate::cli::agent::IN_POD_SIGNALLED);
+        if code != 0 && !is_told {
+            return Some(format!(
+                "pod {name}: container {label} ended with exit code {code} ({}); `kubectl logs {name}` has its log",
+                reason(ended)
+            ));
+        }
+    }
+    if let Some(why) = condition(pod, "PodScheduled", "False") {
+        return Some(format!("pod {name} waits for a node: {}", reason(why)));
+    }
+    if status["phase"] == "Failed" && !text(status, "reason").is_empty() {
+        return Some(format!("pod {name} has failed: {}", reason(status)));
+    }
+    None
+}
+
+/// How the Job stands, on a line.
+pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
+    if let Some(failed) = condition(job, "Failed", "True") {
+        return format!("failed ({})", reason(failed));
+    }
+    if condition(job, "Complete", "True").is_some() {
+        return "complete".into();
+    }
+    if job["metadata"]["deletionTimestamp"].is_string() {
+        return "is being deleted".into();
+    }
+    if is_suspended(job) {
+        return match queue {
+            Some(queue) => format!("waits in Kueue's queue {queue}"),
+            None => "suspended".into(),
+        };
+    }
+    let status = &job["status"];
+    let number = |key: &str| status[key].as_u64().unwrap_or(0);
+    let failed = match number("failed") {
+        0 => String::new(),
+        failed => format!(", {failed} failed so far"),
+    };
+    format!("{} of {} pods are running{failed}", number("ready"), job["spec"]["completions"])
+}
+
+/// How it ended, if it has.
+pub(super) fn end_of_job(job: &Value) -> Option<String> {
+    let is_over = condition(job, "Failed", "True").or_else(|| condition(job, "Complete", "True")).is_some();
+    is_over.then(|| of_job(job, None))
+}
+
+pub(super) fn is_suspended(job: &Value) -> bool {
+    job["spec"]["suspend"] == true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn said(status: Value) -> String {
+        of_pod(&json!({"metadata": {"name": "p-0"}, "status": status})).unwrap_or_default()
+    }
+
+    #[test]
+    fn pods_that_cannot_run_say_why() {
+        let container = |state: Value| json!({"containerStatuses": [{"name": "agent", "state": state}]});
+        let waiting = |reason: &str| container(json!({"waiting": {"reason": reason, "message": "back-off"}}));
+        assert!(said(waiting("ImagePullBackOff")).contains("cannot start: ImagePullBackOff: back-off"));
+        assert_eq!(said(waiting("ContainerCreating")), "");
+        let ended =
+            |code: i64, reason: &str| container(json!({"terminated": {"exitCode": code, "reason": reason}}));
+        assert!(said(ended(137, "OOMKilled")).contains("resources.limits.memory"));
+        assert!(said(ended(2, "Error")).contains("exit code 2 (Error)"));
+        assert_eq!(said(ended(0, "Completed")), "");
+        assert_eq!(said(ended(143, "Error")), "", "it was told to end");
+        let with = |kind: &str, status: &str| json!({"conditions": [{"type": kind, "status": status, "reason": "Why", "message": "because"}]});
+        assert!(said(with("PodScheduled", "False")).contains("waits for a node: Why: because"));
+        assert_eq!(said(with("PodScheduled", "True")), "");
+        assert!(said(with("DisruptionTarget", "True")).contains("has to leave its node (Why: because)"));
+        let evicted =
+            json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"});
+        assert!(said(evicted).contains("was evicted from its node: The node was low on memory"));
+        assert!(said(waiting("ErrImagePull").with_a_long_message()).chars().count() < MOST_CHARS + 100);
+    }
+
+    trait Long {
+        fn with_a_long_message(self) -> Value;
+    }
+
+    impl Long for Value {
+        fn with_a_long_message(mut self) -> Value {
+            self["containerStatuses"][0]["state"]["waiting"]["message"] = json!("x".repeat(10 * MOST_CHARS));
+            self
+        }
+    }
+
+    #[test]
+    fn a_job_s_line() {
+        let job = |spec: Value, status: Value| json!({"spec": spec, "status": status});
+        let running = job(json!({"completions": 2, "suspend": false}), json!({"ready": 1, "failed": 3}));
+        assert_eq!(of_job(&running, None), "1 of 2 pods are running, 3 failed so far");
+        let waits = job(json!({"suspend": true}), json!({}));
+        assert_eq!(of_job(&waits, Some("team")), "waits in Kueue's queue team");
+        assert_eq!(of_job(&waits, None), "suspended");
+        let failed =
+            json!({"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]});
+        assert_eq!(end_of_job(&job(json!({}), failed)), Some("failed (BackoffLimitExceeded)".into()));
+        assert_eq!(end_of_job(&running), None);
+    }
+}

@@ -1,0 +1,107 @@
+//! Which machines a launch is for, how many slots each has, and whether it can start at all.
+
+use super::{
+    super::{rank_table::RankTable, wrong},
+    Args, MOST_SLOTS, With,
+    hosts::{self, Host},
+};
+use lockstep_protocol::JobSpec;
+use std::{fs, net::IpAddr};
+
+/// The machines that the arguments name; those that Slurm or Kubernetes is to choose have no name.
+pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
+    let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
+    if args.with == With::Kubernetes && lists {
+        return Err(wrong("Kubernetes chooses the machines: give --nodes N instead of a list of them"));
+    }
+    let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
+        (Some(path), _, _) => hosts::read(path)?,
+        (None, Some(list), _) => hosts::of_list(list).map_err(|e| wrong(format!("--host: {e}")))?,
+        (None, None, Some(path)) => {
+            hosts::of_table(&RankTable::read(path)?).map_err(|e| wrong(format!("--rank-table: {e}")))?
+        }
+        (None, None, None) if args.with.chooses() => {
+            vec![Host::default(); args.nodes.unwrap_or(1) as usize]
+        }
+        (None, None, None) => {
+            return Err(wrong(
+                "which machines? Give --hostfile FILE, -H host1:4,host2:4 or --rank-table FILE",
+            ));
+        }
+    };
+    if args.nodes.is_some() && !args.with.chooses() {
+        return Err(wrong(
+            "--nodes is for Slurm and Kubernetes, which choose the machines; name them with --hostfile or -H",
+        ));
+    }
+    if args.with == With::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
+        return Err(wrong(
+            "--hostfile: env: is for ssh and mpirun; with Slurm give sbatch --export=NAME=VALUE after --",
+        ));
+    }
+    for host in &mut hosts {
+        host.slots = host.slots.or(args.slots);
+    }
+    Ok(hosts)
+}
+
+/// Gives slots to the machines that have none yet.
+pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
+    let ranks = spec.parallel.ranks;
+    let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
+    let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
+    if without > 0 {
+        let share = ranks.saturating_sub(given).div_ceil(without).clamp(1, MOST_SLOTS);
+        hosts.iter_mut().for_each(|host| host.slots = host.slots.or(each).or(Some(share)));
+    }
+    let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();
+    if slots < ranks {
+        return Err(wrong(format!(
+            "the job has {ranks} ranks, and these machines {slots} slots: add machines or slots, or lower parallel.ranks"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks that other machines can reach the server where they are told that it is.
+pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
+    let server = args.agent_server.as_ref().unwrap_or(&args.server.server);
+    let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
+    let url =
+        reqwest::Url::parse(&with_scheme).map_err(|e| wrong(format!("--agent-server {server}: {e}")))?;
+    let own = |name: &str| {
+        let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
+        name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+    };
+    // Whether Slurm's machines are this one, it alone knows.
+    let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
+    if let Some(host) = elsewhere
+        && own(url.host_str().unwrap_or_default())
+    {
+        return Err(wrong(format!(
+            "{} cannot reach the server at {server}: give its address there with --agent-server",
+            host.name
+        )));
+    }
+    Ok(())
+}
+
+/// The authorities that the agents are to trust besides those of their systems.
+pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
+    let Some(path) = &args.server.ca_file else { return Ok(None) };
+    fs::read_to_string(path).map(Some).map_err(|e| wrong(format!("--ca-file {}: {e}", path.display())))
+}
+
+/// Checks that a program is on the PATH.
+pub(super) fn on_path(program: &str) -> anyhow::Result<()> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    if std::env::split_paths(&path).any(|dir| dir.join(program).is_file()) {
+        return Ok(());
+    }
+    let package = match program {
+        "ssh" => "OpenSSH's client (openssh-client)",
+        "mpirun" => "Open MPI (openmpi-bin)",
+        _ => "Slurm's commands (slurm-client), on a machine that may submit to the cluster",
+    };
+    Err(wrong(format!("there is no {program} on the PATH: install {package}")))
+}

@@ -1,0 +1,303 @@
+//! Sweeps: a job file with a job for every combination of the values that some of its keys take.
+
+use super::{
+    api::{Api, mistake},
+    job_file, output, wrong,
+};
+use lockstep_protocol::{
+    Job,
+    spec::{from_json, set_key, shortened, toml_document},
+};
+use serde_json::{Value, json};
+use std::{collections::BTreeSet, path::Path};
+
+/// Jobs of a sweep. Each agent of a launched one has a token, of which a server keeps a thousand.
+const MOST_JOBS: usize = 500;
+/// Keys that change in a sweep.
+const MOST_KEYS: usize = 16;
+
+/// Keys, and the values that each takes.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Sweep {
+    keys: Vec<(String, Vec<Value>)>,
+}
+
+/// A sweep's jobs, which the server has.
+pub(crate) struct Submitted {
+    /// What all of them are tagged with.
+    pub(crate) tag: String,
+    pub(crate) jobs: Vec<Job>,
+}
+
+impl Submitted {
+    /// Prints the jobs, a line each, and where all of them are listed.
+    ///
+    /// # Errors
+    /// Standard output is closed.
+    pub(crate) fn show(&self, api: &Api, as_json: bool) -> anyhow::Result<()> {
+        if as_json {
+            return output::json(&json!({"tag": self.tag, "jobs": self.jobs}));
+        }
+        // What is said of all jobs is said once.
+        let warnings: BTreeSet<_> = self.jobs.iter().flat_map(|job| &job.warnings).collect();
+        warnings.into_iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+        for job in &self.jobs {
+            output::line(format_args!("{}  {}/jobs/{}  {}", job.id, api.base(), job.id, job.spec.name))?;
+        }
+        output::line(format_args!("{} jobs: {}/jobs?tag={}", self.jobs.len(), api.base(), self.tag))
+    }
+}
+
+impl Sweep {
+    /// Reads `train.lr=0.1,0.05` for each key. Values are as in a job file, or texts without quotes.
+    ///
+    /// # Errors
+    /// Exit status 2: an argument that is no sweep, a key that comes twice, more jobs than a sweep may have.
+    pub(crate) fn parse(arguments: &[String]) -> anyhow::Result<Self> {
+        let refused = |argument: &str, why: &str| wrong(format!("--sweep {}: {why}", shortened(argument)));
+        if arguments.len() > MOST_KEYS {
+            return Err(wrong(format!(
+                "--sweep: at most {MOST_KEYS} keys, and these are {}",
+                arguments.len()
+            )));
+        }
+        let mut keys: Vec<(String, Vec<Value>)> = Vec::new();
+        for argument in arguments {
+            let Some((path, text)) = argument.split_once('=') else {
+                return Err(refused(argument, "write it as train.lr=0.1,0.05"));
+            };
+            let path = path.trim();
+            if keys.iter().any(|(known, _)| known == path) {
+                return Err(refused(argument, "the key has a --sweep already; give all its values in one"));
+            }
+            let values = values(text);
+            if values.iter().any(|value| *value == json!("")) {
+                return Err(refused(argument, "a value is missing; write it as train.lr=0.1,0.05"));
+            }
+            keys.push((path.to_owned(), values));
+        }
+        let jobs = keys.iter().try_fold(1usize, |jobs, (_, values)| jobs.checked_mul(values.len()));
+        match jobs {
+            Some(jobs) if jobs <= MOST_JOBS => Ok(Self { keys }),
+            _ => Err(wrong(format!(
+                "--sweep: a sweep has at most {MOST_JOBS} jobs, and these values have more combinations"
+            ))),
+        }
+    }
+
+    /// A job file for each combination, the last key's values changing first. Each has the combination in its name, and the tag.
+    ///
+    /// # Errors
+    /// Exit status 2: a path that names no key.
+    pub(crate) fn documents(&self, document: &Value, tag: &str) -> anyhow::Result<Vec<Value>> {
+        let mut all = vec![(document.clone(), String::new())];
+        for (path, values) in &self.keys {
+            let key = self.short(path);
+            let mut next = Vec::with_capacity(all.len() * values.len());
+            for (document, label) in &all {
+                for value in values {
+                    let mut document = document.clone();
+                    set_key(&mut document, path, value.clone())
+                        .map_err(|e| wrong(format!("--sweep {}: {e}", shortened(path))))?;
+                    next.push((document, format!("{label} {key}={}", in_words(value))));
+                }
+            }
+            all = next;
+        }
+        for (document, label) in &mut all {
+            let Value::Object(table) = document else { continue };
+            let name = table.get("name").and_then(Value::as_str).map(|name| format!("{name}{label}"));
+            if let Some(name) = name {
+                table.insert("name".into(), name.into());
+            }
+            // What is no list is the check's to name.
+            if let Value::Array(tags) = table.entry("tags").or_insert_with(|| json!([])) {
+                tags.push(tag.into());
+            }
+        }
+        Ok(all.into_iter().map(|(document, _)| document).collect())
+    }
+
+    /// The last part of a key's path, or all of it where two end alike.
+    fn short<'a>(&self, path: &'a str) -> &'a str {
+        let last = |path: &'a str| path.rsplit('.').next().unwrap_or(path);
+        let alike = self.keys.iter().filter(|(other, _)| other.rsplit('.').next() == Some(last(path)));
+        if alike.count() > 1 { path } else { last(path) }
+    }
+}
+
+/// `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`; what is not TOML is taken as texts between commas.
+fn values(text: &str) -> Vec<Value> {
+    let listed = toml_document(&format!("value = [{text}]")).ok().and_then(|mut document| {
+        match document.as_object_mut()?.remove("value")? {
+            Value::Array(values) if !values.is_empty() => Some(values),
+            _ => None,
+        }
+    });
+    listed.unwrap_or_else(|| text.split(',').map(|part| part.trim().into()).collect())
+}
+
+fn in_words(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// A tag that no other sweep has.
+pub(crate) fn new_tag() -> String {
+    format!("sweep-{}", &uuid::Uuid::new_v4().simple().to_string()[..8])
+}
+
+/// Job files for all combinations, checked here and by the server (`launched`: their agents are about to be started); a dataset that is a path gets its registered name.
+///
+/// # Errors
+/// Exit status 2 with every mistake on a line, one that many jobs have once; the server cannot be reached.
+pub(crate) async fn prepare(
+    api: &Api,
+    path: &Path,
+    sweep: &Sweep,
+    document: &mut Value,
+    tag: &str,
+    launched: bool,
+) -> anyhow::Result<Vec<Value>> {
+    // Nothing is registered for jobs that cannot be.
+    check(None, launched, path, &sweep.documents(document, tag)?).await?;
+    job_file::name_dataset(api, document, true).await?;
+    let documents = sweep.documents(document, tag)?;
+    check(Some(api), launched, path, &documents).await?;
+    Ok(documents)
+}
+
+/// Finds the mistakes of all jobs, with `api` also those that only the server knows.
+///
+/// # Errors
+/// As [`prepare`].
+pub(crate) async fn check(
+    api: Option<&Api>,
+    launched: bool,
+    path: &Path,
+    documents: &[Value],
+) -> anyhow::Result<()> {
+    let mut lines = BTreeSet::new();
+    for document in documents {
+        let own = from_json(document).err().unwrap_or_default();
+        lines.extend(own.iter().map(|m| mistake(&m.pointer, &m.detail)));
+        if let Some(api) = api {
+            lines.extend(
+                api.mistakes(document, launched).await.iter().map(|(at, detail)| mistake(at, detail)),
+            );
+        }
+    }
+    if lines.is_empty() {
+        return Ok(());
+    }
+    Err(wrong(job_file::mistaken(path, &lines.into_iter().collect::<Vec<_>>())))
+}
+
+/// Submits all jobs or none: those before one that is refused are cancelled.
+///
+/// # Errors
+/// Exit status 2 for a job that the server refuses; it cannot be reached.
+pub(crate) async fn submit(
+    api: &Api,
+    route: &str,
+    tag: String,
+    documents: &[Value],
+) -> anyhow::Result<Submitted> {
+    let mut jobs: Vec<Job> = Vec::new();
+    for document in documents {
+        match api.post(route, document).await {
+            Ok(job) => jobs.push(job),
+            Err(error) if jobs.is_empty() => return Err(error),
+            Err(error) => {
+                let mut left = Vec::new();
+                for job in &jobs {
+                    let cancelled: anyhow::Result<Value> =
+                        api.post(&format!("/jobs/{}/cancel", job.id), &json!({})).await;
+                    if cancelled.is_err() {
+                        left.push(job.id.as_str());
+                    }
+                }
+                let done = if left.is_empty() {
+                    "are cancelled".into()
+                } else {
+                    format!("are not all cancelled: {}", left.join(" "))
+                };
+                return Err(error.context(format!(
+                    "{} of {} jobs were submitted and {done}",
+                    jobs.len(),
+                    documents.len()
+                )));
+            }
+        }
+    }
+    Ok(Submitted { tag, jobs })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sweep(arguments: &[&str]) -> anyhow::Result<Sweep> {
+        Sweep::parse(&arguments.iter().map(ToString::to_string).collect::<Vec<_>>())
+    }
+
+    fn refusal(arguments: &[&str]) -> String {
+        sweep(arguments).expect_err("it is refused").to_string()
+    }
+
+    #[test]
+    fn every_combination_is_a_job_with_its_values_in_its_name() {
+        let document = json!({"name": "wide", "tags": ["paper"], "train": {"lr": 1.0, "steps": 5}});
+        let found = sweep(&["train.lr=0.1,0.05", "model.arch=resnet18, resnet34"]).expect("a sweep");
+        let documents = found.documents(&document, "sweep-1").expect("documents");
+        let names: Vec<_> = documents.iter().filter_map(|d| d["name"].as_str()).collect();
+        assert_eq!(
+            names,
+            [
+                "wide lr=0.1 arch=resnet18",
+                "wide lr=0.1 arch=resnet34",
+                "wide lr=0.05 arch=resnet18",
+                "wide lr=0.05 arch=resnet34"
+            ]
+        );
+        assert_eq!(documents[2]["train"], json!({"lr": 0.05, "steps": 5}));
+        assert_eq!(documents[2]["model"], json!({"arch": "resnet18"}));
+        assert_eq!(documents[2]["tags"], json!(["paper", "sweep-1"]));
+    }
+
+    #[test]
+    fn values_are_as_in_a_job_file() {
+        let found = sweep(&["train.image_size=[[0, 32], [5, 64]],[[0, 64]]", "train.ema=true,false"]);
+        let keys = found.expect("a sweep").keys;
+        assert_eq!(keys[0].1, [json!([[0, 32], [5, 64]]), json!([[0, 64]])]);
+        assert_eq!(keys[1].1, [json!(true), json!(false)]);
+    }
+
+    #[test]
+    fn keys_that_end_alike_are_named_whole() {
+        let found = sweep(&["a.lr=1,2", "b.lr=3"]).expect("a sweep");
+        let documents = found.documents(&json!({"name": "x"}), "t").expect("documents");
+        assert_eq!(documents[1]["name"], "x a.lr=2 b.lr=3");
+    }
+
+    #[test]
+    fn what_is_no_sweep_is_refused_in_words() {
+        assert!(refusal(&["train.lr"]).contains("write it as train.lr=0.1,0.05"));
+        assert!(refusal(&["train.lr="]).contains("a value is missing"));
+        assert!(refusal(&["train.lr=a,,b"]).contains("a value is missing"));
+        assert!(refusal(&["train.lr=1", "train.lr=2"]).contains("already"));
+    }
+
+    #[test]
+    fn a_sweep_has_a_limit_of_jobs_and_of_keys() {
+        let numbers = |n: usize| (0..n).map(|i| i.to_string()).collect::<Vec<_>>().join(",");
+        assert!(sweep(&[&format!("train.seed={}", numbers(MOST_JOBS))]).is_ok());
+        assert!(refusal(&[&format!("train.seed={}", numbers(MOST_JOBS + 1))]).contains("at most 500 jobs"));
+        // A product that no number holds.
+        let many: Vec<_> = (0..MOST_KEYS).map(|i| format!("k{i}={}", numbers(100))).collect();
+        assert!(refusal(&many.iter().map(String::as_str).collect::<Vec<_>>()).contains("at most 500 jobs"));
+        let keys: Vec<_> = (0..=MOST_KEYS).map(|i| format!("k{i}=1")).collect();
+        let keys: Vec<_> = keys.iter().map(String::as_str).collect();
+        assert!(sweep(&keys[1..]).is_ok());
+        assert!(refusal(&keys).contains("at most 16 keys"));
+    }
+}

@@ -1,0 +1,82 @@
+// What pointers do on a chart. A mouse drags a brush, and so does a finger that has rested a moment; a finger that moves at once
+// takes the crosshair along. Two fingers zoom, and move what lies between them.
+
+import { onHold } from "./hold.js";
+
+/** Pixels that a brush is wide at least, and that two fingers are apart. */
+const LEAST = 4, APART = 24;
+
+export class Gestures {
+  /** The brush, `{ from, to }` in pixels; `to` comes with the first move. */
+  brush = null;
+  /** A pointer is on the chart. */
+  over = false;
+  #fingers = new Map();
+  #pinch = null;
+
+  /** `chart`: with its `root`, `view`, `plot` and `x`. `brushed(from, to)`, `ends()`: from where to where there is data; `changed()`: the brush has another shape. */
+  constructor(chart, { brushed, ends, changed }) {
+    Object.assign(this, { chart, brushed, ends, changed });
+    const { root, view } = chart;
+    root.addEventListener("pointerenter", () => { this.over = true; });
+    root.addEventListener("pointerleave", () => { this.over = false; if (!this.brush) view.setCursor(null); });
+    root.addEventListener("pointerdown", (event) => this.#down(event));
+    root.addEventListener("pointermove", (event) => this.#move(event));
+    for (const type of ["pointerup", "pointercancel"]) root.addEventListener(type, (event) => this.#up(event));
+    root.addEventListener("dblclick", () => view.setZoom(null));
+    onHold(root, (event) => {
+      if (!chart.plot || this.#pinch) return;
+      const from = this.#place(event);
+      // Wide enough to be seen under a finger: it says that the hold was noticed.
+      this.brush = { from, held: true };
+      this.changed();
+    });
+  }
+
+  #place(event) {
+    const { root, plot } = this.chart;
+    return Math.min(plot.right, Math.max(plot.left, event.clientX - root.getBoundingClientRect().left));
+  }
+
+  #down(event) {
+    const { root, view, plot, x } = this.chart;
+    if (!plot || event.button !== 0) return;
+    const place = this.#place(event);
+    if (event.pointerType === "mouse") { root.setPointerCapture(event.pointerId); this.brush = { from: place }; return; }
+    this.#fingers.set(event.pointerId, place);
+    if (this.#fingers.size === 2) this.#pinch = [...this.#fingers].map(([id, p]) => ({ id, at: x.from(p) }));
+    if (this.#fingers.size > 1) { this.brush = null; view.setCursor(null); this.changed(); } else view.setCursor(x.from(place));
+  }
+
+  #move(event) {
+    const { view, plot, x } = this.chart;
+    if (!plot) return;
+    const place = this.#place(event), { brush } = this;
+    if (this.#fingers.has(event.pointerId)) this.#fingers.set(event.pointerId, place);
+    if (this.#pinch) return this.#zoom();
+    if (brush && Math.abs(place - brush.from) > LEAST) brush.to = place;
+    const before = view.cursor;
+    view.setCursor(x.from(place));
+    if (before === view.cursor && brush) this.changed();
+  }
+
+  /** What lay under two fingers when they came down lies under them now. */
+  #zoom() {
+    const { view, plot } = this.chart, [a, b] = this.#pinch.map(({ id, at }) => ({ p: this.#fingers.get(id), at })).sort((m, n) => m.p - n.p);
+    if (b.p - a.p < APART || b.at <= a.at) return;
+    const pixel = (b.at - a.at) / (b.p - a.p), [first, last] = this.ends();
+    const low = Math.max(first, a.at - (a.p - plot.left) * pixel), high = Math.min(last, b.at + (plot.right - b.p) * pixel);
+    if (low <= first && high >= last) { if (view.zoom) view.setZoom(null); } else this.brushed(low, high);
+  }
+
+  #up(event) {
+    const { brush } = this, { x } = this.chart, pinched = this.#pinch;
+    this.#fingers.delete(event.pointerId);
+    if (this.#fingers.size < 2) this.#pinch = null;
+    if (pinched) return;
+    this.brush = null;
+    if (brush?.to === undefined || event.type === "pointercancel") return this.changed();
+    const ends = [brush.from, brush.to].sort((m, n) => m - n).map((p) => x.from(p));
+    this.brushed(...ends);
+  }
+}

@@ -1,0 +1,75 @@
+// The corner by which a panel is sized: dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are cells of the
+// page's grid: one to three columns, and three heights.
+
+const MOST = 3;
+/** Heights of a panel's chart, by rows; as in app.css. */
+const HEIGHTS = [160, 330, 500];
+/** Pixels that a panel at the right edge is pulled beyond it to get another column. */
+const BEYOND = 6;
+const WIDE = ["a third", "two thirds", "all"], HIGH = ["low", "medium", "high"];
+const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+/** Below this width panels stand below each other, and only their height can be seen. */
+const stacked = matchMedia("(max-width: 720px)");
+const within = (cells) => Math.min(MOST, Math.max(1, cells));
+const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
+
+/** `two thirds of the page wide, low`; the height alone where panels stand below each other. */
+export const sizeOf = ({ columns, rows }) => (stacked.matches ? HIGH[rows - 1] : `${WIDE[columns - 1]} of the page wide, ${HIGH[rows - 1]}`);
+
+/** Writes a panel's size where styles and screen readers find it. */
+export function showSize(card, panel) {
+  card.dataset.columns = panel.columns;
+  card.dataset.rows = panel.rows;
+  card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${sizeOf(panel)}. Arrow keys change it.`);
+}
+
+/** Adds the corner to a panel's card. `keep(before)`: the panel has another size than `before`, and is to be kept. */
+export function sizable(card, panel, keep) {
+  const grip = Object.assign(document.createElement("button"), { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
+  let drag = null;
+  card.append(grip);
+  showSize(card, panel);
+
+  const size = (columns, rows) => {
+    if (columns === panel.columns && rows === panel.rows) return;
+    Object.assign(panel, { columns, rows });
+    showSize(card, panel);
+  };
+  /** The cells that are nearest to the size as it was and what the pointer has moved since. */
+  const reached = ({ clientX, pageY }) => {
+    const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MOST, { before } = drag;
+    const columns = within(Math.round(before.columns + (clientX - drag.x) / third));
+    // One at the right edge has nowhere to grow to but beyond it.
+    const more = columns === before.columns && clientX > right + BEYOND ? 1 : 0;
+    return [stacked.matches ? before.columns : within(columns + more), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
+  };
+  grip.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    grip.setPointerCapture(event.pointerId);
+    const { columns, rows } = panel;
+    drag = { before: { columns, rows }, x: event.clientX, y: event.pageY };
+    card.classList.add("sized");
+  });
+  grip.addEventListener("pointermove", (event) => { if (drag) size(...reached(event)); });
+  const end = (event) => {
+    if (!drag) return;
+    const { before } = drag;
+    drag = null;
+    card.classList.remove("sized");
+    if (event.type === "pointercancel") size(before.columns, before.rows);
+    else if (before.columns !== panel.columns || before.rows !== panel.rows) keep(before);
+  };
+  grip.addEventListener("pointerup", end);
+  grip.addEventListener("pointercancel", end);
+  grip.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && drag) return end({ type: "pointercancel" });
+    const by = KEYS[event.key];
+    if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    const { columns, rows } = panel;
+    size(stacked.matches ? columns : within(columns + by[0]), within(rows + by[1]));
+    if (columns !== panel.columns || rows !== panel.rows) keep({ columns, rows });
+  });
+  return grip;
+}

@@ -1,0 +1,128 @@
+// What asking who somebody is costs a browser: the pages of two servers with the same database, one that asks for a session and one
+// with --no-auth, in turns, by the browser's own clock.
+//
+//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/access.mjs [--jobs 1000] [--points 1000000] [--rounds 15]
+//
+// An admin has signed in with a password: of all people, only admins get the page that --no-auth shows. In each round every page is opened once from each server, and the two take turns at being
+// first. Printed are medians, and the ratio of the medians. tests/bench/access.py measures single requests.
+
+import { cp, mkdtemp } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join as path } from "node:path";
+import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
+import { CHROMIUM, TestServer, until } from "../browser/test-server.mjs";
+import { join, spec } from "../browser/agent.mjs";
+
+const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
+const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, PART = 500;
+const PASSWORD = "a password of ten letters";
+const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling"];
+const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
+
+/** A list of jobs, and a job of 8 ranks that has told all its losses and has ended. Answers its id. */
+async function fill(server) {
+  const other = await chromium.launch({ executablePath: CHROMIUM, args });
+  const agent = await join(other, server, RANKS);
+  const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
+  await agent.evaluate(async ([id, points, ranks, part]) => {
+    const attempt = await window.it.attempt(id);
+    await window.it.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
+    for (let first = 1; first <= points; first += 20 * part) {
+      await Promise.all(Array.from({ length: ranks }, (_, rank) => {
+        const events = [];
+        for (let from = first; from < first + 20 * part && from <= points; from += part) {
+          const steps = Array.from({ length: Math.min(part, points - from + 1) }, (_, i) => from + i);
+          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] });
+        }
+        return window.it.report(attempt, rank, events);
+      }));
+    }
+    await window.it.end(attempt, points);
+  }, [id, POINTS, RANKS, PART]);
+  await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
+  await other.close();
+  for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
+  return id;
+}
+
+/** A browser's context in which an admin has signed in. */
+async function signIn(browser, server) {
+  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  if (!server.auth) return context;
+  await server.ask("/people", { name: "ada", role: "admin", password: PASSWORD });
+  const answer = await context.request.post(`${server.url}/login`, { form: { name: "ada", password: PASSWORD }, headers: { origin: server.url }, maxRedirects: 0 });
+  if (answer.status() !== 303) throw new Error(`signing in: ${answer.status()}`);
+  return context;
+}
+
+const painted = (page) => until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
+
+/** What is measured, each in a new tab. */
+const cases = (job) => ({
+  [`${JOBS} jobs: navigation to first rows painted, in a new tab`]: async (page, server) => {
+    await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
+    await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
+    return painted(page);
+  },
+  "the same, from another page of the dashboard": async (page, server) => {
+    await page.goto(`${server.url}/machines`, { waitUntil: "load" });
+    await page.click('nav a[href="/jobs"]');
+    await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
+    return painted(page);
+  },
+  [`all ${JOBS} jobs as JSON, read and parsed`]: async (page, server) => {
+    await page.goto(`${server.url}/machines`, { waitUntil: "load" });
+    return page.evaluate(async () => {
+      const start = performance.now();
+      let cursor = "";
+      do { cursor = (await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json()).next; } while (cursor);
+      return performance.now() - start;
+    });
+  },
+  [`${RANKS} ranks × ${POINTS.toLocaleString("en")} points: navigation to first chart`]: async (page, server) => {
+    await page.goto(`${server.url}/jobs/${job}`);
+    return until("the first chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+  },
+  "the same job: navigation to its websocket's last event": async (page, server) => {
+    await page.goto(`${server.url}/machines`, { waitUntil: "load" });
+    return page.evaluate((job) => new Promise((done, failed) => {
+      const start = performance.now(), socket = new WebSocket(`ws://${location.host}/api/v1/jobs/${job}/stream?since=0`);
+      socket.onmessage = ({ data }) => { if (JSON.parse(data).type === "live") { done(performance.now() - start); socket.close(); } };
+      socket.onerror = () => failed(new Error("the stream"));
+    }), job);
+  },
+});
+
+const first = await TestServer.open({ dataset: false, agent: false });
+const servers = [];
+let browser;
+try {
+  const job = await fill(first);
+  await first.crash();
+  for (const auth of [true, false]) {
+    const dir = await mkdtemp(path(tmpdir(), "lockstep-access-"));
+    await cp(first.dir, dir, { recursive: true });
+    servers.push(await TestServer.open({ dataset: false, agent: false, auth, dir }));
+  }
+  browser = await chromium.launch({ executablePath: CHROMIUM, args });
+  const contexts = [];
+  for (const server of servers) contexts.push(await signIn(browser, server));
+  console.log("| what | with | without | ratio | n |\n|---|---|---|---|---|");
+  for (const [what, measure] of Object.entries(cases(job))) {
+    const took = [[], []];
+    for (let round = 0; round <= ROUNDS; round++) {
+      for (const which of round % 2 ? [0, 1] : [1, 0]) {
+        const page = await contexts[which].newPage();
+        const ms = await measure(page, servers[which]);
+        // The first round warms both.
+        if (round) took[which].push(ms);
+        await page.close();
+      }
+    }
+    const [asks, open] = took.map(median);
+    console.log(`| ${what} | ${asks.toFixed(1)} ms | ${open.toFixed(1)} ms | ${(asks / open).toFixed(3)} | ${ROUNDS} |`);
+  }
+} finally {
+  await browser?.close();
+  for (const server of [first, ...servers]) await server.close();
+}

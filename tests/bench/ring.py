@@ -1,0 +1,242 @@
+"""All-reduces over a slow network beside what their bytes and delays must take.
+
+    python3 tests/bench/ring.py target/release/lockstep [--ranks 3] [--delays 0 0.1 1 10] [--gigabits 1]
+
+Takes root. Each rank is in a network namespace of its own; all are connected by links of 1 Gbit/s, and each packet waits for the delay
+before it leaves its host. Where the kernel has netem it does both. Elsewhere each host has a tap device whose packets this program's delay line
+passes on, a process a host, so its own limits are in the figures: the row without an added delay tells how much that is.
+
+Ranks are `lockstep doctor`'s, which meet over TCP as those of a job do. Two steps are measured: gradients of 16 MiB (the best of
+five) and 1 KiB, as votes and statistics are (the mean of 200). What they must take, with n ranks, V bytes and the link's B bytes a second:
+
+    long:   2 (n - 1) (d + V / n / B)      a part of the vector travels round the ring twice but for one hop
+    short:  (n - 1) (d + V / B)            everybody gets everybody's
+
+d is half of the round trip that was measured between two of the namespaces while nothing else was sent, B what TCP's and
+IP's headers leave of the link. A step is both, one after the other: at most 1.15 times what it must take is asked for. A
+short one by itself is a matter of how soon processes wake up where the delay is less than that.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import select
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+import uuid
+
+parser = argparse.ArgumentParser()
+parser.add_argument("program")
+parser.add_argument("--ranks", type=int, default=3)
+parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 1, 10], help="milliseconds")
+parser.add_argument("--gigabits", type=float, default=1)
+parser.add_argument("--line", choices=["netem", "tap"], help="default: netem where the kernel has it")
+parser.add_argument("--most", type=float, default=1.15)
+a = parser.parse_args()
+a.program = os.path.abspath(a.program)
+# Of the tap devices: few packets, as with segmentation in a network card.
+TAP_MTU = 32000
+LONG, SHORT = 16 << 20, 1 << 10
+NAME = f"lkr{os.getpid() % 100000}"
+namespaces = [f"{NAME}-{rank}" for rank in range(a.ranks)]
+address = lambda rank: f"10.79.{os.getpid() % 250}.{rank + 1}"
+
+
+def run(*words, **options):
+    return subprocess.run(words, check=True, capture_output=True, text=True, **options).stdout
+
+
+def has_netem():
+    done = subprocess.run(
+        ["ip", "netns", "exec", namespaces[0], "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
+        capture_output=True,
+    )
+    if done.returncode == 0:
+        run("ip", "netns", "exec", namespaces[0], "tc", "qdisc", "del", "dev", "lo", "root")
+    return done.returncode == 0
+
+
+def delay_line(taps, delay_ms, bits_per_second, rank):
+    """Passes packets from one host's tap on to the others', at the link's rate and after the delay; never returns."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    here, delay = taps[rank], delay_ms / 1e3
+    waiting, free_at, number = [], 0.0, 0
+    while True:
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, _, to, packet = heapq.heappop(waiting)
+            try:
+                os.write(taps[to], packet)
+            except BlockingIOError:
+                pass
+        wait = None if not waiting else max(waiting[0][0] - time.monotonic(), 0)
+        # The kernel wakes up late by some tens of microseconds: the last of a wait is spent awake.
+        if wait is not None and wait < 1e-4:
+            wait = 0
+        elif wait is not None:
+            wait -= 1e-4
+        if not select.select([here], [], [], wait)[0]:
+            continue
+        for _ in range(64):
+            try:
+                packet = os.read(here, 65536)
+            except BlockingIOError:
+                break
+            # To the host with the last byte of the destination's hardware address; to all for ARP.
+            mac = packet[:6]
+            targets = [mac[5] - 1] if not mac[0] & 1 else [r for r in range(len(taps)) if r != rank]
+            now = time.monotonic()
+            free_at = max(free_at, now) + 8 * len(packet) / bits_per_second
+            for to in targets:
+                if 0 <= to < len(taps):
+                    number += 1
+                    heapq.heappush(waiting, (free_at + delay, number, to, packet))
+
+
+class Network:
+    def __init__(self, kind):
+        self.kind, self.lines, self.taps = kind, [], []
+        if kind == "netem":
+            run("ip", "link", "add", NAME, "type", "bridge")
+            run("ip", "link", "set", NAME, "up")
+        for rank, space in enumerate(namespaces):
+            if kind == "netem":
+                cable = f"{NAME}v{rank}"
+                run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+                run("ip", "link", "set", cable, "master", NAME, "up")
+            else:
+                self.taps.append(self.tap(space, rank))
+            run("ip", "-n", space, "addr", "add", f"{address(rank)}/24", "dev", "eth0")
+            run("ip", "-n", space, "link", "set", "eth0", "up")
+            run("ip", "-n", space, "link", "set", "lo", "up")
+
+    def tap(self, space, rank):
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        IFF_TAP, IFF_NO_PI, TUNSETIFF = 0x0002, 0x1000, 0x400454CA
+        fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", f"{NAME}t{rank}".encode(), IFF_TAP | IFF_NO_PI))
+        run("ip", "link", "set", f"{NAME}t{rank}", "address", f"02:00:00:00:00:{rank + 1:02x}", "mtu", str(TAP_MTU))
+        # A queue that holds what TCP has on the way, as netem's has below.
+        run("ip", "link", "set", f"{NAME}t{rank}", "txqueuelen", "10000")
+        run("ip", "link", "set", f"{NAME}t{rank}", "netns", space, "name", "eth0")
+        return descriptor
+
+    def pace(self, delay_ms):
+        """One more delay than the last one: the links are made anew with it."""
+        for line in self.lines:
+            os.kill(line, signal.SIGKILL)
+            os.waitpid(line, 0)
+        self.lines = []
+        for rank, space in enumerate(namespaces):
+            if self.kind == "netem":
+                run(*f"ip netns exec {space} tc qdisc replace dev eth0 root netem delay {delay_ms}ms rate {a.gigabits}gbit limit 20000".split())
+                continue
+            line = os.fork()
+            if line == 0:
+                try:
+                    delay_line(self.taps, delay_ms, a.gigabits * 1e9, rank)
+                finally:
+                    os._exit(1)
+            self.lines.append(line)
+
+    def close(self):
+        for line in self.lines:
+            os.kill(line, signal.SIGKILL)
+            os.waitpid(line, 0)
+        if self.kind == "netem":
+            subprocess.run(["ip", "link", "del", NAME], capture_output=True)
+
+
+ECHO = """
+import socket, sys, time
+if sys.argv[1] == "serve":
+    listener = socket.create_server((sys.argv[2], 7))
+    print("ready", flush=True)
+    one, _ = listener.accept()
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while one.recv(1): one.send(b"x")
+else:
+    one = socket.create_connection((sys.argv[2], 7))
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = []
+    for _ in range(200):
+        began = time.monotonic()
+        one.send(b"x"); one.recv(1)
+        trips.append(time.monotonic() - began)
+    print(min(trips))
+"""
+
+
+def half_round_trip():
+    """Seconds; the best of 200, as of the all-reduces."""
+    command = lambda rank, *words: ["ip", "netns", "exec", namespaces[rank], sys.executable, "-c", ECHO, *words]
+    server = subprocess.Popen(command(0, "serve", address(0)), stdout=subprocess.PIPE, text=True)
+    server.stdout.readline()
+    trip = float(run(*command(1, "call", address(0)), timeout=60))
+    server.wait(10)
+    return trip / 2
+
+
+def measured(port):
+    """Seconds of the short and of the long all-reduce."""
+    secret, ranks = uuid.uuid4().hex, []
+    for rank, space in enumerate(namespaces):
+        member = {
+            "rank": rank, "world_size": a.ranks, "addr": address(0), "port": port, "secret": secret, "gpu": None,
+        }
+        environment = {**os.environ, "LOCKSTEP_LOCAL_GROUP": json.dumps(member)}
+        ranks.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", space, a.program, "doctor"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            )
+        )
+    out = [rank.communicate(timeout=300) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("\n".join(errors for _, errors in out))
+    said = json.loads(out[0][0])
+    return said["short_us"] / 1e6, LONG / said["bytes_per_second"]
+
+
+def main():
+    n, worst = a.ranks, 0
+    for space in namespaces:
+        run("ip", "netns", "add", space)
+    network = None
+    try:
+        kind = a.line or ("netem" if has_netem() else "tap")
+        network = Network(kind)
+        mtu = 1500 if kind == "netem" else TAP_MTU
+        # 20 bytes of IP, 32 of TCP with its time stamps, 14 of Ethernet.
+        link = a.gigabits * 125e6 * (mtu - 52) / (mtu + 14)
+        print(f"{n} ranks, links of {a.gigabits:g} Gbit/s by {kind}, {mtu} bytes a packet; times in ms")
+        print("| added delay | d | 16 MiB | must take | ratio | 1 KiB | must take | ratio | step: ratio |\n|---|---|---|---|---|---|---|---|---|")
+        for i, delay in enumerate(a.delays):
+            network.pace(delay)
+            d = half_round_trip()
+            short, long = measured(20000 + i)
+            must_long = 2 * (n - 1) * (d + LONG / n / link)
+            must_short = (n - 1) * (d + SHORT / link)
+            ratios = long / must_long, short / must_short
+            cells = [f"{delay:g}", f"{d * 1e3:.3f}", f"{long * 1e3:.1f}", f"{must_long * 1e3:.1f}", f"{ratios[0]:.2f}"]
+            cells += [f"{short * 1e3:.2f}", f"{must_short * 1e3:.2f}", f"{ratios[1]:.2f}"]
+            step = (long + short) / (must_long + must_short)
+            print("| " + " | ".join([*cells, f"{step:.2f}"]) + " |", flush=True)
+            worst = max(worst, step)
+    finally:
+        if network:
+            network.close()
+        for space in namespaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+    print(f"a step takes at most {worst:.2f} times what bytes and delays must take; asked for: {a.most}")
+    sys.exit(worst > a.most)
+
+
+main()

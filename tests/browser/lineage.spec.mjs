@@ -1,0 +1,40 @@
+// A job and its fork: each names the other, and the fork's speed is that of its own steps, on every page.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser;
+before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
+after(async () => { await browser?.close(); await server?.close(); });
+
+describe("a fork", () => {
+  test("is named by its parent and names it, and is as fast as its own steps", async () => {
+    const over = (id) => until("it is over", async () => (await server.job(id)).state === "succeeded");
+    const parent = await server.submit({ name: "the parent", ranks: 1, train: { steps: 24 } });
+    await over(parent.id);
+    const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
+    const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: checkpoint.id, set: { name: "the fork", "train.steps": 48, "parallel.ranks": 1 } });
+    await over(fork.id);
+    const { series } = await server.ask(`/jobs/${fork.id}/metrics?name=step_ms&ranks=0`), times = series.at(-1).mean;
+    const own = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
+    assert.equal(times.length, 24, "steps of the fork alone");
+    assert.ok(Math.abs(speed / own - 1) < 0.01, `${speed} images/s told, ${own} by its steps`);
+
+    const page = await browser.page(server, `/jobs/${fork.id}?tab=history`), panel = page.locator("#history-panel");
+    const words = await until("the page tells it", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });
+    assert.ok(Math.abs(Number(words.replaceAll(",", "")) / speed - 1) < 0.01, words);
+    const link = panel.getByRole("link", { name: "the parent" });
+    await until("it names where it comes from", () => link.isVisible());
+    await link.click();
+    await page.waitForURL(new RegExp(parent.id));
+    await page.getByRole("tab", { name: "History" }).click();
+    await until("its parent names it", () => panel.getByRole("link", { name: "the fork" }).isVisible());
+    await page.goto(`${server.url}/compare?jobs=${parent.id},${fork.id}`);
+    const row = page.locator("#results tr", { hasText: "the fork" });
+    await until("Compare tells the same", async () => (await row.locator("td").allTextContents()).includes(words));
+    await page.goto(`${server.url}/jobs`);
+    await until("and so does the list", async () => (await page.locator(`tr[data-id="${fork.id}"] [data-f=speed]`).textContent()) === words);
+    await page.end();
+  });
+});

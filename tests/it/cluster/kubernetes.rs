@@ -1,0 +1,139 @@
+//! An API server like Kubernetes', with a controller of Jobs and pods that are processes in namespaces of their own (`kubernetes/api.py`).
+
+use super::program;
+use crate::server::{SOON, Server, free_port, lockstep, signal};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+const TOKEN: &str = "of-the-person-who-launches";
+pub(crate) const NAMESPACE: &str = "vision";
+
+pub(crate) struct Kubernetes {
+    folder: PathBuf,
+    port: u16,
+    process: Child,
+}
+
+/// A pod that can run here: the image is not looked at.
+pub(crate) const POD: &str = "kind: Pod\nmetadata:\n  labels: {team: vision}\nspec:\n  terminationGracePeriodSeconds: 40\n  containers:\n  - {name: agent, image: 'lockstep:latest'}\n";
+
+impl Kubernetes {
+    /// A cluster in whose pods the server's data directory is not there. Whoever launches may do what `launch-role.yaml` says.
+    pub(crate) async fn start(server: &Server) -> Self {
+        Self::start_with(server, &rules()).await
+    }
+
+    pub(crate) async fn start_with(server: &Server, rules: &Value) -> Self {
+        let folder = server.folder().path().join("kubernetes");
+        fs::create_dir_all(&folder).expect("a folder");
+        fs::write(folder.join("role.json"), rules.to_string()).expect("a role");
+        let port = free_port();
+        // The person signs in by a program, as on most clusters.
+        let says = json!({
+            "apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": TOKEN},
+        });
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "other",
+            "clusters": [
+                {"name": "test", "cluster": {"server": format!("http://127.0.0.1:{port}")}},
+                {"name": "nowhere", "cluster": {"server": "http://127.0.0.1:1"}},
+            ],
+            "users": [{"name": "me", "user": {"exec": {
+                "apiVersion": "client.authentication.k8s.io/v1", "command": "echo", "args": [says.to_string()],
+                "interactiveMode": "Never",
+            }}}],
+            "contexts": [
+                {"name": "test", "context": {"cluster": "test", "user": "me", "namespace": NAMESPACE}},
+                {"name": "other", "context": {"cluster": "nowhere", "user": "me"}},
+            ],
+        });
+        fs::write(folder.join("config"), config.to_string()).expect("a configuration");
+        fs::write(folder.join("pod.yaml"), POD).expect("a template");
+        let log = File::create(folder.join("api.log")).expect("a log");
+        let api = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/cluster/kubernetes/api.py");
+        let mut command = Command::new(program("python3", "python3"));
+        command.arg("-B").arg(api).args([&port.to_string(), TOKEN]).arg(folder.join("role.json"));
+        command.arg(server.data_dir()).arg(&folder).stdin(Stdio::null());
+        let process = command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("python3");
+        let cluster = Self { folder, port, process };
+        let until = Instant::now() + SOON;
+        while cluster.try_act("objects", &json!({})).await.is_none() {
+            assert!(Instant::now() < until, "the API server does not answer");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        cluster
+    }
+
+    /// `lockstep launch JOB --with kubernetes`, with the template `pod.yaml` unless the arguments name another.
+    pub(crate) fn launch(&self, server: &Server, job: &str, args: &[&str]) -> Command {
+        let mut command = lockstep();
+        command.current_dir(server.folder().path()).envs(server.for_clients());
+        command.env("KUBECONFIG", self.folder.join("config"));
+        command.args(["launch", job, "--with", "kubernetes", "--program"]);
+        command.arg(crate::server::LOCKSTEP).args(args);
+        if !args.contains(&"--context") {
+            command.args(["--context", "test"]);
+        }
+        if !args.contains(&"--template") {
+            command.arg("--template").arg(self.folder.join("pod.yaml"));
+        }
+        command
+    }
+
+    async fn try_act(&self, action: &str, body: &Value) -> Option<Value> {
+        let url = format!("http://127.0.0.1:{}/test/{action}", self.port);
+        let answer = crate::server::client("").post(url).json(body).send().await.ok()?;
+        answer.json().await.ok()
+    }
+
+    /// Does something to the cluster.
+    pub(crate) async fn act(&self, action: &str, body: Value) -> Value {
+        let answer = self.try_act(action, &body).await;
+        answer.unwrap_or_else(|| panic!("{action} does not work; see {}/api.log", self.folder.display()))
+    }
+
+    pub(crate) async fn objects(&self, kind: &str) -> Vec<Value> {
+        let all = self.act("objects", json!({})).await;
+        let all = all["items"].as_array().expect("objects").clone();
+        all.into_iter().filter(|object| object["kind"] == kind).collect()
+    }
+
+    pub(crate) async fn until(&self, what: &str, is_so: impl Fn(&[Value]) -> bool) {
+        let until = Instant::now() + 2 * SOON;
+        loop {
+            // It may be away just now.
+            let all = self.try_act("objects", &json!({})).await.unwrap_or_default();
+            let all = all["items"].as_array().cloned().unwrap_or_default();
+            if !all.is_empty() && is_so(&all) || all.is_empty() && what.contains("gone") && is_so(&all) {
+                return;
+            }
+            assert!(Instant::now() < until, "not so: {what}; {all:#?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
+/// What the role of a launch allows.
+pub(crate) fn rules() -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/kubernetes/launch-role.yaml");
+    let text = fs::read_to_string(path).expect("a role");
+    let all: Vec<Value> = serde_saphyr::from_multiple(&text).expect("YAML");
+    all.into_iter().find(|one| one["kind"] == "Role").expect("a role")["rules"].take()
+}
+
+impl Drop for Kubernetes {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", fs::read_to_string(self.folder.join("api.log")).unwrap_or_default());
+        }
+        // It ends its pods.
+        signal(self.process.id().cast_signed(), Signal::TERM);
+        let _ = self.process.wait();
+    }
+}

@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""Kubernetes as far as `lockstep launch` sees it, for tests: an API server with versions, conflicts, watches that are cut and forgotten, and
+rights; a Job controller; a kubelet.
+
+    api.py PORT TOKEN ROLE.json HIDDEN_FOLDER FOLDER
+
+ROLE.json has the rules of a Role, which every request is held against. HIDDEN_FOLDER is empty in pods. POST /test/ACTION is for the test.
+"""
+
+import http.server
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.parse
+
+from nodes import control, inner
+from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, changed, create, delete
+
+
+def shown(item):
+    """An object as clients see it."""
+    item = json.loads(json.dumps(item))
+    secret = item.pop("test-data", None)
+    if secret is not None:
+        item["data"] = {name: "eA==" for name in secret}
+    for key in [key for key in item.get("status", {}) if key.startswith("test-") or key in ("counted", "noted")]:
+        del item["status"][key]
+    return item
+
+
+def selected(item, query):
+    labels = item["metadata"].get("labels", {})
+    for part in filter(None, query.get("labelSelector", [""])[0].split(",")):
+        name, value = part.split("=")
+        if labels.get(name) != value:
+            return False
+    for part in filter(None, query.get("fieldSelector", [""])[0].split(",")):
+        name, value = part.split("=")
+        assert name == "metadata.name", name
+        if item["metadata"]["name"] != value:
+            return False
+    return True
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def setup(self):
+        super().setup()
+        CONNECTIONS.add(self.connection)
+
+    def finish(self):
+        CONNECTIONS.discard(self.connection)
+        super().finish()
+
+    def answer(self, code, body):
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def handle_one_request(self):
+        try:
+            super().handle_one_request()
+        except OSError:
+            self.close_connection = True
+
+    def body(self):
+        length = int(self.headers.get("content-length") or 0)
+        return json.loads(self.rfile.read(length) or b"null")
+
+    def run(self):
+        url = urllib.parse.urlsplit(self.path)
+        query = urllib.parse.parse_qs(url.query)
+        body = self.body()
+        parts = [part for part in url.path.split("/") if part]
+        try:
+            if parts[0] == "test":
+                return self.answer(200, ACTIONS[parts[1]](body))
+            if self.headers.get("authorization") != f"Bearer {TOKEN}":
+                raise Refused(401, "Unauthorized", "Unauthorized")
+            # /api/v1/namespaces/N/R[/NAME] or /apis/batch/v1/namespaces/N/R[/NAME]
+            group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
+            namespace, resource, name = rest[1], rest[2], rest[3] if len(rest) > 3 else None
+            assert GROUPS[resource] == group, url.path
+            verb = {"GET": "get" if name else "list", "POST": "create", "PUT": "update", "DELETE": "delete"}[self.command]
+            if query.get("watch"):
+                verb = "watch"
+            if not any(group in r["apiGroups"] and resource in r["resources"] and verb in r["verbs"] for r in ROLE):
+                STATE["refused"].append(f"{verb} {resource}")
+                raise Refused(403, "Forbidden", f'User "test" cannot {verb} resource "{resource}" in API group "{group}" in the namespace "{namespace}"')
+            if verb == "watch":
+                return self.watch(resource, namespace, query)
+            with LOCK:
+                code, item = self.do(verb, resource, namespace, name, query, body)
+                item = shown(item) if item.get("kind") in KINDS.values() else item
+                if STATE["lost"] and verb in ("create", "update"):
+                    # Done, and the answer is lost on the way.
+                    STATE["lost"] -= 1
+                    self.close_connection = True
+                    return None
+            return self.answer(code, item)
+        except Refused as refused:
+            return self.answer(refused.status["code"], refused.status)
+
+    do_GET = do_POST = do_PUT = do_DELETE = run
+
+    def do(self, verb, resource, namespace, name, query, body):
+        key = (resource, namespace, name)
+        if verb == "list":
+            items = [shown(o) for k, o in STORE.items() if k[:2] == key[:2] and selected(o, query)]
+            kind = f"{KINDS[resource]}List"
+            return 200, {"kind": kind, "apiVersion": "v1", "metadata": {"resourceVersion": str(STATE["version"])}, "items": items}
+        if verb == "create":
+            if resource == "secrets":
+                body["test-data"] = body.pop("stringData")
+            if resource == "jobs":
+                body["status"] = {"failed": 0, "test-done": []}
+            return 201, create(resource, namespace, body)
+        if verb == "delete":
+            return 200, delete(key, body)
+        if key not in STORE:
+            raise Refused(404, "NotFound", f'{resource} "{name}" not found')
+        item = STORE[key]
+        if verb == "update":
+            if STATE["conflicts"]:
+                # Somebody else was first.
+                STATE["conflicts"] -= 1
+                item["metadata"].setdefault("annotations", {})["somebody"] = "else"
+                changed(resource, item)
+            if body["metadata"].get("resourceVersion") != item["metadata"]["resourceVersion"]:
+                raise Refused(409, "Conflict", "the object has been modified; please apply your changes to the latest version and try again")
+            item["spec"] = body["spec"]
+            item["metadata"]["annotations"] = body["metadata"].get("annotations", {})
+            changed(resource, item)
+        return 200, item
+
+    def watch(self, resource, namespace, query):
+        version = int(query["resourceVersion"][0])
+        until = time.time() + min(int(query.get("timeoutSeconds", ["60"])[0]), STATE.get("watch_secs", 600))
+        with LOCK:
+            if version < STATE["oldest"]:
+                raise Refused(410, "Expired", f'too old resource version: {version} ({STATE["oldest"]})')
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+
+        def send(event):
+            data = json.dumps(event).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
+
+        while time.time() < until:
+            with LOCK:
+                LOCK.wait(0.2)
+                if version < STATE["oldest"]:
+                    # Forgotten while the watch was open.
+                    send({"type": "ERROR", "object": Refused(410, "Expired", "too old resource version").status})
+                    break
+                new = [entry for entry in LOG if entry[0] > version]
+            for number, kind, event, item in new:
+                version = number
+                if kind == resource and item["metadata"]["namespace"] == namespace and selected(item, query):
+                    send({"type": event, "object": shown(item)})
+            if new and query.get("allowWatchBookmarks"):
+                send({"type": "BOOKMARK", "object": {"kind": KINDS[resource], "apiVersion": "v1", "metadata": {"resourceVersion": str(version)}}})
+        self.wfile.write(b"0\r\n\r\n")
+
+
+# For the test
+
+
+def find(body):
+    return [p for k, p in STORE.items() if k[0] == "pods" and p["status"]["phase"] == "Running" and p["metadata"]["labels"].get("batch.kubernetes.io/job-name", "").startswith(body.get("job", ""))]
+
+
+def evict(body):
+    """As a node that has too little memory does."""
+    with LOCK:
+        pod = find(body)[0]
+        pod["status"].update(reason="Evicted", message="The node was low on resource: memory.")
+        pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": ""})
+        delete(("pods", pod["metadata"]["namespace"], pod["metadata"]["name"]))
+    return {}
+
+
+def out_of_memory(body):
+    with LOCK:
+        pod = find(body)[0]
+        pod["status"]["test-reason"] = "OOMKilled"
+        os.kill(inner(PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])]), signal.SIGKILL)
+    return {}
+
+
+def away(body):
+    """The API server ends in the middle of everything, and is back after some seconds; `forget`: with its history lost."""
+    def later():
+        time.sleep(0.1)
+        STATE["down"] = True
+        STATE["server"].shutdown()
+        STATE["server"].server_close()
+        for connection in list(CONNECTIONS):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        time.sleep(body["secs"])
+        if body.get("forget"):
+            with LOCK:
+                STATE["oldest"] = STATE["version"] + 1
+                STATE["version"] += 1
+                LOG.clear()
+        STATE["down"] = False
+    threading.Thread(target=later, daemon=True).start()
+    return {}
+
+
+def suspend(body):
+    """As Kueue and people do."""
+    with LOCK:
+        job = next(o for k, o in STORE.items() if k[0] == "jobs")
+        job["spec"]["suspend"] = body["suspend"]
+        changed("jobs", job)
+    return {}
+
+
+def objects(_):
+    with LOCK:
+        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"]}
+
+
+def put(body):
+    with LOCK:
+        resource = next(r for r, kind in KINDS.items() if kind == body["kind"])
+        if resource == "secrets":
+            body["test-data"] = body.pop("stringData", {})
+        if resource == "jobs":
+            body["status"] = {"failed": 0, "test-done": []}
+        create(resource, body["metadata"]["namespace"], body)
+    return {}
+
+
+def state(body):
+    with LOCK:
+        STATE.update(body)
+    return {}
+
+
+ACTIONS = {"evict": evict, "oom": out_of_memory, "away": away, "suspend": suspend, "objects": objects, "put": put, "state": state}
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+
+def end(*_):
+    for process in PROCESSES.values():
+        process.kill()
+    os._exit(0)
+
+
+signal.signal(signal.SIGTERM, end)
+threading.Thread(target=control, daemon=True).start()
+while True:
+    if STATE["down"]:
+        time.sleep(0.05)
+        continue
+    STATE["server"] = Server(("127.0.0.1", PORT), Handler)
+    STATE["server"].serve_forever(0.05)
+    while not STATE["down"]:
+        time.sleep(0.01)

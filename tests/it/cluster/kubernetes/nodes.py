@@ -1,0 +1,220 @@
+"""A kubelet, whose pods are processes in namespaces of their own, and the controller of Jobs. No image is pulled: programs are this machine's."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import threading
+import time
+import uuid
+
+from state import FOLDER, HIDDEN, HOOKS, LOCK, PROCESSES, STORE, changed, create, delete, forget
+
+def script(pod, container):
+    """Mounts a pod's volumes where its container has them, and becomes its command."""
+    home = FOLDER / "pods" / pod["metadata"]["uid"]
+    lines = ["set -e", "mount -t tmpfs none /run", "mount -t tmpfs none /var/lib"]
+    volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
+    for mount in container.get("volumeMounts", []):
+        volume = volumes[mount["name"]]
+        source = home / mount["name"]
+        source.mkdir(parents=True, exist_ok=True)
+        if "secret" in volume:
+            secret = STORE.get(("secrets", pod["metadata"]["namespace"], volume["secret"]["secretName"]))
+            if secret is None:
+                return None
+            # As a kubelet does: files in a folder of their own, and links to them.
+            (source / "..data").mkdir(exist_ok=True)
+            for name, text in secret["test-data"].items():
+                (source / "..data" / name).write_text(text)
+                (source / "..data" / name).chmod(volume["secret"]["defaultMode"])
+                if not (source / name).exists():
+                    (source / name).symlink_to(f"..data/{name}")
+        elif volume.get("emptyDir", {}).get("medium") == "Memory":
+            lines.append(f"mount -t tmpfs none '{source}'")
+        elif "hostPath" in volume:
+            source = volume["hostPath"]["path"]
+        lines.append(f"mkdir -p '{mount['mountPath']}'; mount --bind '{source}' '{mount['mountPath']}'")
+    lines.append(f"mount -t tmpfs none '{HIDDEN}'")
+    lines.append('exec "$@"')
+    return "\n".join(lines)
+
+
+def start_pod(key, pod):
+    container = pod["spec"]["containers"][0]
+    status = pod["status"]
+    waiting = lambda reason, message="": [{"name": container["name"], "ready": False, "state": {"waiting": {"reason": reason, "message": message}}}]
+    if "nowhere" in pod["spec"].get("nodeSelector", {}):
+        status["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available: 3 node(s) didn't match"}]
+    elif "missing" in container["image"]:
+        status["containerStatuses"] = waiting("ImagePullBackOff", f'Back-off pulling image "{container["image"]}"')
+    else:
+        text = script(pod, container)
+        if text is None:
+            status["containerStatuses"] = waiting("ContainerCreating", "secret not found")
+            if not status.get("noted"):
+                status["noted"] = True
+                changed("pods", pod)
+            return
+        env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "HOSTNAME": pod["spec"]["hostname"], "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+        for one in container.get("env", []):
+            field = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+            env[one["name"]] = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] if "index" in field else one["value"]
+        log = open(FOLDER / f"{pod['metadata']['name']}.log", "ab")
+        # In another user's namespace where this one may make none.
+        user = [] if os.geteuid() == 0 else ["-U", "-r"]
+        command = ["unshare", *user, "-m", "-p", "--fork", "--mount-proc", "--kill-child", "sh", "-c", text, "sh", *container["command"]]
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=FOLDER, start_new_session=True)
+        PROCESSES[key] = process
+        status.update(phase="Running", startTime="2026-01-01T00:00:00Z")
+        status["conditions"] = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}]
+        status["containerStatuses"] = [{"name": container["name"], "ready": True, "state": {"running": {}}}]
+        threading.Thread(target=wait_pod, args=(key, pod, process), daemon=True).start()
+    changed("pods", pod)
+
+
+def wait_pod(key, pod, process):
+    code = process.wait()
+    code = 128 - code if code < 0 else code
+    with LOCK:
+        PROCESSES.pop(key, None)
+        status = pod["status"]
+        status["phase"] = "Succeeded" if code == 0 else "Failed"
+        reason = status.pop("test-reason", "Completed" if code == 0 else "Error")
+        status["containerStatuses"] = [{"name": pod["spec"]["containers"][0]["name"], "ready": False, "state": {"terminated": {"exitCode": code, "reason": reason}}}]
+        status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
+        if key in STORE and STORE[key] is pod:
+            changed("pods", pod)
+
+
+def inner(process):
+    """The first process of a pod: the child of unshare."""
+    text = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(text[0]) if text else None
+
+
+def end_pod(key, pod):
+    with LOCK:
+        process = PROCESSES.get(key)
+        grace = pod["spec"]["terminationGracePeriodSeconds"]
+        child = inner(process) if process else None
+    if child:
+        os.kill(child, signal.SIGTERM)
+        try:
+            process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        while pod["status"]["phase"] == "Running":
+            time.sleep(0.01)
+    with LOCK:
+        if not pod["status"].get("counted") and pod["status"]["phase"] in ("Succeeded", "Failed"):
+            count(pod)
+        if STORE.get(key) is pod:
+            forget(key)
+
+
+# Job controller
+
+
+def job_of(pod):
+    return STORE.get(("jobs", pod["metadata"]["namespace"], pod["metadata"]["labels"]["batch.kubernetes.io/job-name"]))
+
+
+def condition(job, kind, reason=""):
+    job["status"].setdefault("conditions", []).append({"type": kind, "status": "True", "reason": reason, "message": ""})
+
+
+def over(job):
+    return any(c["type"] in ("Complete", "Failed") for c in job["status"].get("conditions", []))
+
+
+def count(pod):
+    """Notes the end of a pod in its Job, by its podFailurePolicy."""
+    pod["status"]["counted"] = True
+    job = job_of(pod)
+    if job is None or over(job):
+        return
+    status = job["status"]
+    index = int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
+    if pod["status"]["phase"] == "Succeeded":
+        if index not in status["test-done"]:
+            status["test-done"].append(index)
+        return
+    code = pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+    for rule in job["spec"].get("podFailurePolicy", {}).get("rules", []):
+        conditions = [(c["type"], c["status"]) for c in pod["status"]["conditions"]]
+        matches = code in rule.get("onExitCodes", {}).get("values", []) or any((c["type"], c["status"]) in conditions for c in rule.get("onPodConditions", []))
+        if matches and rule["action"] == "Ignore":
+            return
+        if matches and rule["action"] == "FailJob":
+            condition(job, "Failed", "PodFailurePolicy")
+            return
+    status["failed"] += 1
+    if status["failed"] > job["spec"]["backoffLimit"]:
+        condition(job, "Failed", "BackoffLimitExceeded")
+
+
+def reconcile(key, job):
+    spec, meta = job["spec"], job["metadata"]
+    status = job["status"]
+    before = json.dumps(status)
+    own = {k: p for k, p in STORE.items() if k[0] == "pods" and p["metadata"]["labels"].get("batch.kubernetes.io/job-name") == key[2]}
+    for pod in own.values():
+        if pod["status"]["phase"] in ("Succeeded", "Failed") and not pod["status"].get("counted"):
+            count(pod)
+    active = {k: p for k, p in own.items() if p["status"]["phase"] in ("Pending", "Running")}
+    if "deletionTimestamp" in meta:
+        for pod in own:
+            delete(pod)
+        if not own:
+            forget(key)
+        return
+    done = len(status["test-done"])
+    if not over(job) and done == spec["completions"]:
+        condition(job, "Complete")
+    if over(job) or spec["suspend"]:
+        for pod in active:
+            delete(pod)
+    else:
+        busy = {p["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] for p in active.values()}
+        for index in range(spec["completions"]):
+            if index not in status["test-done"] and str(index) not in busy:
+                create("pods", key[1], make_pod(job, index))
+    ready = sum(any(c["type"] == "Ready" for c in p["status"].get("conditions", [])) for p in active.values())
+    status.update(active=len(active), ready=ready, succeeded=done)
+    if json.dumps(status) != before:
+        changed("jobs", job)
+
+
+def make_pod(job, index):
+    template = json.loads(json.dumps(job["spec"]["template"]))
+    meta = template.setdefault("metadata", {})
+    name = job["metadata"]["name"]
+    assert len(f"{name}-{index}") <= 63, name
+    meta["name"] = f"{name}-{index}-{uuid.uuid4().hex[:5]}"
+    meta.setdefault("labels", {})["batch.kubernetes.io/job-name"] = name
+    meta.setdefault("annotations", {})["batch.kubernetes.io/job-completion-index"] = str(index)
+    meta["ownerReferences"] = [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}]
+    spec = template["spec"]
+    spec["hostname"] = f"{name}-{index}"
+    for container in spec["containers"]:
+        path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        container.setdefault("env", []).append({"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": {"fieldPath": path}}})
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec, "status": {"phase": "Pending"}}
+
+
+def control():
+    while True:
+        time.sleep(0.05)
+        with LOCK:
+            for key, item in list(STORE.items()):
+                if key[0] == "jobs":
+                    reconcile(key, item)
+            for key, item in list(STORE.items()):
+                if key[0] == "pods" and item["status"]["phase"] == "Pending" and "deletionTimestamp" not in item["metadata"]:
+                    if not item["status"].get("containerStatuses", [{}])[0].get("state", {}).get("waiting", {}).get("reason") == "ImagePullBackOff" and not item["status"].get("conditions"):
+                        start_pod(key, item)
+
+
+HOOKS["end_pod"] = end_pod

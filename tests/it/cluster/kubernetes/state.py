@@ -1,0 +1,83 @@
+"""The objects of the cluster, their versions, and the garbage collector."""
+
+import json
+import pathlib
+import sys
+import threading
+import uuid
+
+PORT, TOKEN, ROLE, HIDDEN, FOLDER = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4], pathlib.Path(sys.argv[5])
+GROUPS = {"jobs": "batch", "pods": "", "services": "", "secrets": ""}
+KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret"}
+LOCK = threading.Condition(threading.RLock())
+STORE = {}
+LOG = []  # (version, resource, type, object)
+STATE = {"version": 100, "oldest": 0, "conflicts": 0, "lost": 0, "down": False, "refused": []}
+CONNECTIONS = set()
+PROCESSES = {}
+HOOKS = {}
+
+
+class Refused(Exception):
+    def __init__(self, code, reason, message):
+        super().__init__(message)
+        self.status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message}
+
+
+def note(kind, resource, item):
+    STATE["version"] += 1
+    item["metadata"]["resourceVersion"] = str(STATE["version"])
+    LOG.append((STATE["version"], resource, kind, json.loads(json.dumps(item))))
+    LOCK.notify_all()
+
+
+def changed(resource, item):
+    note("MODIFIED", resource, item)
+
+
+def create(resource, namespace, item):
+    meta = item["metadata"]
+    key = (resource, namespace, meta["name"])
+    if key in STORE:
+        raise Refused(409, "AlreadyExists", f'{resource} "{meta["name"]}" already exists')
+    meta.update(namespace=namespace, uid=str(uuid.uuid4()), creationTimestamp="2026-01-01T00:00:00Z")
+    meta.setdefault("generation", 1)
+    for owner in meta.get("ownerReferences", []):
+        assert any(o["metadata"]["uid"] == owner["uid"] for o in STORE.values()), "its owner is there"
+    STORE[key] = item
+    note("ADDED", resource, item)
+    return item
+
+
+def forget(key):
+    item = STORE.pop(key, None)
+    if item is None:
+        return
+    note("DELETED", key[0], item)
+    # The garbage collector.
+    for other, dependent in list(STORE.items()):
+        if any(o["uid"] == item["metadata"]["uid"] for o in dependent["metadata"].get("ownerReferences", [])):
+            delete(other)
+
+
+def delete(key, options=None):
+    item = STORE.get(key)
+    if item is None:
+        raise Refused(404, "NotFound", f'{key[0]} "{key[2]}" not found')
+    wanted = ((options or {}).get("preconditions") or {}).get("uid")
+    if wanted and wanted != item["metadata"]["uid"]:
+        raise Refused(409, "Conflict", "the UID in the precondition does not match")
+    if key[0] == "pods":
+        if "deletionTimestamp" not in item["metadata"]:
+            item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
+            changed("pods", item)
+            threading.Thread(target=HOOKS["end_pod"], args=(key, item), daemon=True).start()
+    elif key[0] == "jobs" and (options or {}).get("propagationPolicy") == "Foreground":
+        # Its pods first; the controller takes it away after them.
+        if "deletionTimestamp" not in item["metadata"]:
+            item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
+            item["metadata"]["finalizers"] = ["foregroundDeletion"]
+            changed("jobs", item)
+    else:
+        forget(key)
+    return item

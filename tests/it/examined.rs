@@ -1,0 +1,187 @@
+//! `lockstep doctor --hosts`: three hosts as network namespaces, each with a real sshd. One is behind a slow link, one has another version,
+//! and a firewall is put between two of them.
+
+use crate::{
+    cluster::Sshd,
+    hosts::Network,
+    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
+};
+use serde_json::Value;
+use std::{fs, os::unix::fs::PermissionsExt as _, process::Command};
+
+/// Hosts, and a hostfile of them.
+struct Room {
+    /// Before the namespaces that they are in.
+    sshds: Vec<Sshd>,
+    network: Network,
+    folder: Folder,
+}
+
+impl Room {
+    fn new() -> Self {
+        let folder = Folder::new();
+        let mut network = Network::new();
+        let start = |host: u32| {
+            network.add(host);
+            Sshd::start_in(folder.path(), &network.namespace(host), &network.address(host))
+        };
+        let sshds = (1..=3).map(start).collect();
+        Self { sshds, network, folder }
+    }
+
+    /// `lockstep doctor` over hosts, with the programs that they have.
+    fn doctor(&self, hosts: &[&str], program: &str) -> Finished {
+        let mut command = lockstep();
+        command.current_dir(self.folder.path()).args(["doctor", "--json", "--hosts", &hosts.join(",")]);
+        command.args(["--program", program, "--"]).args(self.sshds[0].options(22));
+        Finished::of(&mut command)
+    }
+
+    fn in_host(&self, host: u32, program: &str, args: &str) {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.network.namespace(host), program]).args(args.split_whitespace());
+        assert!(command.status().expect(program).success(), "{program} {args}");
+    }
+}
+
+fn pair<'a>(report: &'a Value, a: &str, b: &str) -> &'a Value {
+    let pairs = report["pairs"].as_array().expect("pairs");
+    pairs
+        .iter()
+        .find(|pair| pair["a"] == a && pair["b"] == b)
+        .unwrap_or_else(|| panic!("{a} {b}: {report:#}"))
+}
+
+/// What is found of one kind, with its grade.
+fn findings<'a>(of: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
+    let findings = of["findings"].as_array().expect("findings").iter().filter(|one| one["what"] == what);
+    let text = |one: &'a Value, key: &str| one[key].as_str().unwrap_or_default();
+    findings
+        .map(|one| {
+            assert!(text(one, "advice").len() > 20, "what to do about {one:#}");
+            (text(one, "grade"), text(one, "found"))
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() {
+    let _turn = turn().await;
+    let room = Room::new();
+    let names = [1, 2, 3].map(|host| room.network.address(host));
+    let [one, two, three] = names.each_ref().map(String::as_str);
+    // One that says that it is older, as a machine that nobody has updated.
+    let old = room.folder.path().join("lockstep");
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" = --version ] && case \"$SSH_CONNECTION\" in *' {two} 22') echo lockstep 0.0.1; exit;; esac\n\
+         exec {LOCKSTEP} \"$@\"\n"
+    );
+    fs::write(&old, script).expect("a program");
+    fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
+    let program = old.to_str().expect("a path");
+    // The third is behind a slow link, and a firewall keeps what it sends from the first.
+    room.in_host(3, "tc", "qdisc add dev eth0 root tbf rate 40mbit burst 32kb latency 100ms");
+    room.in_host(3, "ip", &format!("rule add to {one} prohibit priority 20"));
+
+    let done = room.doctor(&[one, two, three], program);
+    assert_eq!(done.status, 1, "{}{}", done.stdout, done.stderr);
+    let report: Value = serde_json::from_str(&done.stdout).expect("JSON");
+    assert_eq!(report["pairs"].as_array().map(Vec::len), Some(3), "{report:#}");
+    let host = &report["hosts"][1];
+    assert_eq!(
+        (&host["lockstep"], &host["address"], &host["interface"]),
+        (&"0.0.1".into(), &two.into(), &"eth0".into())
+    );
+
+    // Nothing but the version is wrong here.
+    let good = pair(&report, one, two);
+    let version = findings(good, "Lockstep");
+    assert!(version.len() == 1 && version[0].0 == "problem" && version[0].1.contains("0.0.1 on"), "{good:#}");
+    assert_eq!(good["verdict"], "problem");
+    for way in ["to_a", "to_b"] {
+        assert!(good[way]["round_trip_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{good:#}");
+        assert!(good[way]["bytes_per_second"].as_f64().is_some_and(|speed| speed > 20e6), "{good:#}");
+    }
+    assert!(good["clock_ahead_ms"].as_f64().is_some_and(|ms| ms.abs() < 100.0), "one clock: {good:#}");
+    assert_eq!(good["nccl"], Value::Null);
+
+    // The third cannot answer the first on its ports, and is not answered.
+    let blocked = pair(&report, one, three);
+    let reach = findings(blocked, "reach");
+    assert_eq!(reach.len(), 2, "{blocked:#}");
+    assert!(
+        reach.iter().all(|(grade, found)| *grade == "problem" && found.contains("does not reach")),
+        "{reach:?}"
+    );
+    assert!(reach[0].1.starts_with(one) && reach[1].1.starts_with(three), "{reach:?}");
+
+    // What comes from the third is slow, what goes to it is not.
+    let slow = pair(&report, two, three);
+    let speed = findings(slow, "speed");
+    assert_eq!(speed.len(), 1, "{slow:#}");
+    assert!(speed[0].0 == "problem" && speed[0].1.contains(&format!("from {three} to {two}")), "{slow:#}");
+    let from_third = slow["to_b"]["bytes_per_second"].as_f64().expect("a number");
+    assert!((2e6..6e6).contains(&from_third), "40 Mbit/s are 5 MB/s less headers: {slow:#}");
+
+    // Without what is wrong there is nothing to say.
+    room.in_host(3, "tc", "qdisc del dev eth0 root");
+    room.in_host(3, "ip", "rule del priority 20");
+    let hosts = room.folder.write("hosts", format!("{one} slots=1\n{three} env:NCCL_SOCKET_IFNAME=eth0\n"));
+    let mut command = lockstep();
+    command.current_dir(room.folder.path()).args(["doctor", "--hostfile"]).arg(hosts);
+    let done = Finished::of(command.args(["--program", LOCKSTEP, "--"]).args(room.sshds[0].options(22)));
+    let said = done.ok();
+    assert!(
+        said.contains(&format!("{one} - {three}  round trip ")) && said.contains(" apart, give or take "),
+        "{said}"
+    );
+    assert!(!said.contains("PROBLEM"), "{said}");
+}
+
+#[tokio::test]
+async fn a_host_that_does_not_answer_leaves_the_others_measured() {
+    let _turn = turn().await;
+    let mut room = Room::new();
+    let [one, two, three] = [1, 2, 3].map(|host| room.network.address(host));
+    drop(room.sshds.remove(1));
+    let done = room.doctor(&[&one, &two, &three], LOCKSTEP);
+    assert_eq!(done.status, 1, "{}{}", done.stdout, done.stderr);
+    let report: Value = serde_json::from_str(&done.stdout).expect("JSON");
+    let host = findings(&report["hosts"][1], "host");
+    assert!(
+        host[0].0 == "problem"
+            && host[0].1.contains("cannot be reached by ssh")
+            && host[0].1.contains("refused"),
+        "{host:?}"
+    );
+    assert_eq!(report["pairs"].as_array().map(Vec::len), Some(1), "{report:#}");
+    assert_ne!(pair(&report, &one, &three)["verdict"], "problem", "{report:#}");
+
+    let done = room.doctor(&[&one], "/nowhere/lockstep");
+    assert!(
+        done.stdout.contains("cannot run lockstep") && done.stdout.contains("--program"),
+        "{}",
+        done.stdout
+    );
+    // A version from before there was this.
+    let old = room.folder.path().join("old");
+    fs::write(&old, "#!/bin/sh\n[ \"$1\" = --version ] && echo lockstep 0.0.1 && exit\necho \"error: unexpected argument '--peer' found\" >&2\nexit 2\n")
+        .expect("a program");
+    fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
+    let done = room.doctor(&[&one], old.to_str().expect("a path"));
+    assert!(
+        done.stdout.contains("Lockstep 0.0.1 there does not examine: error: unexpected argument"),
+        "{}",
+        done.stdout
+    );
+
+    for (args, said) in [
+        (&["--hosts", "a,a"][..], "a is named twice"),
+        (&["--hosts", ""], "no machine's name"),
+        (&["--hosts", "a", "--ranks", "2"], "cannot be used with"),
+        (&["--quick", "--", "-v"], "give --hosts"),
+    ] {
+        let done = Finished::of(lockstep().arg("doctor").args(args));
+        assert!(done.status == 2 && done.stderr.contains(said), "{args:?}: {}", done.stderr);
+    }
+}

@@ -1,0 +1,220 @@
+//! Agents in the pods of a Job, by an API server like Kubernetes'.
+
+use super::{server, short, submit, valid_agent_tokens};
+use crate::{
+    cluster::{Kubernetes, command_lines},
+    server::{Finished, Server, lockstep, number, turn},
+    specs,
+};
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+    process::{Child, Command, ExitStatus},
+};
+
+/// A job that ends when it is told to.
+pub(super) fn endless(name: &str, ranks: u32) -> Value {
+    specs::with(
+        specs::short(name, "fashion", ranks, 1_000_000),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
+    )
+}
+
+pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
+    let past = |job: &Value| {
+        number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
+    };
+    server.job_when(id, "it trains", past).await
+}
+
+/// A launch that follows its job.
+pub(super) struct Following {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Following {
+    pub(super) fn start(server: &Server, mut command: Command) -> Self {
+        let log = server.folder().path().join("launch.log");
+        let file = File::create(&log).expect("a log");
+        let child = command.stdout(file.try_clone().expect("a log")).stderr(file).spawn().expect("lockstep");
+        Self { child, log }
+    }
+
+    pub(super) fn said(&self) -> String {
+        fs::read_to_string(&self.log).expect("its log")
+    }
+
+    pub(super) async fn says(&self, server: &Server, words: &str) {
+        server
+            .until(&format!("the launch says {words:?}"), async |_: &Server| self.said().contains(words))
+            .await;
+    }
+
+    pub(super) fn end(mut self) -> (ExitStatus, String) {
+        let status = self.child.wait().expect("its end");
+        (status, self.said())
+    }
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn kinds<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
+    objects.iter().filter(|object| object["kind"] == kind).collect()
+}
+
+/// Whether any process is shown with these words, on its command line or in its environment.
+fn anybody_shows(words: &str) -> bool {
+    let entries = fs::read_dir("/proc").expect("processes").filter_map(Result::ok);
+    let environments = entries.filter_map(|entry| fs::read(entry.path().join("environ")).ok());
+    let mut environments = environments.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    environments.any(|text| text.contains(words)) || command_lines().iter().any(|line| line.contains(words))
+}
+
+#[tokio::test]
+async fn two_pods_train_a_job_and_end_with_it() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &short("Over two pods")).await;
+    let done = Finished::of(&mut cluster.launch(&server, &id, &["--nodes", "2"]));
+    done.ok();
+    server.succeeded(&id).await;
+    let shown = server.cli(&["show", &id]);
+    let agents = shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned();
+    for index in [0, 1] {
+        let name = format!("launch-{}-{index}", &id[id.len() - 6..]);
+        assert!(agents.contains(&name), "both pods ran it: {agents}");
+    }
+    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    let job = cluster.objects("Job").await.remove(0);
+    assert_eq!(job["status"]["conditions"][0]["type"], "Complete", "{job:#}");
+    assert_eq!(job["status"]["failed"], 0, "{job:#}");
+    assert_eq!((&job["spec"]["completions"], &job["spec"]["parallelism"]), (&json!(2), &json!(2)));
+    let name = job["metadata"]["name"].as_str().expect("a name");
+    assert!(name.starts_with("lockstep-over-two-pods-"), "{name}");
+    for kind in ["Service", "Secret"] {
+        let owner = &cluster.objects(kind).await.remove(0)["metadata"]["ownerReferences"][0];
+        assert_eq!((&owner["kind"], &owner["uid"]), (&json!("Job"), &job["metadata"]["uid"]), "{kind}");
+    }
+    assert_eq!(cluster.act("objects", json!({})).await["refused"], json!([]), "the role is enough");
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_paused_job_s_pods_end_with_a_checkpoint_and_come_back() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("paused", 2)).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
+    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let secret = cluster.objects("Secret").await.remove(0)["secret"]["bundle.json"].take();
+    let bundle: Value = serde_json::from_str(secret.as_str().expect("a description")).expect("JSON");
+    for node in bundle["nodes"].as_array().expect("agents") {
+        assert!(!anybody_shows(node["token"].as_str().expect("a token")), "a token is shown");
+    }
+    // Somebody else changes the Job at the same moment, three times.
+    cluster.act("state", json!({"conflicts": 3})).await;
+    server.cli(&["pause", &id]).ok();
+    cluster
+        .until("the Job is suspended and its pods are away", |all| {
+            kinds(all, "Job")[0]["spec"]["suspend"] == true && kinds(all, "Pod").is_empty()
+        })
+        .await;
+    let job = cluster.objects("Job").await.remove(0);
+    assert_eq!(job["metadata"]["annotations"]["somebody"], "else", "what others wrote stays");
+    assert_eq!(job["status"]["failed"], 0, "{job:#}");
+    let kept = newest(&server, &id).await;
+    assert!(kept >= at, "{kept} and {at}");
+    server.cli(&["resume", &id]).ok();
+    let at = number(&trains_past(&server, &id, 2, kept).await["step"]);
+    // What somebody else suspends stays so, with a checkpoint.
+    cluster.act("suspend", json!({"suspend": true})).await;
+    server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
+    // The agent uploads it before it ends, as its disk goes with the pod.
+    server.until("its checkpoint is there", async |server: &Server| newest(server, &id).await >= at).await;
+    let kept = newest(&server, &id).await;
+    following.says(&server, ": suspended").await;
+    cluster.act("suspend", json!({"suspend": false})).await;
+    trains_past(&server, &id, 3, kept).await;
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    let (status, said) = following.end();
+    assert!(!status.success() && said.contains("the job is paused: Kubernetes' Job"), "{said}");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    drop(cluster);
+    server.stop().await;
+}
+
+/// The step of the newest checkpoint that the server has.
+async fn newest(server: &Server, id: &str) -> u64 {
+    let kept = server.checkpoints(id).await;
+    let here = kept.iter().filter(|one| !one["uploading_from"].is_string());
+    here.map(|one| number(&one["step"])).max().expect("a checkpoint")
+}
+
+#[tokio::test]
+async fn a_second_launch_takes_over_what_the_first_has_started() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("twice", 1)).await;
+    Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
+    trains_past(&server, &id, 1, 0).await;
+    let first = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
+    let tokens = valid_agent_tokens(&server).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &[]));
+    following.says(&server, "of an earlier launch is there").await;
+    following.says(&server, "1 of 1 pods are running").await;
+    assert_eq!(cluster.objects("Job").await.remove(0)["metadata"]["uid"], first);
+    assert_eq!(valid_agent_tokens(&server).await, tokens, "no more tokens");
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the first launch's token is revoked");
+    drop(cluster);
+    server.stop().await;
+}
+
+#[test]
+fn a_dry_run_shows_the_objects_and_a_template_has_a_size() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let job = folder.path().join("job.toml");
+    fs::write(&job, "[data]\ndataset = \"fashion\"\n[parallel]\nranks = 8\n").expect("a job");
+    let template = folder.path().join("pod.yaml");
+    let pod = "spec:\n  containers:\n  - {name: a, image: b, resources: {limits: {nvidia.com/gpu: 4}}}\n";
+    let dry = |text: &str, more: &[&str]| {
+        fs::write(&template, text).expect("a template");
+        let mut command = lockstep();
+        command.arg("launch").arg(&job).args(["--with", "kubernetes", "--dry-run", "--template"]);
+        Finished::of(command.arg(&template).args(more))
+    };
+    let done = dry(pod, &[]);
+    let shown: Value = serde_json::from_str(done.ok()).expect("JSON");
+    assert_eq!(shown["items"][0]["spec"]["completions"], 2, "8 ranks on pods of 4 GPUs");
+    assert_eq!(shown["items"][2]["stringData"], json!({}), "no secret is shown");
+    let full = format!("{pod}#{}", "x".repeat((256 << 10) - pod.len() - 1));
+    dry(&full, &[]).ok();
+    let fails = |text: &str, more: &[&str], words: &str| {
+        let done = dry(text, more);
+        assert_eq!(done.status, 2, "{}", done.stdout);
+        assert!(done.stderr.contains(words), "{more:?}: {}", done.stderr);
+    };
+    fails(&format!("{full}x"), &[], "is larger than 256 KiB");
+    fails(pod, &["--slots", "2"], "the template's container has 4 GPUs");
+    fails(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
+    fails(pod, &["--dir", "relative"], "an absolute path");
+    fails(pod, &["--nodes", "1"], "8 ranks");
+    fails(pod, &["--", "--now"], "no options after --");
+    let mut command = lockstep();
+    let done = Finished::of(command.arg("launch").arg(&job).args(["--with", "kubernetes", "--dry-run"]));
+    assert!(done.stderr.contains("--template pod.yaml"), "{}", done.stderr);
+}

@@ -1,0 +1,144 @@
+//! What Kubernetes refuses, loses and forgets, and what a launch says of it.
+
+use super::{
+    pods::{Following, endless, trains_past},
+    server, submit, valid_agent_tokens,
+};
+use crate::{
+    cluster::{Kubernetes, kubernetes_rules},
+    server::{Finished, Server, number, turn},
+};
+use serde_json::{Value, json};
+use std::fs;
+
+#[tokio::test]
+async fn an_api_server_that_is_away_and_forgets_is_followed_again() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("away", 2)).await;
+    // The answers to the first two requests that make something are lost on the way.
+    cluster.act("state", json!({"lost": 2, "watch_secs": 2})).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
+    trains_past(&server, &id, 1, 0).await;
+    assert_eq!(cluster.objects("Job").await.len(), 1);
+    following.says(&server, "2 of 2 pods are running").await;
+    cluster.act("away", json!({"secs": 3, "forget": true})).await;
+    // Twice before, when answers were lost.
+    let times = |words: &str| following.said().matches(words).count();
+    server.until("it is away", async |_: &Server| times("API server does not answer") == 3).await;
+    server.until("it is back", async |_: &Server| times("API server answers again") == 3).await;
+    // A node has too little memory; another pod continues, and the Job does not count it as failed.
+    let at = number(&trains_past(&server, &id, 1, 0).await["attempt"]);
+    cluster.act("evict", json!({})).await;
+    following.says(&server, "was evicted from its node: The node was low on resource: memory.").await;
+    trains_past(&server, &id, at + 1, 0).await;
+    let attempt = number(&server.job(&id).await["attempt"]);
+    cluster.act("oom", json!({})).await;
+    following.says(&server, "was killed because its memory was used up (OOMKilled)").await;
+    let job = trains_past(&server, &id, attempt + 1, 0).await;
+    assert_eq!(job["state"], "running");
+    let job = cluster.objects("Job").await.remove(0);
+    assert_eq!(job["status"]["failed"], 1, "one that was killed, and none that was evicted: {job:#}");
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn kueue_starts_what_is_in_its_queue_and_pods_that_cannot_run_say_why() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let template = |name: &str, text: &str| {
+        let path = server.folder().path().join(name);
+        fs::write(&path, text).expect("a template");
+        path.to_str().expect("a path").to_owned()
+    };
+    let pod = crate::cluster::POD;
+    let queued = template("queued.yaml", &pod.replace("team: vision", "kueue.x-k8s.io/queue-name: team-a"));
+    let id = submit(&server, &endless("queued", 1)).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &["--template", &queued]));
+    following.says(&server, "waits in Kueue's queue team-a").await;
+    let job = cluster.objects("Job").await.remove(0);
+    assert_eq!(job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"], "team-a");
+    assert_eq!(job["spec"]["suspend"], true, "{job:#}");
+    assert!(cluster.objects("Pod").await.is_empty());
+    cluster.act("suspend", json!({"suspend": false})).await;
+    trains_past(&server, &id, 1, 0).await;
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+
+    for (name, text, words) in [
+        (
+            "no-image",
+            pod.replace("lockstep:latest", "missing:latest"),
+            "cannot start: ImagePullBackOff: Back-off pulling image",
+        ),
+        (
+            "no-node",
+            format!("{pod}  nodeSelector: {{nowhere: here}}\n"),
+            "waits for a node: Unschedulable: 0/3 nodes are available",
+        ),
+    ] {
+        let path = template("wrong.yaml", &text);
+        let id = submit(&server, &endless(name, 1)).await;
+        let following = Following::start(&server, cluster.launch(&server, &id, &["--template", &path]));
+        following.says(&server, words).await;
+        server.cli(&["cancel", &id]).ok();
+        cluster.until("all of it is gone", |all| all.is_empty()).await;
+        following.end();
+    }
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
+    let _turn = turn().await;
+    let server = server().await;
+    let mut rules = kubernetes_rules();
+    let without = |rules: &mut Value, resource: &str| {
+        for rule in rules.as_array_mut().expect("rules") {
+            rule["resources"].as_array_mut().expect("resources").retain(|one| one != resource);
+        }
+    };
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("refused", 1)).await;
+    let fails = |cluster: &Kubernetes, args: &[&str], words: &[&str]| {
+        let done = Finished::of(&mut cluster.launch(&server, &id, args));
+        assert_ne!(done.status, 0, "{}", done.stdout);
+        for words in words {
+            assert!(done.stderr.contains(words), "{words:?} is not said: {}", done.stderr);
+        }
+    };
+    // Somebody else's Job has the name.
+    Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
+    let name = cluster.objects("Job").await.remove(0)["metadata"]["name"].take();
+    cluster.act("suspend", json!({"suspend": true})).await;
+    let other = json!({
+        "kind": "Job", "apiVersion": "batch/v1", "metadata": {"name": name, "namespace": "theirs"},
+        "spec": {"suspend": true, "completions": 1},
+    });
+    cluster.act("put", other).await;
+    fails(&cluster, &["--namespace", "theirs"], &["that is not of this job", "--namespace"]);
+    fails(&cluster, &["--namespace", "Not_One"], &["--namespace"]);
+    fails(&cluster, &["--context", "none-such"], &["none-such"]);
+    drop(cluster);
+    // Rights that are missing: the Job that was made already does not stay.
+    without(&mut rules, "secrets");
+    let cluster = Kubernetes::start_with(&server, &rules).await;
+    fails(&cluster, &[], &["does not let you", "cannot create resource \"secrets\"", "launch-role.yaml"]);
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    drop(cluster);
+    without(&mut rules, "jobs");
+    let cluster = Kubernetes::start_with(&server, &rules).await;
+    let before = valid_agent_tokens(&server).await;
+    fails(&cluster, &[], &["does not let you", "launch-role.yaml"]);
+    assert_eq!(valid_agent_tokens(&server).await, before, "no token was made");
+    drop(cluster);
+    server.stop().await;
+}

@@ -1,0 +1,162 @@
+//! What the machines of a job must agree about, and where others reach this one.
+
+use crate::{
+    gpu::{
+        devices::{self, Usable},
+        libraries::{Libraries, Which},
+    },
+    host::{boot_id, cores, hostname, interfaces::interfaces},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs, io,
+    net::{IpAddr, UdpSocket},
+};
+
+/// NCCL's variable for the network interface that it is to use.
+pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
+/// How sshd tells a session where it came from and where to: address and port of both ends.
+const CONNECTION: &str = "SSH_CONNECTION";
+
+/// About this machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Facts {
+    pub hostname: String,
+    /// Equal on machines that are one and the same.
+    pub network_id: String,
+    /// Where other machines connect to.
+    pub address: IpAddr,
+    /// What has this address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface: Option<String>,
+    pub cores: u32,
+    /// By name, those that ranks can use.
+    pub gpus: Vec<String>,
+    /// Their UUIDs.
+    pub gpu_ids: Vec<String>,
+    /// The version of NVIDIA's kernel driver, if there is one.
+    pub driver: Option<String>,
+    pub nccl: Option<String>,
+}
+
+impl Facts {
+    /// Looks, with the variables of this process.
+    ///
+    /// # Errors
+    /// There is no address; a sentence.
+    pub fn find() -> Result<Self, String> {
+        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
+        let address =
+            address(&all, variable(INTERFACE).as_deref(), variable(CONNECTION).as_deref(), by_route)?;
+        let libraries = Libraries::find();
+        let driver =
+            fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| version_in(&text));
+        let gpus = devices::usable(None).map_or_else(|_| Vec::new(), |Usable { gpus, .. }| gpus);
+        let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string());
+        Ok(Self {
+            hostname: hostname(),
+            network_id: format!("{} {}", boot_id(), namespace.unwrap_or_default()),
+            address,
+            interface: all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name),
+            cores: cores(),
+            gpu_ids: gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+            gpus: gpus.into_iter().map(|gpu| gpu.name).collect(),
+            driver,
+            nccl: libraries.get(Which::Nccl).and_then(|library| library.version().ok()),
+        })
+    }
+}
+
+/// That of the named interface; else the one that SSH came to; else the one of the default route.
+fn address(
+    all: &[(String, IpAddr)],
+    interface: Option<&str>,
+    connection: Option<&str>,
+    by_route: impl Fn() -> io::Result<IpAddr>,
+) -> Result<IpAddr, String> {
+    let link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local());
+    // `=eth1` is that one alone, `eth` all that begin so; `^` excludes, which says nothing about which one it is.
+    if let Some(list) = interface.filter(|list| !list.starts_with('^')) {
+        let (exact, list) = list.strip_prefix('=').map_or((false, list), |list| (true, list));
+        let named =
+            |name: &str| list.split(',').any(|of| if exact { name == of } else { name.starts_with(of) });
+        let found = all.iter().filter(|(name, ip)| named(name) && !link_local(ip)).map(|(_, ip)| *ip);
+        return found.min_by_key(IpAddr::is_ipv6).ok_or_else(|| {
+            let mut names: Vec<_> = all.iter().map(|(name, _)| name.as_str()).collect();
+            names.dedup();
+            format!("{INTERFACE}={list}: no such interface has an address; there are {}", names.join(", "))
+        });
+    }
+    let by_ssh = connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());
+    let usable = |ip: &IpAddr| !ip.is_loopback() && !link_local(ip);
+    if let Some(ip) = by_ssh.filter(|ip| usable(ip) && all.iter().any(|(_, of)| of == ip)) {
+        return Ok(ip);
+    }
+    if let Some(ip) = by_route().ok().filter(usable) {
+        return Ok(ip);
+    }
+    let first = all.iter().map(|(_, ip)| *ip).filter(usable).min_by_key(IpAddr::is_ipv6);
+    first.or(by_ssh).ok_or_else(|| {
+        format!("this machine has no address that others could reach; name an interface with {INTERFACE}")
+    })
+}
+
+/// The address with which packets leave; none is sent.
+fn by_route() -> io::Result<IpAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    // An address for documentation, which is nobody's.
+    socket.connect("192.0.2.1:9")?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// `580.95.05` of the driver's line about itself.
+fn version_in(text: &str) -> Option<String> {
+    let is_version = |word: &&str| {
+        word.contains('.')
+            && word.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
+    };
+    text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_driver_s_version_is_in_either_of_its_lines() {
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version: 12.2.0";
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)";
+        assert_eq!(version_in(closed).as_deref(), Some("535.183.01"));
+        assert_eq!(version_in(open).as_deref(), Some("580.95.05"));
+        assert_eq!(version_in(""), None);
+        assert_eq!(version_in("NVRM version: none"), None);
+    }
+
+    #[test]
+    fn an_interface_comes_before_ssh_s_end_and_that_before_the_default_route() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let all = [
+            ("lo".to_owned(), ip("127.0.0.1")),
+            ("eth0".to_owned(), ip("10.0.0.5")),
+            ("eth1".to_owned(), ip("fe80::5")),
+            ("eth1".to_owned(), ip("fd00::5")),
+            ("eth1".to_owned(), ip("10.1.0.5")),
+            ("eth10".to_owned(), ip("10.2.0.5")),
+        ];
+        let route = || Ok(ip("10.0.0.5"));
+        let none = || Err(io::Error::other("no route"));
+        let ssh = Some("10.2.0.1 50000 10.2.0.5 22");
+        assert_eq!(address(&all, Some("=eth1"), ssh, route), Ok(ip("10.1.0.5")));
+        assert_eq!(address(&all, Some("eth10,ib"), ssh, route), Ok(ip("10.2.0.5")));
+        assert!(address(&all, Some("=eth"), ssh, route).unwrap_err().contains("lo, eth0, eth1, eth10"));
+        assert_eq!(address(&all, Some("^eth0"), ssh, route), Ok(ip("10.2.0.5")));
+        assert_eq!(address(&all, None, ssh, route), Ok(ip("10.2.0.5")));
+        // Behind a translation of addresses sshd names one that is not here; over loopback others could not follow.
+        assert_eq!(address(&all, None, Some("1.2.3.4 5 203.0.113.9 22"), route), Ok(ip("10.0.0.5")));
+        assert_eq!(address(&all, None, Some("127.0.0.1 5 127.0.0.1 22"), route), Ok(ip("10.0.0.5")));
+        assert_eq!(address(&all, None, None, none), Ok(ip("10.0.0.5")));
+        assert_eq!(address(&all[..1], None, Some("127.0.0.1 5 127.0.0.1 22"), none), Ok(ip("127.0.0.1")));
+        assert!(address(&all[..1], None, None, none).is_err());
+    }
+}

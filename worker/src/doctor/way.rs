@@ -1,0 +1,249 @@
+//! The way from one machine to another: whether a connection comes about as ranks make theirs, its round trip, how fast data
+//! comes, and how far apart the clocks are.
+//!
+//! Each machine listens on a port that its kernel chooses, as ranks do. A probe connects to it from another machine and proves that it knows
+//! the secret. Then the caller sends one byte for each thing that it wants.
+
+use crate::comm::handshake::Terms;
+use serde::{Deserialize, Serialize};
+use std::{
+    io::{self, Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+const PURPOSE: &str = "doctor";
+/// The listener's clock, in nanoseconds.
+const CLOCK: u8 = b'c';
+/// Bytes, until the caller closes the connection.
+const DATA: u8 = b'd';
+/// Longest wait for a connection, and for the next byte of one.
+const CONNECT: Duration = Duration::from_secs(5);
+const SILENCE: Duration = Duration::from_secs(5);
+/// Round trips at most, and how long they may take together.
+const ROUNDS: usize = 200;
+const ROUNDS_TIME: Duration = Duration::from_secs(1);
+/// The first part of the data is TCP finding its speed.
+const WARM: Duration = Duration::from_millis(400);
+const MEASURED: Duration = Duration::from_millis(600);
+const BLOCK: usize = 256 << 10;
+/// Callers at once; a machine is in one pair at a time.
+const MOST_CALLERS: usize = 8;
+/// A caller that does not go away by itself.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// What was measured from one end.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Way {
+    pub connect_ms: f64,
+    /// The median; there and back, and a thread that wakes up at each end.
+    pub round_trip_ms: f64,
+    /// From the machine that was called to the caller.
+    pub bytes_per_second: f64,
+    /// The called machine's clock is ahead of the caller's by so much.
+    pub clock_ahead_ms: f64,
+    /// Give or take.
+    pub clock_within_ms: f64,
+}
+
+/// Listens at `ip` on a port of the kernel's choice, for callers that know `secret`, until the process ends.
+///
+/// # Errors
+/// The address is not of this machine, or there is no thread.
+pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
+    let listener = TcpListener::bind((ip, 0))?;
+    let port = listener.local_addr()?.port();
+    let callers = Arc::new(AtomicUsize::new(0));
+    let secret = Arc::new(secret);
+    std::thread::Builder::new().name("listener".into()).spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(stream) = stream else {
+                // Out of descriptors, say.
+                std::thread::sleep(Duration::from_millis(50));
+                continue;
+            };
+            if callers.fetch_add(1, Ordering::SeqCst) >= MOST_CALLERS {
+                callers.fetch_sub(1, Ordering::SeqCst);
+                continue;
+            }
+            let (count, secret) = (callers.clone(), secret.clone());
+            let serve = move || {
+                // A caller that is gone has said why itself.
+                let _ = serve(stream, &secret);
+                count.fetch_sub(1, Ordering::SeqCst);
+            };
+            if std::thread::Builder::new().name("caller".into()).spawn(serve).is_err() {
+                callers.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+    })?;
+    Ok(port)
+}
+
+fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
+    Terms { secret, purpose: PURPOSE }.answer(&mut stream)?;
+    stream.set_read_timeout(Some(LONGEST))?;
+    stream.set_write_timeout(Some(LONGEST))?;
+    let began = Instant::now();
+    let mut wanted = [0];
+    loop {
+        stream.read_exact(&mut wanted)?;
+        match wanted[0] {
+            CLOCK => stream.write_all(&now_ns().to_le_bytes())?,
+            DATA => {
+                let block = vec![0x5a; BLOCK];
+                while began.elapsed() < LONGEST {
+                    stream.write_all(&block)?;
+                }
+                return Ok(());
+            }
+            _ => return Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+}
+
+/// Calls the machine that listens at `to` and measures.
+///
+/// # Errors
+/// There is no connection, or nothing comes over it; a sentence that begins with what was tried.
+pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<Way, String> {
+    let began = Instant::now();
+    let mut stream = TcpStream::connect_timeout(&to, CONNECT).map_err(|e| match e.kind() {
+        io::ErrorKind::TimedOut => format!("connecting to {to}: no answer in {} s", CONNECT.as_secs()),
+        _ => format!("connecting to {to}: {e}"),
+    })?;
+    let connect_ms = millis(began.elapsed());
+    Terms { secret, purpose: PURPOSE }
+        .call(&mut stream, 0)
+        .map_err(|e| format!("connected to {to}, which does not answer as Lockstep does: {e}"))?;
+    stream.set_read_timeout(Some(SILENCE)).map_err(|e| e.to_string())?;
+    let clock = clock(&mut stream).map_err(|e| format!("connected to {to}, and then {}", lost(&e)))?;
+    let bytes_per_second = speed(&mut stream).map_err(|e| {
+        format!("connected to {to}; short messages pass, and then {} when many bytes were to come", lost(&e))
+    })?;
+    Ok(Way { connect_ms, bytes_per_second, ..clock })
+}
+
+fn lost(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            format!("nothing came for {} s", SILENCE.as_secs())
+        }
+        _ => error.to_string(),
+    }
+}
+
+fn clock(stream: &mut TcpStream) -> io::Result<Way> {
+    let began = Instant::now();
+    let mut trips = Vec::new();
+    let (mut ahead, mut within) = (0.0, f64::MAX);
+    while trips.len() < ROUNDS && (began.elapsed() < ROUNDS_TIME || trips.len() < 2) {
+        let sent_at = now_ns();
+        let sent = Instant::now();
+        stream.write_all(&[CLOCK])?;
+        let mut theirs = [0; 8];
+        stream.read_exact(&mut theirs)?;
+        let trip = millis(sent.elapsed());
+        trips.push(trip);
+        // The shortest trip says most exactly when the other end looked at its clock.
+        if trip / 2.0 < within {
+            within = trip / 2.0;
+            let theirs = u64::from_le_bytes(theirs);
+            ahead = (i128::from(theirs) - i128::from(sent_at)) as f64 / 1e6 - within;
+        }
+    }
+    trips.sort_by(f64::total_cmp);
+    let round_trip_ms = trips[trips.len() / 2];
+    Ok(Way {
+        connect_ms: 0.0,
+        round_trip_ms,
+        bytes_per_second: 0.0,
+        clock_ahead_ms: ahead,
+        clock_within_ms: within,
+    })
+}
+
+/// Bytes a second that come, once TCP has found its speed.
+fn speed(stream: &mut TcpStream) -> io::Result<f64> {
+    stream.write_all(&[DATA])?;
+    let mut block = vec![0; BLOCK];
+    // A few bytes arrive as soon as the first does; what counts comes after it.
+    if stream.read(&mut block)? == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let began = Instant::now();
+    let mut counted = None;
+    let mut bytes = 0;
+    loop {
+        let got = stream.read(&mut block)?;
+        if got == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let at = began.elapsed();
+        match counted {
+            None if at >= WARM => counted = Some(at),
+            None => {}
+            Some(since) => {
+                bytes += got;
+                if at >= since + MEASURED {
+                    return Ok(bytes as f64 / (at - since).as_secs_f64());
+                }
+            }
+        }
+    }
+}
+
+fn now_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOOPBACK: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+    #[test]
+    fn over_loopback_the_way_is_short_and_the_clock_one() {
+        let port = listen(LOOPBACK, b"secret".into()).unwrap();
+        let way = probe((LOOPBACK, port).into(), b"secret").unwrap();
+        assert!(way.round_trip_ms > 0.0 && way.bytes_per_second > 1e6, "{way:?}");
+        assert!(way.clock_ahead_ms.abs() <= way.clock_within_ms + 0.5, "{way:?}");
+    }
+
+    #[test]
+    fn who_has_another_secret_or_is_nobody_is_told_apart() {
+        let port = listen(LOOPBACK, b"secret".into()).unwrap();
+        let error = probe((LOOPBACK, port).into(), b"other").unwrap_err();
+        assert!(error.contains("does not answer as Lockstep does"), "{error}");
+        let closed = TcpListener::bind((LOOPBACK, 0)).unwrap().local_addr().unwrap();
+        let error = probe(closed, b"secret").unwrap_err();
+        assert!(error.contains("refused"), "{error}");
+    }
+
+    #[test]
+    fn one_caller_too_many_is_turned_away_and_a_place_becomes_free() {
+        let port = listen(LOOPBACK, b"secret".into()).unwrap();
+        let to = SocketAddr::from((LOOPBACK, port));
+        let call = || {
+            let mut stream = TcpStream::connect(to).unwrap();
+            Terms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
+        };
+        let mut callers: Vec<_> = (0..MOST_CALLERS).map(|_| call().unwrap()).collect();
+        assert!(call().is_err(), "one more");
+        callers.pop();
+        let until = Instant::now() + Duration::from_secs(10);
+        while call().is_err() {
+            assert!(Instant::now() < until, "no place becomes free");
+        }
+    }
+}

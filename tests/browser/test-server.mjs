@@ -37,8 +37,8 @@ export const freePort = () => new Promise((done, failed) => {
 
 /** A running server, its dataset registered. */
 export class TestServer {
-  /** Without an agent the tests make one up, in a page: pages have no agent's token, so such a server asks nobody for one, unless `auth`
-   *  says so. `dir`: a data directory that there is; `close` removes it. */
+  /** Without an agent the tests make one up, in a page, and such a server asks nobody for a token unless `auth` says so. `dir`: a data
+   *  directory that there is; `close` removes it. */
   static open(options = {}) { return new this().open(options); }
 
   async open({ dataset = true, agent = true, auth = agent, slots = 2, options = [], dir, port } = {}) {
@@ -156,6 +156,16 @@ export class Browser {
   }
 
   close() { return this.chromium.close(); }
+}
+
+const PASSWORD = "a password of ten letters";
+
+/** Makes a person with this role, and signs it in by its password in a browser's context. */
+export async function signIn(context, server, role) {
+  const name = `${role}-${Date.now()}`;
+  await server.ask("/people", { name, role, password: PASSWORD });
+  const answer = await context.request.post(`${server.url}/login`, { form: { name, password: PASSWORD }, headers: { origin: server.url }, maxRedirects: 0 });
+  assert.equal(answer.status(), 303, `signing in as ${role}`);
 }
 
 /** What the loss chart holds: `{ "rank 0": { points, step, value }, ... }`, over all attempts. */

@@ -40,18 +40,12 @@ impl Started {
         let data = folder.path().join("data");
         let mut words = vec![LOCKSTEP, args[0], "--data-dir", data.to_str().expect("UTF-8")];
         words.extend(&args[1..]);
-        let mut command = match terminal {
-            true => {
-                let mut command = Command::new("/usr/bin/script");
-                command.args(["-qefc", &words.join(" "), "/dev/null"]);
-                command
-            }
-            false => {
-                let mut command = lockstep();
-                command.args(&words[1..]);
-                command
-            }
-        };
+        let mut command = lockstep();
+        command.args(&words[1..]);
+        if terminal {
+            command = Command::new("/usr/bin/script");
+            command.args(["-qefc", &words.join(" "), "/dev/null"]);
+        }
         let bin = folder.path().join("bin");
         let others = std::env::var("PATH").unwrap_or_default();
         let path = if bin.join("xdg-open").exists() { others } else { String::new() };
@@ -67,7 +61,7 @@ impl Started {
 
     fn serve(terminal: bool, screen: Option<&str>, more: &[&str]) -> Self {
         let listen = format!("127.0.0.1:{}", free_port());
-        Self::new(terminal, screen, &[&["serve", "--no-local-agent", "--listen", &listen], more].concat())
+        Self::new(terminal, screen, &[&["serve", "--no-local-agent", "--listen", &listen][..], more].concat())
     }
 
     fn said(&self) -> String {
@@ -166,9 +160,9 @@ async fn a_file_that_was_not_used_goes_with_the_server_and_what_was_left_at_the_
 
 #[tokio::test]
 async fn without_a_terminal_without_a_screen_or_with_no_open_nothing_is_opened() {
-    for (terminal, screen, more) in
-        [(false, Some("DISPLAY"), &[][..]), (true, None, &[]), (true, Some("DISPLAY"), &["--no-open"])]
-    {
+    let cases: [(bool, Option<&str>, &[&str]); 3] =
+        [(false, Some("DISPLAY"), &[]), (true, None, &[]), (true, Some("DISPLAY"), &["--no-open"])];
+    for (terminal, screen, more) in cases {
         let mut serve = Started::serve(terminal, screen, more);
         serve.until("it serves", || serve.said().contains("sign in: "));
         serve.end();

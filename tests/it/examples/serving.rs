@@ -47,7 +47,7 @@ impl Serving {
         Self { folder: folder.to_owned(), process: None, port: 0, has_own_ca: false }
     }
 
-    /// Whether this class runs a line itself.
+    /// Whether a line is run here and not by a shell.
     pub(super) fn runs(line: &str) -> bool {
         line.starts_with("lockstep serve") || line.starts_with("lockstep agent --server https://")
     }

@@ -1,7 +1,9 @@
 //! `lockstep serve`: the server, its dashboard, and an agent for this machine.
 
 use super::{
-    access, init_tracing,
+    access,
+    browser::Opened,
+    init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
     oidc::OidcArgs,
     output, wrong,
@@ -14,7 +16,7 @@ use lockstep_worker::{agent::state_dir, engine::MOST_CPU_SLOTS};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -86,6 +88,9 @@ pub(crate) struct Args {
     /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
+    /// Do not open the dashboard in a browser [default: on a terminal with a screen it is opened, signed in]
+    #[arg(long)]
+    no_open: bool,
     #[command(flatten)]
     oidc: OidcArgs,
     /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
@@ -156,6 +161,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // Once, within ten minutes; `lockstep login-link` prints another.
             output::line(format_args!("sign in: {}", server.login_link()?))?;
         }
+        let _opened = Opened::of(&server, !args.no_open);
         if local_agent {
             server.advertise = args.advertise.or(server.advertise);
             server.start_agent(slots, false).await?;
@@ -268,6 +274,14 @@ impl Server {
     /// `http://127.0.0.1:PORT`, for programs of this machine.
     pub(crate) fn url(&self) -> String {
         format!("http://{}", self.local)
+    }
+
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    pub(crate) fn data_dir(&self) -> &Path {
+        &self.data_dir
     }
 
     /// The address that signs a browser in, once.

@@ -4,7 +4,7 @@ use crate::{attempt::AttemptState, job::JobState, reason::Reason};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The whole story of a job.
+/// The history of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct History {
     /// The job that it was forked from; absent for a job that was none.

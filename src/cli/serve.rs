@@ -92,7 +92,7 @@ pub(crate) struct Args {
     no_auth: bool,
     #[command(flatten)]
     oidc: OidcArgs,
-    /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
+    /// Folder that datasets and files of weights may come from, with everything below it; may be given several times [default: any, named
     /// by admins alone where other machines reach the server]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,

@@ -55,8 +55,9 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                     && RETRIED.contains(&status.as_str())
                 {
                     let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
-                    let header = HeaderBuilder::new().schema(seconds).description(Some("Seconds to wait"));
-                    response.headers.insert("Retry-After".to_owned(), header.build());
+                    let header =
+                        HeaderBuilder::new().schema(Some(seconds)).description(Some("Seconds to wait"));
+                    response.headers.insert("Retry-After".to_owned(), RefOr::T(header.build()));
                 }
             }
         }

@@ -82,6 +82,32 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
         "ended 3",
     ];
     assert_eq!(in_short(&told), expected, "{told:#}");
+    assert_eq!((&told["next_cursor"], told.get("total")), (&Value::Null, None), "{told:#}");
+    // The same in pages of any size; parent, forks and queue are in each.
+    for limit in [1, 4, expected.len(), 1000] {
+        let (mut entries, mut cursor) = (Vec::new(), String::new());
+        loop {
+            let (status, page) =
+                server.get(&format!("/jobs/{id}/history?count=true&limit={limit}{cursor}")).await;
+            assert_eq!((status, &page["total"]), (200, &json!(expected.len())), "{page}");
+            assert_eq!(page["forks"], told["forks"]);
+            entries.extend(page["entries"].as_array().unwrap().clone());
+            let Some(next) = page["next_cursor"].as_str() else { break };
+            cursor = format!("&cursor={next}");
+        }
+        assert_eq!(json!(entries), told["entries"], "{limit}");
+    }
+    for query in ["limit=0", "limit=1001", "cursor=x"] {
+        assert_eq!(server.get(&format!("/jobs/{id}/history?{query}")).await.0, 400, "{query}");
+    }
+    let (_, page) = server
+        .get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=1&fields=attempt,state&count=true"))
+        .await;
+    assert_eq!((&page["attempts"][0]["attempt"], &page["total"]), (&json!(3), &json!(3)), "{page}");
+    let next = page["next_cursor"].as_str().unwrap();
+    let (_, page) = server.get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=2&cursor={next}")).await;
+    let numbers: Vec<_> = page["attempts"].as_array().unwrap().iter().map(|a| a["attempt"].clone()).collect();
+    assert_eq!((json!(numbers), &page["next_cursor"]), (json!([2, 1]), &Value::Null));
     let entry = |n: usize| &told["entries"][n];
     assert_eq!(
         (&entry(2)["state"], &entry(2)["rank"], &entry(2)["step"]),

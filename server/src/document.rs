@@ -1,13 +1,15 @@
 //! The OpenAPI document: what handlers say of themselves, and what every call has in common with others.
 
+mod values;
+
 use crate::gate::{self, Needed};
 use axum::http::Method;
 use lockstep_protocol::access::Scope;
 use utoipa::openapi::{
-    OpenApi, Ref, RefOr,
+    OpenApi, Ref, RefOr, Required,
     content::ContentBuilder,
     header::HeaderBuilder,
-    path::{Operation, PathItem},
+    path::{Operation, ParameterBuilder, ParameterIn, PathItem},
     response::{Response, ResponseBuilder},
     schema::{ObjectBuilder, Type},
     security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme},
@@ -16,6 +18,12 @@ use utoipa::openapi::{
 const BEARER: &str = "bearer";
 const COOKIE: &str = "session";
 const PROBLEM: &str = "application/problem+json";
+/// Calls in which an agent says by headers for which attempt it asks.
+const OF_AGENTS: &str = "/api/v1/agent/attempts/";
+const AGENTS_SAY: [(&str, &str); 2] = [
+    ("x-lockstep-agent", "The agent's id: the token must be this agent's"),
+    ("x-lockstep-fencing-token", "The attempt's, as the agent was given it"),
+];
 /// Statuses that come with `Retry-After`.
 const RETRIED: [&str; 2] = ["429", "503"];
 
@@ -24,6 +32,14 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
     for (path, item) in &mut document.paths.paths {
         for (method, operation) in operations(item) {
             let needed = gate::needed(&method, Some(path));
+            if path.starts_with(OF_AGENTS) {
+                operation.parameters.get_or_insert_default().extend(AGENTS_SAY.map(|(name, about)| {
+                    let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
+                    let header = ParameterBuilder::new().name(name).parameter_in(ParameterIn::Header);
+                    let header = header.description(Some(about)).required(Required::True).schema(Some(text));
+                    RefOr::T(header.build())
+                }));
+            }
             let scope = match needed {
                 Needed::Nothing => None,
                 Needed::Scope(scope) => Some(scope),
@@ -62,6 +78,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
             }
         }
     }
+    values::complete(&mut document);
     let schemes = &mut document.components.get_or_insert_default().security_schemes;
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
         "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or `agent`.",

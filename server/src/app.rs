@@ -12,9 +12,11 @@ use crate::{
     inbox::Inbox,
     ingress::Ingress,
     inspections::Inspections,
+    job_owners::JobOwners,
     leases::Leases,
     machines::Machines,
     oidc::Oidc,
+    rate_limit::RateLimiter,
     refusals::Refusals,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
@@ -44,6 +46,10 @@ pub struct Parts {
     pub(crate) ingress: Ingress,
     /// Who may do what.
     pub(crate) access: Access,
+    /// Requests by the id of their token, or of the person who is signed in.
+    pub(crate) token_limit: RateLimiter<String>,
+    /// Whose the jobs are that somebody asked for of late.
+    pub(crate) job_owners: JobOwners,
     pub(crate) audit: Audit,
     /// Agents that were refused, for the log.
     pub(crate) refusals: Refusals,
@@ -97,6 +103,8 @@ impl App {
     ) -> App {
         App(Arc::new(Parts {
             access: Access::new(!config.no_auth),
+            token_limit: RateLimiter::new(config.token_requests_per_second),
+            job_owners: JobOwners::default(),
             audit,
             refusals: Refusals::default(),
             oidc,

@@ -79,6 +79,9 @@ pub struct ServeConfig {
     pub trusted_proxies: Vec<Network>,
     /// How many requests an address of another machine may make a second, in the long run; 0 is no limit.
     pub requests_per_second: u32,
+    /// How many requests may be made with a token a second, or by a person who is signed in, in the long run; 0 is no limit. Agents
+    /// are not counted.
+    pub token_requests_per_second: u32,
     /// A TLS handshake must be over within this time.
     pub handshake_patience: Duration,
     /// How often the certificate's files are looked at.
@@ -109,8 +112,8 @@ pub struct ServeConfig {
     pub no_auth: bool,
     /// The OpenID provider that signs people in, in addition to passwords.
     pub oidc: Option<OidcConfig>,
-    /// Folders that datasets may come from, on the machines that have them. Empty: any folder where only this machine reaches the
-    /// server; elsewhere only admins register datasets.
+    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: any folder where only this machine
+    /// reaches the server; elsewhere only admins name them.
     pub dataset_roots: Vec<PathBuf>,
     /// Entries of the audit log that are kept.
     pub audit_entries: u32,
@@ -145,6 +148,7 @@ impl ServeConfig {
             public_url: None,
             trusted_proxies: Vec::new(),
             requests_per_second: 200,
+            token_requests_per_second: 1000,
             handshake_patience: Duration::from_secs(10),
             certificate_check: Duration::from_secs(5),
             access_log: None,

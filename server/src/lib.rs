@@ -27,6 +27,7 @@ mod inbox;
 mod ingest;
 mod ingress;
 mod inspections;
+mod job_owners;
 mod leases;
 pub mod lifecycle;
 mod listener;

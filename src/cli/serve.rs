@@ -73,6 +73,10 @@ pub(crate) struct Args {
     /// Requests that an address of another machine may make a second; at once it may make ten times as many. 0: no limit
     #[arg(long, value_name = "N", default_value = "200")]
     requests_per_second: u32,
+    /// Requests a second with one token, or of one person who is signed in, from all addresses together, this machine's included;
+    /// at once ten times as many. Agents are not counted. 0: no limit
+    #[arg(long, value_name = "N", default_value = "1000")]
+    token_requests_per_second: u32,
     /// Write a line for each request into this file, or to standard output with -
     #[arg(long, value_name = "FILE")]
     access_log: Option<PathBuf>,
@@ -93,7 +97,7 @@ pub(crate) struct Args {
     no_open: bool,
     #[command(flatten)]
     oidc: OidcArgs,
-    /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
+    /// Folder that datasets and files of weights may come from, with everything below it; may be given several times [default: any, named
     /// by admins alone where other machines reach the server]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
@@ -136,6 +140,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.trusted_proxies = args.trusted_proxy;
     config.insecure_http = args.insecure_http;
     config.requests_per_second = args.requests_per_second;
+    config.token_requests_per_second = args.token_requests_per_second;
     config.access_log = args.access_log.map(|path| match path.to_str() {
         Some("-") => AccessLogTo::Stdout,
         _ => AccessLogTo::File(path),

@@ -23,8 +23,8 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
-    Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
+    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed,
+    Comparison, Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
     MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
     ProjectRow, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, TokenRow,
@@ -46,7 +46,6 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 use sqlx::migrate::{MigrateError, Migrator};
-use std::collections::BTreeMap;
 
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
@@ -178,8 +177,10 @@ pub trait Store: Send + Sync + 'static {
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
 
-    /// Notes and tags of every job that has any.
-    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
+    /// Notes and tags of jobs that have any: at most `limit` behind this id, of jobs that this person or token sees (`None` sees all).
+    async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage>;
+    /// How many jobs have notes or tags, as somebody sees them.
+    async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64>;
     /// Replaces a job's notes, its tags or both; what is `None` stays. Returns what it has now.
     async fn annotate(&self, job: &JobId, notes: Option<&str>, tags: Option<&[String]>)
     -> Result<Annotation>;

@@ -29,11 +29,11 @@ use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
 };
 use crate::store::{
-    AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
-    Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
-    Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow,
-    NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, SortBy,
-    Store, TokenRow,
+    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim,
+    Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow,
+    HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
+    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow,
+    SortBy, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -47,7 +47,7 @@ use lockstep_protocol::{
     people::Identity,
 };
 use sqlx::{Pool, Transaction};
-use std::{collections::BTreeMap, fs::File, sync::Arc};
+use std::{fs::File, sync::Arc};
 
 /// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
 /// of others reads concurrently.
@@ -207,8 +207,11 @@ impl Store for SqlStore {
     async fn agents(&self) -> Result<Vec<AgentRow>> {
         self.list_agents().await
     }
-    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
-        self.read_annotations().await
+    async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage> {
+        self.read_annotations(seen_by, behind, limit).await
+    }
+    async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
+        self.number_of_annotations(seen_by).await
     }
     async fn annotate(
         &self,

@@ -31,7 +31,7 @@ const SAFE: [Method; 3] = [Method::GET, Method::HEAD, Method::OPTIONS];
 /// The scopes that suffice; none: it is open.
 pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
     let safe = SAFE.contains(method);
-    if path == "/login" || (OPEN.contains(&path) && safe) {
+    if ["/login", "/healthz", "/readyz"].contains(&path) || (OPEN.contains(&path) && safe) {
         return None;
     }
     Some(match path {
@@ -77,6 +77,22 @@ pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, p
         303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Told::SignIn,
         other => Told::Else(other),
     }
+}
+
+#[tokio::test]
+async fn open_addresses_say_which_methods_they_have() {
+    let server = TestServer::new().await;
+    for token in ["", server.token.as_str()] {
+        let client = client_without_redirects(token);
+        for path in ["/healthz", "/readyz"] {
+            for method in [Method::TRACE, Method::POST, Method::DELETE] {
+                let answer = client.request(method.clone(), server.url(path)).send().await.unwrap();
+                assert_eq!(answer.status().as_u16(), 405, "{method} {path}");
+                assert_eq!(answer.headers()["allow"], "GET,HEAD", "{method} {path}");
+            }
+        }
+    }
+    server.stop().await;
 }
 
 #[tokio::test]

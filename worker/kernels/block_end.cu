@@ -22,7 +22,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
     T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
     T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
-    T* copied = product + TILE_ROWS * APART(REDUCED);  // two tiles of x and the shortcut, each thread's own pieces apart
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED);  // two tiles of x and the shortcut, each thread's own pieces apart
     float* wide = (float*)(copied + 16 * TILE);       // scale and bias, of both
     Value value = value_of_thread(REDUCED);
     u32 number = next_exchange(site, value.active, value.index);
@@ -99,15 +99,15 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
             }
         }
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(REDUCED) + quarter * 16 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
         u32 at = tile * TILE_ROWS + row;
-        Raw z = load(product + row * APART(REDUCED), group);
+        Raw z = load(product + row * PADDED_ROW(REDUCED), group);
         if (at < rows) store(p.z, (u64)at * (REDUCED / 8) + group, z);
         if (at < valid) add_statistics(z, s);
     }

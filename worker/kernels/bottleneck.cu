@@ -5,9 +5,6 @@
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-#define EXPANDED 256
-#define REDUCED 64
-
 struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
     const float *scale, *slope, *offset; // [256]
@@ -26,7 +23,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     T* dy = kept + 4 * TILE;                          // 64 rows of 256
     T* input = dy + 4 * TILE;                         // 64 rows of 64
     T* product = input + TILE;                        // the same, with gaps
-    T* copied = product + TILE_ROWS * APART(REDUCED);  // two tiles of x and g, each thread's own pieces apart
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED);  // two tiles of x and g, each thread's own pieces apart
     float* wide = (float*)(copied + 16 * TILE);       // scale, slope and offset
     float* narrow = wide + 3 * EXPANDED;                  // scale, bias and mean
     Value value = value_of_thread(REDUCED);
@@ -133,14 +130,14 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             multiply_columns(d, dy_now + (quarter * TILE + k * 16 * 64) / 8, input_now + k * 16 * 64 / 8, 1);
         products_end();
         products_done<1>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(REDUCED) + quarter * 16 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
-        Raw out = load(product + row * APART(REDUCED), group);
+        Raw out = load(product + row * PADDED_ROW(REDUCED), group);
         if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (REDUCED / 8) + group, out);
         if (NORMED) {
             float v[8], w[8], mean[8];

@@ -54,17 +54,17 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
             multiply_rows_by_64(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
         products_end();
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(EXPANDED) + quarter * 64 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(EXPANDED) + quarter * 64 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             u32 r = i * 16 + warp, at = tile * TILE_ROWS + r;
-            Raw out = load(product + r * APART(EXPANDED), lane);
+            Raw out = load(product + r * PADDED_ROW(EXPANDED), lane);
             if (at < rows) store(y, (u64)at * (EXPANDED / 8) + lane, out);
             if (at < valid) add_statistics(out, s);
         }

@@ -1,9 +1,6 @@
 // Batch normalisation forward: statistics, their use as a scale and a bias a channel, and the pass that applies
 // them together with the addition of the shortcut and the ReLU.
 
-#define EPSILON 1e-5
-#define MOMENTUM 0.1f
-
 // One value a channel each, float32.
 struct Norm {
     const float *gamma, *beta;
@@ -303,9 +300,6 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
         }
     }
 }
-
-// Groups of eight channels that a small block has, at most.
-#define SMALL_GROUPS 4
 
 #define FORWARD_SMALL(NAME, ADD)                                                                                   \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                            \

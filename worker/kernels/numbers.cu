@@ -66,9 +66,6 @@ __device__ __forceinline__ float to_float(T v) { return low(v); }
 __device__ __forceinline__ T from_float(float v) { return (T)(pair(v, 0.0f) & 0xffffu); }
 #endif
 
-// Rows that a thread has in flight: 64 bytes in the 16-bit formats.
-#define IN_FLIGHT (DTYPE == 0 ? 2 : 4)
-
 // Eight values a channel, float32.
 __device__ __forceinline__ void load_channels(const float* p, u64 group, float (&v)[8]) {
     const float4* q = (const float4*)p + group * 2;

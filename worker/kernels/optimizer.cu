@@ -126,7 +126,6 @@ __device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u6
 }
 
 // Sums of squares of a segment's (blockIdx.y) weights and gradients, by NORM_PARTS blocks each.
-#define NORM_PARTS 16
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
     enter();

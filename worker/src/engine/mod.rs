@@ -2,6 +2,7 @@
 //! Nothing above this folder and `comm/` knows which engine it is.
 
 mod backend;
+mod batch_norm;
 pub mod bench;
 mod check;
 pub mod cpu;

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // Module loading and launches are C calls; arguments are checked by the kernels' wrappers in `ops`.
 
+mod constants;
+
 use super::{
     cache,
     command::Geometry,
@@ -193,13 +195,14 @@ impl Drop for Kernels {
 /// What NVRTC is told for `capability` (90: 9.0) and `dtype`.
 fn options(capability: u32, dtype: DType) -> Vec<String> {
     let own = if capability == WARPGROUPS { "a" } else { "" };
-    vec![
+    let mut options = vec![
         format!("--gpu-architecture=sm_{capability}{own}"),
         "--std=c++17".into(),
         "-default-device".into(),
         "--extra-device-vectorization".into(),
-        format!("-DDTYPE={}", dtype.number()),
-    ]
+    ];
+    options.extend(constants::of(dtype).map(|(name, value)| format!("-D{name}={value}")));
+    options
 }
 
 /// The machine code for `capability`.

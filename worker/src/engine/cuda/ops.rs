@@ -33,12 +33,14 @@ pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use elementwise::PlainPool;
 pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
-pub(super) use loss::{BiasedLogits, CrossEntropy};
-pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, Shape, Shortcut};
-pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, Rates, Sgd, Update};
+pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
+pub(super) use norm::{
+    Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
+};
+pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, Sgd, Update};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
 pub(super) use step::{Fetch, Record};
-pub(super) use through::Through;
+pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};
 
 use super::{
     command::{Arg, Geometry, Kernel, Operand, Region},
@@ -49,6 +51,14 @@ use super::{
 const COUNTERS: usize = 1024;
 const LOSS_COUNTER: usize = 1022;
 const NORM_COUNTER: usize = 1023;
+
+/// Groups of 8 values, of rows of their own, that a thread has in flight at a time: 64 bytes.
+pub(super) fn in_flight(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => 2,
+        DType::F16 | DType::Bf16 => 4,
+    }
+}
 
 /// The one compute capability whose warpgroups multiply matrices (PTX's wgmma).
 pub(super) const WARPGROUPS: u32 = 90;
@@ -99,14 +109,6 @@ impl Ops {
     /// Whether there are kernels that multiply matrices themselves on a GPU of this compute capability.
     pub(super) fn multiplies_matrices(capability: u32, dtype: DType) -> bool {
         capability == WARPGROUPS && dtype != DType::F32
-    }
-
-    /// Values of a row that one thread has in flight at a time; `IN_FLIGHT` of `numbers.cu`.
-    fn in_flight(&self) -> u32 {
-        match self.dtype {
-            DType::F32 => 2,
-            DType::F16 | DType::Bf16 => 4,
-        }
     }
 
     /// Blocks of `threads` that walk `rows` of `channels`, at most `per_multiprocessor` on each: (grid, block).

@@ -84,6 +84,21 @@ fn slow_every_kernel_compiles_as_the_engine_compiles_it() {
     compile_all(&[]);
 }
 
+/// A value that kernels defined themselves could differ from the host's, unnoticed until results are wrong.
+#[test]
+fn kernels_use_what_the_host_defines_and_do_not_define_it_again() {
+    for (name, value) in constants::of(DType::F16) {
+        let is_name =
+            |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == name);
+        assert!(SOURCE.lines().any(is_name), "no kernel uses {name} ({value})");
+        let again =
+            SOURCE.lines().filter_map(|line| line.trim_start().strip_prefix("#define")).find(|define| {
+                define.trim_start().split(|c: char| !c.is_alphanumeric() && c != '_').next() == Some(name)
+            });
+        assert_eq!(again, None, "{name} is {value} already");
+    }
+}
+
 #[test]
 fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
     load_nvrtc();

@@ -5,8 +5,8 @@
 
 use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, kernel, plain};
 
-/// Blocks that share the norm of one parameter; `NORM_PARTS` of `optimizer.cu`.
-pub(super) const NORM_PARTS: u32 = 16;
+/// Blocks that share the norm of one parameter.
+pub(in crate::engine::cuda) const NORM_PARTS: u32 = 16;
 
 /// A step's gradients, times the loss scale.
 #[derive(Debug, Clone, Copy)]

@@ -301,5 +301,5 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
 
 /// Where memory of `bytes` begins, all [`NOTHING`] where it is new.
 fn nothing(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))
+    Ok(room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))?.ptr)
 }

@@ -102,7 +102,8 @@ impl Kernels {
         self
     }
 
-    /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type.
+    /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type, and addresses among them
+    /// those of memory that is as long as the kernel's description in `ops` says and is kept until it has ended.
     pub(super) fn launch(
         &self,
         stream: Stream,
@@ -144,7 +145,11 @@ impl Kernels {
             numAttrs: attributes.len() as u32,
         };
         let start = || {
-            // SAFETY: `pointers` are as many live values as there are arguments.
+            // SAFETY: `pointers` are as many live values as there are arguments. What the values are is checked elsewhere:
+            // that they fit the kernel's parameters by the tests of `program/emitter/tests/signatures.rs`; that operands of a
+            // step are alive, ordered and inside of their allocation by `command::verify`, before `Program` starts a list.
+            // Regions are buffers of that `Program`, and those of the JPEG cropper its own: both wait for the GPU before they
+            // drop them.
             unsafe { sys::cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) }
                 .result()
                 .map_err(|error| CudaError::Driver {

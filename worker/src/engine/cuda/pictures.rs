@@ -105,12 +105,12 @@ impl Staging {
         }
         self.host.write(offset, values);
         if bytes > 0 {
-            self.stream.0.upload(self.gpu.ptr + offset as u64, &self.host, offset, bytes)?;
+            self.stream.0.upload(&self.gpu, &self.host, offset, bytes)?;
         }
         self.copied[slot].record(self.stream.0)?;
         main.wait(&self.copied[slot])?;
         if bytes > 0 {
-            main.copy(self.input.ptr, self.gpu.ptr + offset as u64, bytes)?;
+            main.copy(&self.input, &self.gpu, offset, bytes)?;
         }
         self.taken[slot].record(main)?;
         self.sent += 1;

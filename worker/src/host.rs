@@ -72,6 +72,13 @@ pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
+/// Tells network stacks apart: the boot id and the network namespace of this process. Processes of one such stack reach each
+/// other over loopback; containers on one machine have one each. `None` where the system does not say.
+pub(crate) fn network_id() -> Option<String> {
+    let namespace = fs::read_link("/proc/self/ns/net").ok()?;
+    Some(format!("{} {}", boot_id(), namespace.display()))
+}
+
 /// Writes a file that others see complete or not at all, and that its owner alone can read.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ use crate::{
         devices::{self, Usable},
         libraries::{Libraries, Which},
     },
-    host::{boot_id, cores, hostname, interfaces::interfaces},
+    host::{boot_id, cores, hostname, interfaces::interfaces, network_id},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -53,10 +53,9 @@ impl Facts {
         let driver =
             fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| version_in(&text));
         let gpus = devices::usable(None).map_or_else(|_| Vec::new(), |Usable { gpus, .. }| gpus);
-        let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string());
         Ok(Self {
             hostname: hostname(),
-            network_id: format!("{} {}", boot_id(), namespace.unwrap_or_default()),
+            network_id: network_id().unwrap_or_else(boot_id),
             address,
             interface: all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name),
             cores: cores(),

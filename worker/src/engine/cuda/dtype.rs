@@ -2,7 +2,8 @@
 
 use crate::comm::DataType;
 
-/// What activations and weights are computed in.
+/// What activations and weights are computed in: those of [`DataType`] for which there are kernels, so that a `match` names
+/// them all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     F32,
@@ -13,10 +14,7 @@ pub enum DType {
 impl DType {
     /// Bytes of a value.
     pub fn size(self) -> usize {
-        match self {
-            DType::F32 => 4,
-            DType::F16 | DType::Bf16 => 2,
-        }
+        DataType::from(self).size_bytes()
     }
 
     /// `fp32`, `fp16` or `bf16`.

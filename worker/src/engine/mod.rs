@@ -25,7 +25,6 @@ mod unfused;
 pub use crate::tensors::{HostTensor, NamedTensors};
 pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs, Selection, SharedMemory};
 pub use cpu::MOST_CPU_SLOTS;
-pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
@@ -264,25 +263,11 @@ fn unknown_size(image_size: usize) -> EngineError {
 ///
 /// # Errors
 /// When the initial tensors do not fit the network.
-pub fn build_cpu(
+pub(crate) fn build_cpu(
     network: Arc<crate::net::Network>,
     initial: &NamedTensors,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cpu::build(network, initial, config, comm)
-}
-
-/// Builds the CUDA engine, as [`build_cpu`] does the CPU's.
-///
-/// # Errors
-/// When the initial tensors do not fit the network, or the device cannot be used.
-pub fn build_cuda(
-    network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
-    config: EngineConfig,
-    comm: Arc<dyn ProcessGroup>,
-    gpu: GpuConfig,
-) -> Result<Box<dyn Engine>, EngineError> {
-    cuda::build(network, initial, config, comm, &gpu)
 }

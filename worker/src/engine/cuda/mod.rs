@@ -34,9 +34,9 @@ mod steps;
 mod tests;
 mod tuner;
 
-pub use config::GpuConfig;
-pub use dtype::DType;
-pub use error::CudaError;
+use config::GpuConfig;
+use dtype::DType;
+use error::CudaError;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,

@@ -15,7 +15,7 @@ use crate::{
         nccl::{self, Nccl},
         peers::{MAX_PEERS, Peers},
     },
-    engine::{EngineError, GpuConfig},
+    engine::{EngineError, cuda::GpuConfig},
 };
 use std::sync::Arc;
 

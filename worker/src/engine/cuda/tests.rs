@@ -4,7 +4,7 @@
 use crate::{
     comm::SingleRank,
     data::loader::{Batch, DataSource, EpochPlan, Form},
-    engine::{self, Engine, EngineConfig, GpuConfig, NamedTensors, Optimizer},
+    engine::{self, Engine, EngineConfig, NamedTensors, Optimizer, cuda::GpuConfig},
     made_up::{labels, values},
     net::{Network, init, resnet},
 };
@@ -104,7 +104,7 @@ fn cuda_as(
     config: &EngineConfig,
     gpu: GpuConfig,
 ) -> Box<dyn Engine> {
-    engine::build_cuda(network.clone(), initial, config.clone(), Arc::new(SingleRank), gpu).unwrap()
+    super::build(network.clone(), initial, config.clone(), Arc::new(SingleRank), &gpu).unwrap()
 }
 
 fn pictures(network: &Network, count: usize, number: usize) -> Batch {

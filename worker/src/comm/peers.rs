@@ -6,7 +6,7 @@
 
 use super::{CommError, Exchange};
 use crate::{
-    gpu::libraries::{self, Which},
+    gpu::libraries::{self, Library},
     host::{boot_id, hostname},
 };
 use cudarc::driver::{
@@ -141,7 +141,7 @@ struct Allocated {
 
 impl Allocated {
     fn new(ordinal: i32, bytes: usize) -> Result<Self, String> {
-        libraries::ready(&[Which::Driver])?;
+        libraries::ready(&[Library::Driver])?;
         let text = |e: DriverError| format!("GPU {ordinal}: {e}");
         let number = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
         let context = CudaContext::new(number).map_err(text)?;

@@ -3,7 +3,7 @@
 use crate::{
     gpu::{
         devices::{self, Usable},
-        libraries::{Libraries, Which},
+        libraries::{Libraries, Library},
     },
     host::{boot_id, cores, hostname, interfaces::interfaces, network_id},
 };
@@ -62,7 +62,7 @@ impl Facts {
             gpu_ids: gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
             gpus: gpus.into_iter().map(|gpu| gpu.name).collect(),
             driver,
-            nccl: libraries.get(Which::Nccl).and_then(|library| library.version().ok()),
+            nccl: libraries.get(Library::Nccl).and_then(|library| library.version().ok()),
         })
     }
 }

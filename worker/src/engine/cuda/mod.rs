@@ -51,7 +51,7 @@ use crate::{
         device::DeviceDecoder,
         loader::{Batch, DataSource, Form},
     },
-    gpu::libraries::{self, Which},
+    gpu::libraries::{self, Library},
     net::Network,
 };
 pub(super) use backend::Cuda;
@@ -77,7 +77,7 @@ const FIRST_LOSS_SCALE: f32 = 65_536.0;
 
 /// Opens GPU `ordinal`'s decoder of JPEG files, for an engine that computes in `precision`.
 pub(super) fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-    libraries::ready(&[Which::Driver, Which::Nvrtc])?;
+    libraries::ready(&[Library::Driver, Library::Nvrtc])?;
     jpeg::open(ordinal, dtype_of(precision))
 }
 
@@ -95,9 +95,9 @@ pub(super) fn build(
         (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
         (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
     };
-    let mut needed = vec![Which::Driver, Which::Nvrtc, Which::Cudnn];
+    let mut needed = vec![Library::Driver, Library::Nvrtc, Library::Cudnn];
     if comm.size() > 1 {
-        needed.push(Which::Nccl);
+        needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let device = Device::open(gpu.ordinal)?;

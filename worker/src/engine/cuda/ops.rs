@@ -32,7 +32,7 @@ pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use elementwise::PlainPool;
-pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
+pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, GatherMode};
 pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
 pub(super) use norm::{
     Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,

@@ -1,8 +1,8 @@
 //! Compiles every kernel for every GPU that it may meet. NVRTC needs none of them.
 
 use super::*;
-use crate::gpu::libraries::{self, Libraries, SETTING, Which};
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use crate::gpu::libraries::{self, Libraries, SETTING, Library};
+use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
 use std::{
     path::{Path, PathBuf},
     sync::{
@@ -23,7 +23,7 @@ fn installed() -> PathBuf {
 /// Has cudarc find NVRTC: what is loaded already goes by its own name.
 fn load_nvrtc() {
     let named = std::env::var_os(SETTING).is_some();
-    let found = Libraries::find().get(Which::Nvrtc).map(|library| library.path.clone());
+    let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
     let path = if installed().is_file() && !named { Some(installed()) } else { found };
     let path = path.unwrap_or_else(|| {
         panic!(
@@ -34,7 +34,7 @@ fn load_nvrtc() {
     });
     let load = |path: &Path| {
         // SAFETY: NVRTC's initialisers have no preconditions. It stays loaded.
-        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+        let loaded = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
         std::mem::forget(loaded.unwrap_or_else(|e| panic!("{}: {e}", path.display())));
     };
     // It opens the other half of itself by a bare name, too.
@@ -45,7 +45,7 @@ fn load_nvrtc() {
         }
     }
     load(&path);
-    libraries::ready(&[Which::Nvrtc]).unwrap();
+    libraries::ready(&[Library::Nvrtc]).unwrap();
 }
 
 /// Compiles everything, on all cores, with `more` options beside the engine's.

@@ -183,10 +183,12 @@ async fn with_files(
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
-        return look(stored, around, cancelled).await;
+        return check_before_start(stored, around, cancelled).await;
     };
     fetch::prepare(stored, remote).await?;
-    look(stored, around, cancelled).await.map_err(|refusal| on_machine(refusal, &remote.name))?;
+    check_before_start(stored, around, cancelled)
+        .await
+        .map_err(|refusal| on_machine(refusal, &remote.name))?;
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
 }
 
@@ -199,13 +201,13 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     Refusal { detail: format!("on the machine {name}: {} ({hint})", refusal.detail), ..refusal }
 }
 
-async fn look(
+async fn check_before_start(
     stored: &StoredAttempt,
     around: &Surroundings,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let (sender, reply) = oneshot::channel();
-    let look = {
+    let checking = {
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (around.check, around.program.clone(), around.devices_of(&stored.start));
@@ -213,7 +215,7 @@ async fn look(
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
     };
     // Not one of the runtime's threads, whose end the runtime would wait for.
-    let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
+    let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);
     let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
     match started {
         Err(error) => failed(error.to_string()),

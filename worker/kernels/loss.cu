@@ -2,7 +2,7 @@
 //
 // A mixed row's target lies on two labels, by lambda; a prediction is right that is the label with more of it.
 //
-// A block has LOSS_ROWS warps. A warp owns a row for the log-sum-exp; then the block's threads own four classes each and walk its rows, so that
+// A block has LOSS_ROWS warps. A warp owns a row for the log-sum-exp; then the block's threads own four classes each and go through its rows, so that
 // the bias's gradient is summed on the way. Partial sums meet in the last block, in block order.
 
 struct Totals {

@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
     parameter_gradients(b, total, value);
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 

@@ -93,9 +93,9 @@ struct Control {
     float grad_scale;    // 1 / pictures of the step over all ranks
     float lr;
     float lambda; // how much of a mixed picture is itself
-    u32 before_index, before_draw; // of the picture that the first one is mixed with; see gather_mixed.cu
+    u32 before_index, before_params; // of the picture that the first one is mixed with; see gather_mixed.cu
     u32 cut_rows[2], cut_columns[2]; // cutmix: from and to, of what is the other picture's
-    // u32 index[pictures], draw[pictures], label[pictures], label of the other picture[pictures] follow.
+    // u32 index[pictures], params[pictures], label[pictures], label of the other picture[pictures] follow.
 };
 __device__ __forceinline__ const u32* indices(const Control* c) { return (const u32*)(c + 1); }
 

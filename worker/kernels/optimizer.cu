@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
 }
 
 // float32 to the activations' format.
-extern "C" __global__ void __launch_bounds__(256) narrow(const float* from, T* to, u64 length) {
+extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
     enter();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {

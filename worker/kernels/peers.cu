@@ -65,7 +65,7 @@ __device__ __forceinline__ double over_ranks(double value, const Site& site, u32
 }
 
 // Brings this thread's total to what the statistics are of. False when the kernel ends here: the sums are left.
-__device__ __forceinline__ bool settle(double& total, const Site& site, u32 channels, bool active, u32 index,
+__device__ __forceinline__ bool reduce_over_ranks(double& total, const Site& site, u32 channels, bool active, u32 index,
                                        u32 number, bool leader) {
     if (site.mode == 1) {
         if (active && leader) site.sums[index] = (float)total;

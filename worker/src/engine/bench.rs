@@ -12,8 +12,8 @@ use crate::{
         DataError,
         loader::{Batch, DataSource, EpochPlan},
     },
-    made_up::values,
     net::{self, init},
+    synthetic::values,
 };
 use lockstep_protocol::spec::{Arch, Device, LossScale, ModelSpec, Precision, Stem};
 use serde::Serialize;
@@ -26,7 +26,7 @@ use std::{
 const WARM_UP: usize = 3;
 /// Steps of which the median counts.
 const MEASURED: usize = 10;
-/// Classes of the made-up pictures, as CIFAR-10 has.
+/// Classes of the synthetic pictures, as CIFAR-10 has.
 const CLASSES: usize = 10;
 /// Longest wait of a rank for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -159,7 +159,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
         gradients_mean: true,
         threads,
     };
-    let batch = made_up(batch_size, case.image_size, comm.rank());
+    let batch = synthetic(batch_size, case.image_size, comm.rank());
     let batch = Batch { global_samples: batch_size * ranks as usize, ..batch };
     let device = registry::device_of(None, Device::Cpu);
     let built = device.backend.build(BuildArgs {
@@ -204,7 +204,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
 const DEVICE_WARM_UP: u64 = 15;
 /// Steps of which the time is taken.
 const DEVICE_MEASURED: u64 = 60;
-/// Pictures in the made-up dataset, as CIFAR-10 has.
+/// Pictures in the synthetic dataset, as CIFAR-10 has.
 const PICTURES: usize = 50_000;
 
 /// How a rank computes that has a device of its own.
@@ -310,7 +310,7 @@ fn on_device(
     });
     let mut engine = built.map_err(|e| e.to_string())?;
     let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
-    data.set_form(engine.take_data(&data).map_err(|e| e.to_string())?);
+    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
     Ok((engine, data))
 }
 
@@ -334,7 +334,7 @@ fn batches<'a>(
 }
 
 /// Speed does not depend on what is in a picture.
-fn made_up(pictures: usize, image_size: usize, rank: u32) -> Batch {
+fn synthetic(pictures: usize, image_size: usize, rank: u32) -> Batch {
     Batch {
         images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
         labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),

@@ -32,7 +32,7 @@ pub use state_dict::{Contribution, StateDict};
 
 use crate::{
     comm::{CommError, ProcessGroup},
-    data::loader::{Batch, DataSource, Form},
+    data::loader::{Batch, BatchFormat, DataSource},
 };
 use lockstep_protocol::spec::Precision;
 use serde::{Deserialize, Serialize};
@@ -124,8 +124,8 @@ pub enum EngineError {
 /// in the same order. All other methods concern this rank alone.
 pub trait Engine: Send {
     /// How this engine wants the pictures of its batches; it may take a copy of those in memory.
-    fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
-        Ok(Form::Normalised)
+    fn take_data(&mut self, _data: &DataSource) -> Result<BatchFormat, EngineError> {
+        Ok(BatchFormat::Normalised)
     }
     /// Makes ready for pictures of other sizes than the network was built for: some to train on, others only for
     /// [`Engine::eval_step`] and [`Engine::predict`]. Before [`Engine::take_data`].

@@ -4,8 +4,8 @@ use super::{Engine, EngineConfig, Optimizer, build_cpu};
 use crate::{
     comm::SingleRank,
     data::loader::Batch,
-    made_up::{labels, values},
     net::{Network, Role},
+    synthetic::{labels, values},
     tensors::{HostTensor, NamedTensors},
 };
 use serde::Deserialize;

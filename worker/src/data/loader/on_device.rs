@@ -238,7 +238,7 @@ impl Shared<'_> {
     /// Makes the last picture that nobody has begun on this core; says whether there was one.
     fn one_on_a_core(&self) -> bool {
         let Some(at) = self.queue.back() else { return false };
-        self.device.for_cores(ForCores::Beside, 1);
+        self.device.for_cores(ForCores::Concurrently, 1);
         self.queue.note(at, (self.fill)(Work::Decoding, self.queue.numbers((at, at + 1)), self.read));
         true
     }

@@ -4,7 +4,7 @@ use crate::comm::{rendezvous::Store, watchdog::Watchdog};
 use lockstep_protocol::spec::{LossScale, Precision};
 use std::sync::Arc;
 
-/// What the CUDA engine is given beside what every engine is.
+/// What the CUDA engine is given in addition to what every engine is.
 #[derive(Debug, Clone)]
 pub struct GpuConfig {
     /// As CUDA numbers the devices that this process sees.

@@ -81,7 +81,7 @@ impl JpegDecoder {
         let sessions = (0..SESSIONS).map(|_| Session::open(&hardware)).collect::<Result<Vec<_>, String>>()?;
         let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
-        // What nvJPEG starts on a stream is not ours to run beside.
+        // What nvJPEG starts on a stream is not ours: nothing may run concurrently with it.
         let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
         let sessions = Sessions::new(sessions);
         let name = format!("nvJPEG {version}{engines}");

@@ -49,7 +49,7 @@ use crate::{
     comm::{CommError, ProcessGroup},
     data::{
         device::DeviceDecoder,
-        loader::{Batch, DataSource, Form},
+        loader::{Batch, BatchFormat, DataSource},
     },
     gpu::libraries::{self, Library},
     net::Network,

@@ -6,7 +6,7 @@
 //! these launches can be replayed; what changes is in the [control block](self#control).
 //!
 //! # Control
-//! Device memory: `u32 valid, 0; f32 stat_pictures, grad_scale, lr; u32 0, 0, 0`, then `u32` index, draw and
+//! Device memory: `u32 valid, 0; f32 stat_pictures, grad_scale, lr; u32 0, 0, 0`, then `u32` index, augmentation parameters and
 //! label of each of the batch's pictures. `valid` real pictures come first; the rest is padding, which
 //! statistics, losses and gradients leave out (its gradients are zeros). `stat_pictures` is how many
 //! pictures batch norm's statistics are of (over all ranks when they are synchronised), `grad_scale`
@@ -32,7 +32,7 @@ pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use elementwise::PlainPool;
-pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, GatherMode};
+pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
 pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
 pub(super) use norm::{
     Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
@@ -111,8 +111,8 @@ impl Ops {
         capability == WARPGROUPS && dtype != DType::F32
     }
 
-    /// Blocks of `threads` that walk `rows` of `channels`, at most `per_multiprocessor` on each: (grid, block).
-    fn walk(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
+    /// Blocks of `threads` that share `rows` of `channels` (a grid-stride loop), at most `per_multiprocessor` on each: (grid, block).
+    fn grid_stride(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
         let (y, columns) = (threads / x, groups.div_ceil(x).max(1));
@@ -120,9 +120,9 @@ impl Ops {
         plain([rows.div_ceil(y).clamp(1, most), columns, 1], [x, y, 1])
     }
 
-    /// [`Ops::walk`] for kernels that sum over rows: one block a multiprocessor, two rows a thread at least.
+    /// [`Ops::grid_stride`] for kernels that sum over rows: one block a multiprocessor, two rows a thread at least.
     fn sums(&self, rows: u32, channels: u32) -> Geometry {
-        self.walk(rows.div_ceil(2), channels, 512, 1)
+        self.grid_stride(rows.div_ceil(2), channels, 512, 1)
     }
 
     /// Blocks of 256 threads for `items` independent ones.

@@ -5,6 +5,7 @@
 //! it. Emitted twice, a list uses the same memory, so it may be run as it is or captured and replayed.
 
 use super::{
+    GpuConfig,
     arena::{Allocation, Arena},
     command::{Command, Kernel, Operand, Part, Region, verify},
     convolution::{Convolution, Direction, Tensors},
@@ -24,9 +25,9 @@ use super::{
 };
 use crate::{
     comm::ProcessGroup,
-    data::loader::Form,
+    data::loader::BatchFormat,
     engine::{
-        EngineConfig, EngineError, GpuConfig, LayerTime, NamedTensors,
+        EngineConfig, EngineError, LayerTime, NamedTensors,
         fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
         layers::layer_times,
     },
@@ -84,7 +85,7 @@ pub(super) enum Input {
         mixes: bool,
     },
     /// The batch, cropped and scaled.
-    Staged { at: Ptr, form: Form },
+    Staged { at: Ptr, format: BatchFormat },
 }
 
 impl Input {

@@ -9,7 +9,7 @@ use super::{
     error::CudaError,
     ops,
 };
-use crate::data::loader::{Batch, DrawnMix};
+use crate::data::loader::{Batch, MixParams};
 use std::{
     ops::Range,
     time::{Duration, Instant},
@@ -48,12 +48,12 @@ pub(super) struct Control {
 
 impl Control {
     /// With what the GPU needs to mix pictures of the dataset.
-    pub(super) fn with_mix(self, drawn: Option<&DrawnMix>) -> Self {
-        let Some(DrawnMix { mix, before_index, before_draw }) = drawn else { return self };
+    pub(super) fn with_mix(self, drawn: Option<&MixParams>) -> Self {
+        let Some(MixParams { mix, before_index, before_params }) = drawn else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
         let [cut_rows, cut_columns] =
             mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
-        Self { before: [*before_index as u32, *before_draw], cut_rows, cut_columns, ..self }
+        Self { before: [*before_index as u32, *before_params], cut_rows, cut_columns, ..self }
     }
 }
 
@@ -146,7 +146,7 @@ impl Inputs {
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
         let mut next = || lists.next().into_iter().flatten();
         next().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
-        next().zip(&batch.draws).for_each(|(w, v)| *w = *v);
+        next().zip(&batch.augment_params).for_each(|(w, v)| *w = *v);
         next().zip(&batch.labels).for_each(|(w, v)| *w = *v);
         next().zip(&batch.mixed_labels).for_each(|(w, v)| *w = *v);
         self.ring.write(self.sent as usize % SLOTS * words.len() * 4, &words);

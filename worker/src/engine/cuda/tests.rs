@@ -3,10 +3,10 @@
 
 use crate::{
     comm::SingleRank,
-    data::loader::{Batch, DataSource, EpochPlan, Form},
+    data::loader::{Batch, BatchFormat, DataSource, EpochPlan},
     engine::{self, Engine, EngineConfig, NamedTensors, Optimizer, cuda::GpuConfig},
-    made_up::{labels, values},
     net::{Network, init, resnet},
+    synthetic::{labels, values},
 };
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, LossScale, ModelSpec, Precision, SizeFrom, Stem};
 use std::{path::PathBuf, sync::Arc};

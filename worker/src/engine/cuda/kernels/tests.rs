@@ -1,7 +1,7 @@
 //! Compiles every kernel for every GPU that it may meet. NVRTC needs none of them.
 
 use super::*;
-use crate::gpu::libraries::{self, Libraries, SETTING, Library};
+use crate::gpu::libraries::{self, Libraries, Library, SETTING};
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
 use std::{
     path::{Path, PathBuf},
@@ -48,7 +48,7 @@ fn load_nvrtc() {
     libraries::ready(&[Library::Nvrtc]).unwrap();
 }
 
-/// Compiles everything, on all cores, with `more` options beside the engine's.
+/// Compiles everything, on all cores, with `more` options in addition to the engine's.
 fn compile_all(more: &[&str]) {
     load_nvrtc();
     let cases: Vec<_> = CAPABILITIES.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();

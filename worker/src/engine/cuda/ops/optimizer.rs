@@ -220,6 +220,6 @@ impl Ops {
     /// to (T) = from (float32); `length` values, a multiple of 8.
     pub(in crate::engine::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
         let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];
-        kernel("narrow", self.items(length / 8, 8), args)
+        kernel("to_low_precision", self.items(length / 8, 8), args)
     }
 }

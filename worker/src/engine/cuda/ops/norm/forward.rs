@@ -133,7 +133,7 @@ impl Ops {
         args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
         args.extend(shape_args(p.control, p.shape));
         args.extend(p.site.forward_args(p.reduce));
-        let geometry = self.walk(p.shape.rows(), p.shape.channels, 256, resident);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
         kernel(name, geometry, args)
     }
 
@@ -153,7 +153,7 @@ impl Ops {
             Arg::U32(p.shape.rows()),
             Arg::U32(p.shape.channels),
         ]);
-        let geometry = self.walk(p.shape.rows(), p.shape.channels, 256, resident);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
         kernel(name, geometry, args)
     }
 

@@ -20,13 +20,13 @@ impl<'a> GraphEmitter<'a> {
         }
         let source = Operand::whole(Region::Pictures);
         let (height, width, mode, scaling) = match input {
-            Input::Staged { form: Form::Normalised | Form::Draws, .. } => {
+            Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
                 let pad =
                     ops::PadChannels { from: source, to, control, pictures, side, channels, padded, folded };
                 self.main(facts.ops.pad_channels(pad));
                 return Ok(());
             }
-            Input::Staged { form: Form::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
+            Input::Staged { format: BatchFormat::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
             Input::Dataset { height, width, crop_padding, training, mixes, .. } => {
                 let crop_padding = crop_padding as u32;
                 let mode = match (training, mixes) {
@@ -137,7 +137,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
-        // Weight gradients may run beside all others.
+        // Weight gradients may run concurrently with all others.
         let workspace = Operand::whole(match convolution.direction {
             Direction::Weight => Region::SideWorkspace,
             Direction::Forward | Direction::Input => Region::Workspace,

@@ -19,7 +19,7 @@ mod mutations;
 mod signatures;
 
 const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true };
-const STAGED: Input = Input::Staged { at: 0, form: Form::Bytes };
+const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())

@@ -1,6 +1,9 @@
 //! Everything that runs on a training machine: the agent (one a machine), ranks (one a slot), and
 //! what they are made of - networks, engines, data, communication, checkpoints.
 
+// What a call can fail with is part of what its caller has to know.
+#![warn(clippy::missing_errors_doc)]
+
 pub mod agent;
 mod cache;
 pub mod checkpoint;

@@ -1,4 +1,4 @@
-//! How many requests an address may make: a token bucket each. An address that asks faster than it may is told when to ask again.
+//! How many requests an address may make: a token bucket each. An address that asks faster than it may is answered when to ask again.
 
 use std::{
     collections::HashMap,

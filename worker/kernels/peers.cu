@@ -54,7 +54,7 @@ __device__ __forceinline__ double over_ranks(double value, const Site& site, u32
 #pragma unroll
         for (int r = 0; r < MAX_PEERS; r++)
             if (r < world && r != rank) complete &= (u32)(got[r] >> 32) == number;
-        // The abort word lies behind the PCIe bus: look rarely.
+        // The abort word lies behind the PCIe bus: read it rarely.
         if (!complete && ++turns % 2048 == 0 && peers.abort && load_system((const u32*)peers.abort)) break;
     } while (!complete);
     double total = 0;

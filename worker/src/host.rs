@@ -24,7 +24,7 @@ pub fn own_program() -> io::Result<PathBuf> {
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
-/// Variables of a server's or an agent's environment that tell how to use it. Processes of jobs, which read what strangers wrote,
+/// Variables of a server's or an agent's environment that say how to use it. Processes of jobs, which read what strangers wrote,
 /// do not get them.
 pub const SECRETS: [&str; 4] =
     ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE", "LOCKSTEP_OIDC_CLIENT_SECRET"];

@@ -176,7 +176,7 @@ async fn checked(
     Beginning::Launch { refusal: found.err() }
 }
 
-/// The check, with what is fetched before it and told after it where the disk is not the server's.
+/// The check, with what is fetched before it and reported after it where the disk is not the server's.
 async fn with_files(
     stored: &StoredAttempt,
     around: &Surroundings,
@@ -197,7 +197,7 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     if refusal.code != ReasonCode::DatasetUnusable {
         return refusal;
     }
-    let hint = "an agent is told where its machine has a dataset by --dataset NAME=PATH or --path-map";
+    let hint = "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
     Refusal { detail: format!("on the machine {name}: {} ({hint})", refusal.detail), ..refusal }
 }
 

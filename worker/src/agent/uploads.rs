@@ -1,4 +1,4 @@
-//! Checkpoints on a disk that the server does not have are uploaded while training goes on, and removed here when they are needed no more.
+//! Checkpoints on a disk that the server does not have are uploaded while training continues, and removed here when they are needed no more.
 //!
 //! What is to be done follows from the disk alone: `jobs/<job>/here.json` names the attempt that was here last, and `checkpoints/` what it
 //! has written. So an agent that starts again continues where the one before it was ended. The newest checkpoint goes first, as it is the

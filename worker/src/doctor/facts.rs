@@ -15,7 +15,7 @@ use std::{
 
 /// NCCL's variable for the network interface that it is to use.
 pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
-/// How sshd tells a session where it came from and where to: address and port of both ends.
+/// How sshd says to a session where it came from and where to: address and port of both ends.
 const CONNECTION: &str = "SSH_CONNECTION";
 
 /// About this machine.

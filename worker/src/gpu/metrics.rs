@@ -138,7 +138,7 @@ mod tests {
             })
         };
         let sampler = Sampler::with(look, observer, progress.clone(), Duration::from_millis(1)).unwrap();
-        // Goes on only when the rank does.
+        // Continues only when the rank does.
         progress.store(7, Ordering::Relaxed);
         let four: Vec<_> = (0..4).map(|_| told.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
         assert!(four.iter().all(|(_, step, _)| *step == 7), "{four:?}");

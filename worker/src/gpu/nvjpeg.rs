@@ -210,12 +210,12 @@ impl State {
         let Nvjpeg { parse_header, supported, .. } = **library;
         let mut unsupported = -1;
         // SAFETY: the bytes are only read during the call.
-        let told = unsafe {
+        let answered = unsafe {
             parse_header(*handle, bytes.as_ptr(), bytes.len(), self.header) == 0
                 && supported(*handle, self.header, &mut unsupported) == 0
         };
         // 0 means yes.
-        told && unsupported == 0
+        answered && unsupported == 0
     }
 
     /// Decodes pictures that it takes into planes. They are there once `stream` has gone past.

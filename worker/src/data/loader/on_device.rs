@@ -221,7 +221,7 @@ impl Shared<'_> {
         numbers.iter().filter_map(encoded).collect()
     }
 
-    /// Goes on with what the device has made of these numbers; cores make what it has refused.
+    /// Continues with what the device has made of these numbers; cores make what it has refused.
     fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
         self.device.done(done, made.len() as u64 - done);

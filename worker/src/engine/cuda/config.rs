@@ -1,4 +1,4 @@
-//! What the CUDA engine is told.
+//! The configuration of the CUDA engine.
 
 use crate::comm::{rendezvous::Store, watchdog::Watchdog};
 use lockstep_protocol::spec::{LossScale, Precision};
@@ -16,7 +16,7 @@ pub struct GpuConfig {
     pub deterministic: bool,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
-    /// To be told of every step that is submitted and done.
+    /// Notified of every step that is submitted and completed.
     pub watchdog: Option<Arc<Watchdog>>,
     /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
     pub generation: u32,

@@ -8,7 +8,7 @@ use cudarc::{
 /// A call that failed, with what it was for.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// The driver refused a call, or tells of a kernel that failed earlier.
+    /// The driver refused a call, or reports a kernel that failed earlier.
     #[error("{doing}: CUDA says {error}")]
     Driver { doing: &'static str, error: String, retriable: bool },
     /// cuDNN refused a call.
@@ -76,7 +76,7 @@ impl CudaError {
     }
 }
 
-/// Whether a driver's error tells of a moment (a kernel that failed, a memory error, a GPU that fell off the bus or is in
+/// Whether a driver's error is of a moment (a kernel that failed, a memory error, a GPU that fell off the bus or is in
 /// use) and not of what was asked for or of how the machine is set up.
 pub(super) fn may_pass(error: CUresult) -> bool {
     use CUresult as E;

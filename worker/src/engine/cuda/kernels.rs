@@ -197,7 +197,7 @@ impl Drop for Kernels {
     }
 }
 
-/// What NVRTC is told for `capability` (90: 9.0) and `dtype`.
+/// The options of NVRTC for `capability` (90: 9.0) and `dtype`.
 fn options(capability: u32, dtype: DType) -> Vec<String> {
     let own = if capability == WARPGROUPS { "a" } else { "" };
     let mut options = vec![

@@ -1,7 +1,7 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
 //! A step is captured once as a CUDA graph and then replayed: what changes from step to step is read by the
-//! kernels from [`rings`]. The host starts a step, goes on, and reads its result when it comes. Results
+//! kernels from [`rings`]. The host starts a step, continues, and reads its result when it comes. Results
 //! are the same bits in every run: every sum has a fixed order.
 
 mod arena;

@@ -86,7 +86,7 @@ impl Ops {
         COUNTERS * 4 + sums.max(loss).max(norms) as usize
     }
 
-    /// The counters of kernels that sum over rows, and what blocks tell each other.
+    /// The counters of kernels that sum over rows, and the partial results of blocks.
     pub(super) fn scratch(&self) -> [Operand; 2] {
         [Operand::new(Region::Scratch, 0, LOSS_COUNTER * 4), self.partials()]
     }
@@ -101,7 +101,7 @@ impl Ops {
         Arg::InOut(Operand::new(Region::Scratch, number * 4, 4))
     }
 
-    /// What blocks tell the one that ends last.
+    /// Partial results of blocks, for the one that ends last.
     fn partials(&self) -> Operand {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }

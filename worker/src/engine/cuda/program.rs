@@ -65,7 +65,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// Whether it goes on from what a micro-batch before it has left: gradients and totals.
+    /// Whether it continues from what a micro-batch before it has left: gradients and totals.
     fn carries_over(self) -> bool {
         matches!(self, Phase::Train(MicroBatch { first: false, .. }))
     }

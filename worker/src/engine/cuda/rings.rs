@@ -1,4 +1,4 @@
-//! What the host and the GPU tell each other about steps, through page-locked memory that both see: nothing
+//! What the host and the GPU exchange about steps, through page-locked memory that both see: nothing
 //! is copied or waited for by a call.
 
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
@@ -219,7 +219,7 @@ pub(super) fn fetch(batch: usize) -> ops::Fetch {
     }
 }
 
-/// How the GPU tells the next result.
+/// How the GPU reports the next result.
 pub(super) fn record() -> ops::Record {
     ops::Record {
         ring: Operand::whole(Region::ResultRing),

@@ -156,7 +156,7 @@ pub(in crate::engine::cuda) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 unsafe impl Send for Event {}
 
 impl Event {
-    /// One that orders streams, and tells the time if `timed`.
+    /// One that orders streams, and records the time if `timed`.
     pub(in crate::engine::cuda) fn new(timed: bool) -> Result<Self, CudaError> {
         let flags = match timed {
             true => sys::CUevent_flags::CU_EVENT_DEFAULT,

@@ -99,7 +99,7 @@ impl Ops {
                 args.extend(before.site.backward_args(before.accumulate, before.reduce));
                 args.extend(before.reduce.args());
             }
-            // Nothing is looked at of a batch norm that is not there.
+            // Nothing is read of a batch norm that is not there.
             None => {
                 args.extend(p.behind.backward_args(false, Reduce::Local).map(Arg::unused));
                 args.extend(Reduce::Local.args());

@@ -139,7 +139,7 @@ impl NormSite {
     }
 }
 
-/// `control`, pixels, rows, channels: how kernels are told an activation's shape.
+/// `control`, pixels, rows, channels: how kernels are given an activation's shape.
 pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
     [Arg::In(control), Arg::U32(shape.pixels), Arg::U32(shape.rows()), Arg::U32(shape.channels)]
 }

@@ -125,7 +125,7 @@ impl Ops {
         kernel(name, self.sums(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Goes on from the sums that [`Reduce::Leave`] left, float32 `[2, C]`, after an all-reduce.
+    /// Continues from the sums that [`Reduce::Leave`] left, float32 `[2, C]`, after an all-reduce.
     pub(in crate::engine::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));

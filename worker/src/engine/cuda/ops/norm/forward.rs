@@ -89,7 +89,7 @@ impl Ops {
     }
 
     /// The first pass alone: statistics of x, then what `reduce` says. Only `x`, `control`, `shape`, `site`
-    /// and `reduce` are looked at. For a projection's batch norm that [`Shortcut::Norm`] applies, and where
+    /// and `reduce` are read. For a projection's batch norm that [`Shortcut::Norm`] applies, and where
     /// the application comes later. Moves: x once.
     pub(in crate::engine::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
@@ -100,7 +100,7 @@ impl Ops {
         kernel("norm_statistics", self.sums(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Goes on from sums of x and of x * x, float32 `[C]` each, over the real pictures: after an all-reduce,
+    /// Continues from sums of x and of x * x, float32 `[C]` each, over the real pictures: after an all-reduce,
     /// or from a convolution that took them along.
     pub(in crate::engine::cuda) fn norm_finish(
         &self,

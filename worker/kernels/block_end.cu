@@ -22,8 +22,8 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
     T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
     T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
-    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED);  // two tiles of x and the shortcut, each thread's own pieces apart
-    float* coefficients = (float*)(copied + 16 * TILE);       // scale and bias, of both
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and the shortcut, by thread
+    float* coefficients = (float*)(copied + 16 * TILE);    // scale and bias, of both
     Value value = value_of_thread(REDUCED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;

@@ -23,9 +23,9 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     T* dy = kept + 4 * TILE;                          // 64 rows of 256
     T* input = dy + 4 * TILE;                         // 64 rows of 64
     T* product = input + TILE;                        // the same, with gaps
-    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED);  // two tiles of x and g, each thread's own pieces apart
-    float* expanded_coefficients = (float*)(copied + 16 * TILE);       // scale, slope and offset
-    float* reduced_coefficients = expanded_coefficients + 3 * EXPANDED;                  // scale, bias and mean
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and g, each thread's own pieces apart
+    float* expanded_coefficients = (float*)(copied + 16 * TILE);        // scale, slope and offset
+    float* reduced_coefficients = expanded_coefficients + 3 * EXPANDED; // scale, bias and mean
     Value value = value_of_thread(REDUCED);
     u32 number = NORMED ? next_exchange(site, value.active, value.index) : 0;
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -170,8 +170,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads: eight channels of four rows of the side with 256 channels each, and of one row of the side with 64. Dynamic shared
-// memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+// 8 x 64 threads: eight channels of four rows of the side with 256 channels each, and of one row of the side with 64.
+// Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \

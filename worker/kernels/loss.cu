@@ -2,8 +2,9 @@
 //
 // A mixed row's target lies on two labels, by lambda; a prediction is right that is the label with more of it.
 //
-// A block has LOSS_ROWS warps. A warp owns a row for the log-sum-exp; then the block's threads own four classes each and go through its rows, so that
-// the bias's gradient is summed on the way. Partial sums meet in the last block, in block order.
+// A block has LOSS_ROWS warps, each of which owns a row for the log-sum-exp. Then the block's threads own four classes
+// each and go through its rows, so that the bias's gradient is summed on the way. Partial sums meet in the last block, in
+// block order.
 
 struct Totals {
     double loss_sum;

@@ -181,23 +181,23 @@ impl Results {
     }
 }
 
-/// Waits until `done`, which looks at what the GPU writes into the host's memory.
+/// Waits until `done`, which reads what the GPU writes into the host's memory.
 fn wait_until<E: From<CudaError>>(
     mut done: impl FnMut() -> bool,
     patience: Duration,
     mut alive: impl FnMut() -> Result<(), E>,
 ) -> Result<(), E> {
     let began = Instant::now();
-    let mut looks = 0u32;
+    let mut reads = 0u32;
     while !done() {
-        looks += 1;
+        reads += 1;
         // A short wait is met at once; a long one leaves the core to others.
-        if looks < 2_000 {
+        if reads < 2_000 {
             std::hint::spin_loop();
             continue;
         }
         std::thread::sleep(Duration::from_micros(20));
-        if looks.is_multiple_of(256) {
+        if reads.is_multiple_of(256) {
             alive()?;
             if began.elapsed() > patience {
                 return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64() }.into());

@@ -68,8 +68,8 @@ impl Setting {
         Self { plan, layout, norms, statistics, capability, optimizer, accumulates: false, sums: false }
     }
 
-    fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
-        look(&Facts {
+    fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
+        use_them(&Facts {
             plan: &self.plan,
             layout: &self.layout,
             norms: &self.norms,

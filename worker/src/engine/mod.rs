@@ -6,7 +6,7 @@ mod batch_norm;
 pub mod bench;
 mod check;
 pub mod cpu;
-pub mod cuda;
+mod cuda;
 mod finite;
 #[cfg(test)]
 mod frozen_norm;
@@ -338,7 +338,7 @@ fn unknown_size(image_size: usize) -> EngineError {
 ///
 /// # Errors
 /// When the initial tensors do not fit the network.
-pub(crate) fn build_cpu(
+pub fn build_cpu(
     network: Arc<crate::net::Network>,
     initial: &NamedTensors,
     config: EngineConfig,

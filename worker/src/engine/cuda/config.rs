@@ -6,18 +6,18 @@ use std::sync::Arc;
 
 /// What the CUDA engine is given in addition to what every engine is.
 #[derive(Debug, Clone)]
-pub struct GpuConfig {
+pub(super) struct GpuConfig {
     /// As CUDA numbers the devices that this process sees.
-    pub ordinal: i32,
-    pub precision: Precision,
+    pub(super) ordinal: i32,
+    pub(super) precision: Precision,
     /// For fp16.
-    pub loss_scale: LossScale,
+    pub(super) loss_scale: LossScale,
     /// The same bits in every run.
-    pub deterministic: bool,
+    pub(super) deterministic: bool,
     /// Where the ranks meet; absent for a single rank.
-    pub store: Option<Arc<Store>>,
+    pub(super) store: Option<Arc<Store>>,
     /// Notified of every step that is submitted and completed.
-    pub watchdog: Option<Arc<Watchdog>>,
+    pub(super) watchdog: Option<Arc<Watchdog>>,
     /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
-    pub generation: u32,
+    pub(super) generation: u32,
 }

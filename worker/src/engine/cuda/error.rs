@@ -7,7 +7,7 @@ use cudarc::{
 
 /// A call that failed, with what it was for.
 #[derive(Debug, thiserror::Error)]
-pub enum CudaError {
+pub(super) enum CudaError {
     /// The driver refused a call, or reports a kernel that failed earlier.
     #[error("{doing}: CUDA says {error}")]
     Driver { doing: &'static str, error: String, retriable: bool },
@@ -35,9 +35,6 @@ pub enum CudaError {
     /// The kernels' results did not come back in time.
     #[error("the GPU has not finished a step for {secs:.0} s")]
     Hung { secs: f64 },
-    /// A file of the cache.
-    #[error("{path}: {error}")]
-    Cache { path: String, error: std::io::Error },
 }
 
 impl CudaError {
@@ -60,7 +57,7 @@ impl CudaError {
     }
 
     /// Whether another attempt, in new processes, may fare better.
-    pub fn is_retriable(&self) -> bool {
+    pub(super) fn is_retriable(&self) -> bool {
         match self {
             CudaError::Driver { retriable, .. } | CudaError::Cudnn { retriable, .. } => *retriable,
             CudaError::Hung { .. } => true,
@@ -70,8 +67,6 @@ impl CudaError {
             | CudaError::Unsupported(_)
             | CudaError::Commands(_)
             | CudaError::Missing(_) => false,
-            // A full disk, a folder that another user owns: a person has to look.
-            CudaError::Cache { .. } => false,
         }
     }
 }

@@ -76,13 +76,13 @@ const AHEAD: usize = 2;
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
 
 /// Opens GPU `ordinal`'s decoder of JPEG files, for an engine that computes in `precision`.
-pub(super) fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
+fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
     libraries::ready(&[Library::Driver, Library::Nvrtc])?;
     jpeg::open(ordinal, dtype_of(precision))
 }
 
 /// Builds the engine on the GPU that `gpu` names.
-pub(super) fn build(
+fn build(
     network: Arc<Network>,
     initial: &NamedTensors,
     config: EngineConfig,

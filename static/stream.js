@@ -7,7 +7,7 @@ import { signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
-/** The server sends a heartbeat every 20 s: after two without one the connection is dead, and nobody has told the browser. */
+/** The server sends a heartbeat every 20 s: after two without one the connection is dead, and the browser was not notified. */
 const SILENT_MS = 45_000;
 /** A timer this late means that the machine slept, or that the page is in the background: one missing heartbeat is enough then. */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;

@@ -1,4 +1,4 @@
-//! What has happened to a job, as `GET /jobs/{id}/history` tells it. Times are RFC 3339 UTC.
+//! What has happened to a job, as `GET /jobs/{id}/history` lists it. Times are RFC 3339 UTC.
 
 use crate::{attempt::AttemptState, job::JobState, reason::Reason};
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,7 @@ pub struct Relative {
 pub struct Waiting {
     /// From 1. Jobs before it get slots first, if they fit.
     pub place: u64,
-    /// What it waits for now, which may be another thing than its `reason` says: that may tell how its last attempt ended.
+    /// What it waits for now, which may be another thing than its `reason` says: that may say how its last attempt ended.
     pub reason: Option<Reason>,
 }
 
@@ -82,7 +82,7 @@ pub enum What {
         rank: Option<u32>,
         /// Optimizer steps of the run that were done.
         step: Option<u64>,
-        /// Id of the checkpoint that the next attempt went on from; absent when it began from the start, or there is none.
+        /// Id of the checkpoint that the next attempt continued from; absent when it began from the start, or there is none.
         next_checkpoint: Option<String>,
     },
     /// Somebody asked to pause it while it ran.
@@ -99,7 +99,7 @@ pub enum What {
     Failed {
         reason: Option<Reason>,
     },
-    /// Training went on in bfloat16, as float16 did not hold its numbers.
+    /// Training continued in bfloat16, as float16 did not hold its numbers.
     PrecisionChanged {
         reason: Option<Reason>,
     },

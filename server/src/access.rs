@@ -322,7 +322,7 @@ impl Access {
     /// # Errors
     /// Too many attempts have failed: how long to wait.
     pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
-        self.attempts.look(from)?;
+        self.attempts.check(from)?;
         self.attempts.failed(from)
     }
 

@@ -106,7 +106,7 @@ pub struct ServeConfig {
     pub evaluation_wait: Duration,
     /// A request's head must have come within this time, counted from the connection's begin or its last answer.
     pub head_patience: Duration,
-    /// A request's body must go on within this time.
+    /// A request's body must continue to arrive within this time.
     pub body_patience: Duration,
     /// Everybody who reaches the server may do everything. For loopback addresses alone.
     pub no_auth: bool,
@@ -218,7 +218,7 @@ impl ServeConfig {
     }
 }
 
-/// Whether the server may listen where it is told to.
+/// Whether the server may listen at the configured address.
 ///
 /// # Errors
 /// Other machines can reach it and it would take requests from anybody, or in clear.

@@ -125,12 +125,12 @@ pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refuse
     let job = &mut row.job;
     let goes_on = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
     let never = *reason.code() == ReasonCode::UnreadableSpec;
-    let tells = match job.state {
+    let is_reported = match job.state {
         JobState::Queued => never || job.attempt == 0 || !goes_on,
         JobState::Restarting => never,
         _ => false,
     };
-    if !tells || job.reason.as_deref() == Some(reason.words()) {
+    if !is_reported || job.reason.as_deref() == Some(reason.words()) {
         return Ok(Vec::new());
     }
     job.set_reason(Some(reason.clone()));

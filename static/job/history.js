@@ -9,7 +9,7 @@ const short = (id) => id.slice(id.indexOf("-") + 1);
 const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
 
 /** Title and further words of an entry. */
-function told(entry) {
+function described(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
     case "forked": return ["Forked", from(entry.checkpoint)];
@@ -28,7 +28,7 @@ function ended({ reason, rank, step, state, next_checkpoint }) {
   if (reason) parts.push(reason.words);
   if (rank != null && !reason?.words.includes(`rank ${rank}`)) parts.push(`rank ${rank}`);
   if (step != null && !reason?.words.includes(`step ${step}`)) parts.push(`${state === "succeeded" ? "after" : "at"} step ${count(step)}`);
-  if (next_checkpoint) parts.push(`the next attempt went on from ${short(next_checkpoint)}`);
+  if (next_checkpoint) parts.push(`the next attempt continued from ${short(next_checkpoint)}`);
   return parts.join("; ");
 }
 
@@ -78,7 +78,7 @@ export class History {
 }
 
 function row(entry, i, all) {
-  const [title, words] = told(entry), at = new Date(entry.at), line = make("li", {});
+  const [title, words] = described(entry), at = new Date(entry.at), line = make("li", {});
   line.dataset.what = entry.what;
   if (entry.attempt) line.dataset.attempt = entry.attempt;
   if (entry.state) line.dataset.state = entry.state;

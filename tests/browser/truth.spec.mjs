@@ -72,12 +72,12 @@ describe("a job", () => {
     assert.ok(Math.abs(drawn.max - 1600) < 0.1 && Math.abs(drawn.min - 16000 / 60) < 0.1, `a point is its step's own speed: ${JSON.stringify(drawn)}`);
     assert.match(await compare.locator("#results").textContent(), /so far/, "the loss of a job that runs is not its last");
 
-    // Its history: why, which rank, and from where the next attempt went on.
+    // Its history: why, which rank, and from where the next attempt continued.
     await page.getByRole("tab", { name: "History" }).click();
     const row = page.locator('#history-rows li[data-what="ended"][data-attempt="1"]');
     await until("the first attempt's end is told", () => row.isVisible());
     const ended = await row.textContent();
-    for (const part of ["Attempt 1 failed", "rank 1 was killed by signal 9", "the next attempt went on from 1-290"]) assert.ok(ended.includes(part), `${part} in ${ended}`);
+    for (const part of ["Attempt 1 failed", "rank 1 was killed by signal 9", "the next attempt continued from 1-290"]) assert.ok(ended.includes(part), `${part} in ${ended}`);
     assert.deepEqual(await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what)), ["submitted", "started", "ended", "started"]);
     assert.deepEqual(await page.evaluate(() => [...window.lockstep.charts.loss.marks]), [[2, "rank 1 was killed by signal 9 at step 300"]]);
 

@@ -247,7 +247,7 @@ async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
     let goes_on = async |machines: &Machines| {
         let step = number(&machines.server.job(&id).await["step"]);
         let more = |job: &Value| number(&job["step"]) > step + 20;
-        let job = machines.server.job_when(&id, "it goes on", more).await;
+        let job = machines.server.job_when(&id, "it continues", more).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("running"), 1), "{job:#}");
     };
     machines.trains(&id).await;

@@ -13,14 +13,14 @@ pub struct Machine {
     pub memory_bytes: u64,
     pub disk_free_bytes: u64,
     pub version: String,
-    /// Where ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions tell none, and share
+    /// Where ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions report none, and share
     /// no job with others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// The network interface that has this address, where it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// The machine's boot and network namespace: agents that tell the same reach each other at loopback.
+    /// The machine's boot and network namespace: agents that report the same reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
 }

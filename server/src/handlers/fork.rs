@@ -129,7 +129,7 @@ async fn make(
     mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(axum::http::StatusCode, Job)> {
-    // Others see the fork: it does not tell them the name and the tags of what they do not see.
+    // Others see the fork: it does not show them the name and the tags of what they do not see.
     if source.spec.private && !spec.private {
         if spec.name == fork_name(&source.name) {
             "fork".clone_into(&mut spec.name);

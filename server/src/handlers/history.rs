@@ -45,7 +45,7 @@ const ORDER: &str = "at";
 
 /// A job's history
 ///
-/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one went on;
+/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
 /// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
 /// Admins also see who asked.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
@@ -132,7 +132,7 @@ fn of_attempts(attempts: &[Attempt]) -> Vec<Entry> {
     entries
 }
 
-/// What changes of state tell that attempts do not.
+/// What changes of state report that attempts do not.
 fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
     let begin = match &job.parent {
         Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
@@ -147,10 +147,10 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         if before == now {
             continue;
         }
-        // What became of a lost attempt is told by the attempt.
+        // The attempt itself reports what became of a lost one.
         let was_active =
             before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
-        // What somebody else's job asked for is told by the attempt's end; a pause may come on top of it.
+        // What somebody else's job asked for is reported by the attempt's end; a pause may come on top of it.
         let was_preempted = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Preempting));
         let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
         let moved = before.as_ref().is_none_or(|(old, _)| old != state);

@@ -87,7 +87,7 @@ async fn answer_all(mut agent: Agent) {
         let answer = match request {
             AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
             AgentRequest::InspectDataset { path } => AgentReply::Dataset { path, info: info() },
-            AgentRequest::InspectProgress { .. } => AgentReply::Progress { looked: None },
+            AgentRequest::InspectProgress { .. } => AgentReply::Progress { inspected: None },
             AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
             AgentRequest::Samples { .. } => {
                 AgentReply::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })

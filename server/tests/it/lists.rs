@@ -124,7 +124,7 @@ async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
     let reversed: Vec<_> = by_loss.iter().rev().cloned().collect();
     assert_eq!(walked(&server, "sort=-loss", 1).await, reversed);
 
-    // The job that a cursor was taken from is deleted: the list goes on behind its place.
+    // The job that a cursor was taken from is deleted: the list continues behind its place.
     let (_, page) = server.get("/jobs?limit=1&sort=name").await;
     assert_eq!(server.delete(&format!("/jobs/{}", ids[0])).await.0, 204);
     let next = page["next_cursor"].as_str().unwrap();

@@ -12,7 +12,7 @@ use crate::store::{
 use lockstep_protocol::{job::Job, stream::Event};
 use sqlx::{AssertSqlSafe, Row};
 
-/// Changes of state, forks and requests that are told at most: the newest changes, the oldest forks, the newest requests.
+/// Changes of state, forks and requests that are listed at most: the newest changes, the oldest forks, the newest requests.
 const MOST: i64 = 1000;
 
 fn event(row: &DbRow) -> Result<Event> {

@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_burst_then_the_rate_and_others_are_not_touched() {
-        let limit = RateLimiter::new(2);
+        let limit = RateLimiter::<IpAddr>::new(2);
         let start = Instant::now();
         for n in 0..20 {
             assert_eq!(limit.take_at(&v4(1), start), Ok(()), "{n}");
@@ -121,13 +121,13 @@ mod tests {
         // However long it was silent, it has one burst.
         let later = start + Duration::from_secs(3600);
         assert_eq!((0..30).filter(|_| limit.take_at(&v4(1), later).is_ok()).count(), 20);
-        let none = RateLimiter::new(0);
+        let none = RateLimiter::<IpAddr>::new(0);
         assert!((0..1000).all(|_| none.take_at(&v4(1), start).is_ok()));
     }
 
     #[test]
     fn the_table_has_an_end_and_makes_room_again() {
-        let limit = RateLimiter::new(1);
+        let limit = RateLimiter::<IpAddr>::new(1);
         let start = Instant::now();
         for n in 0..KEYS as u32 {
             assert_eq!(limit.take_at(&v4(n), start), Ok(()));

@@ -27,6 +27,7 @@ mod listening;
 mod lists;
 mod machines;
 mod metrics;
+mod notes;
 mod oidc;
 mod problems;
 mod proxies;

@@ -95,6 +95,8 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
+    /// Longest wait for a checkpoint that is being uploaded when its job could continue on another machine than its holder.
+    pub checkpoint_wait: Duration,
     /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
     pub stream_patience: Duration,
     /// Points of a job stay among its events, and so in its stream, for so long after its end. Metrics keep them for ever.
@@ -153,6 +155,7 @@ impl ServeConfig {
             database: None,
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
+            checkpoint_wait: Duration::from_secs(600),
             stream_patience: Duration::from_secs(20),
             keep_points: Duration::from_secs(3600),
             evaluation_wait: Duration::from_secs(20),

@@ -19,14 +19,15 @@ use std::time::Duration;
 
 mod ends;
 mod gang;
+mod needs;
 mod place;
 mod preempt;
 mod slots;
 mod waits;
 
-pub(crate) use ends::{ended_at, leaves, ready};
+pub(crate) use ends::{ended_at, leaves, ready, wanted};
 pub(crate) use gang::most_slots;
-pub(crate) use place::is_checkpoint_id;
+pub(crate) use needs::is_checkpoint_id;
 pub(crate) use slots::device_for;
 
 /// The queue is checked this often even without a notification.
@@ -37,6 +38,8 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         app.leases.hold(attempt.clone(), places);
+        // Agents that come back are told by their welcome.
+        app.leases.told_to_end(&attempt);
         if agents.len() > 1
             && let Some(row) = app.store.job(&attempt.job).await?
         {
@@ -68,7 +71,9 @@ async fn round(app: &App) -> Result<()> {
     }
     let mut round = Round::begin(app);
     let waiting = app.store.waiting().await?;
-    app.wait_reasons.keep(&waiting.iter().map(|row| row.job.id.clone()).collect());
+    let ids = waiting.iter().map(|row| row.job.id.clone()).collect();
+    app.wait_reasons.keep(&ids);
+    app.coming.keep(&ids);
     for row in waiting {
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
             let placed = place(app, &row, &mut round).await;

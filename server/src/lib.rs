@@ -10,6 +10,7 @@ pub mod app;
 mod artifacts;
 mod audit;
 mod audit_log;
+mod coming;
 mod compaction_queue;
 pub mod config;
 mod dataset_roots;

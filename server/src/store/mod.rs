@@ -114,8 +114,8 @@ pub trait Store: Send + Sync + 'static {
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// Preemptible jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
-    async fn preemptible(&self) -> Result<Vec<Occupant>>;
+    /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
+    async fn occupants(&self) -> Result<Vec<Occupant>>;
     /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
     /// not the attempt's, or it was given to others.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;

@@ -130,8 +130,8 @@ impl Store for SqlStore {
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
     }
-    async fn preemptible(&self) -> Result<Vec<Occupant>> {
-        self.list_preemptible().await
+    async fn occupants(&self) -> Result<Vec<Occupant>> {
+        self.list_occupants().await
     }
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>> {
         self.read_acknowledged(attempt, agent_id).await

@@ -20,14 +20,26 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 
+/// What a round had for a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Placed {
+    /// It waits no longer.
+    Starts,
+    /// It waits for slots that are kept for it.
+    Kept,
+    /// It waits, and takes nothing from others.
+    Waits,
+}
+
 /// Starts a job on the agent with the fewest free slots that has enough for all its ranks, or on the fewest agents that have enough
 /// together. While that is not possible, agents are reserved in this round that will have enough, so that smaller jobs behind do not
 /// starve a large one. No job ever has a part of its slots, so two large ones cannot keep each other waiting.
-pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<()> {
+pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<Placed> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
         let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
-        return store_wait_reason(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await;
+        store_wait_reason(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await?;
+        return Ok(Placed::Waits);
     }
     let ranks = job.ranks as usize;
     let device = device_for(&job.spec);
@@ -38,22 +50,31 @@ pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<
         // Rank 0 reads the checkpoint, and sends the others what is in it.
         let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         if let Some(why) = artifacts::coming(app, job, reader).await? {
-            return store_wait_reason(app, row, why).await;
+            store_wait_reason(app, row, why).await?;
+            return Ok(Placed::Waits);
         }
         for (agent, slots) in &chosen {
             round.take(&agent.row.id, slots);
         }
-        return start(app, row, &chosen).await;
+        start(app, row, &chosen).await?;
+        return Ok(Placed::Starts);
     }
     match preempt::make_room(app, job, &candidates, round).await? {
-        Room::Waits(why) => return store_wait_reason(app, row, why).await,
-        Room::Fails(why) => return fail(app, &job.id, why).await,
+        Room::Waits(why) => {
+            store_wait_reason(app, row, why).await?;
+            return Ok(Placed::Kept);
+        }
+        Room::Fails(why) => {
+            fail(app, &job.id, why).await?;
+            return Ok(Placed::Starts);
+        }
         Room::None => {}
     }
     let kept = reserve(&candidates, ranks);
     let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
     round.reserved.extend(kept.iter().flatten().map(|c| candidates[*c].agent.row.id.clone()));
-    store_wait_reason(app, row, why).await
+    store_wait_reason(app, row, why).await?;
+    Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })
 }
 
 /// Sets the reason why a queued job waits.

@@ -73,7 +73,8 @@ pub(crate) async fn show(
         })
     });
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
-    let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
+    let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
+    let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
     Ok(Json(History { parent, forks: forks.collect(), queue, entries }))
 }
 

@@ -55,6 +55,23 @@ pub struct AttemptRow {
     pub ends: bool,
 }
 
+/// A place in the queue, behind a job; the default is before all of them.
+#[derive(Debug, Clone)]
+pub struct QueuePlace {
+    /// That job's priority.
+    pub(crate) priority: i64,
+    /// When it was submitted, in milliseconds since 1970.
+    pub(crate) created_at: i64,
+    /// Its id.
+    pub(crate) job: String,
+}
+
+impl Default for QueuePlace {
+    fn default() -> Self {
+        Self { priority: i64::MAX, created_at: 0, job: String::new() }
+    }
+}
+
 /// A job whose ranks hold slots.
 #[derive(Debug, Clone)]
 pub struct Occupant {

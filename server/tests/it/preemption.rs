@@ -209,7 +209,7 @@ async fn slots_of_jobs_that_end_anyway_are_enough() {
 
 #[tokio::test]
 async fn an_end_that_is_stored_but_still_has_its_slots_is_waited_for() {
-    let lease = Duration::from_millis(800);
+    let lease = Duration::from_secs(4);
     let server = TestServer::with(|c| c.lease = lease).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let stays = submit(&server, 1, 0, true).await;

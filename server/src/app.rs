@@ -4,6 +4,7 @@ use crate::{
     access::Access,
     agents::Agents,
     audit::Audit,
+    coming::Coming,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
     dataset_roots::DatasetRoots,
@@ -75,9 +76,8 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
-    /// Since when jobs wait for a checkpoint that another machine uploads.
-    pub(crate) coming_since:
-        std::sync::Mutex<std::collections::HashMap<lockstep_protocol::JobId, std::time::Instant>>,
+    /// Since when jobs wait for checkpoints that other machines upload.
+    pub(crate) coming: Coming,
     /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
     pub(crate) log_lines:
         std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, &'static str)>>,
@@ -127,7 +127,7 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
-            coming_since: std::sync::Mutex::default(),
+            coming: Coming::default(),
             log_lines: std::sync::Mutex::default(),
         }))
     }

@@ -52,6 +52,31 @@ impl std::str::FromStr for AgentAuth {
     }
 }
 
+/// Whose jobs take turns where several of one priority wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FairShare {
+    /// Nobody's: the job that was submitted first comes first.
+    #[default]
+    Off,
+    /// Owners: the one with the fewest slots in use comes first.
+    Owner,
+    /// Projects, likewise.
+    Project,
+}
+
+impl std::str::FromStr for FairShare {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            "owner" => Ok(Self::Owner),
+            "project" => Ok(Self::Project),
+            _ => Err("shares are by owner, by project or off".into()),
+        }
+    }
+}
+
 /// How the server runs.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
@@ -98,6 +123,10 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
+    /// Who comes first of those whose jobs of one priority wait.
+    pub fair_share: FairShare,
+    /// Longest wait for a checkpoint that is being uploaded when its job could continue on another machine than its holder.
+    pub checkpoint_wait: Duration,
     /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
     pub stream_patience: Duration,
     /// Points of a job stay among its events, and so in its stream, for so long after its end. Metrics keep them for ever.
@@ -157,6 +186,8 @@ impl ServeConfig {
             database: None,
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
+            fair_share: FairShare::Off,
+            checkpoint_wait: Duration::from_secs(600),
             stream_patience: Duration::from_secs(20),
             keep_points: Duration::from_secs(3600),
             evaluation_wait: Duration::from_secs(20),

@@ -10,6 +10,7 @@ pub mod app;
 mod artifacts;
 mod audit;
 mod audit_log;
+mod coming;
 mod compaction_queue;
 pub mod config;
 mod dataset_roots;
@@ -57,7 +58,7 @@ mod wait_reasons;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};
-pub use config::{AgentAuth, Bundled, ServeConfig, ServeError, TlsConfig};
+pub use config::{AgentAuth, Bundled, FairShare, ServeConfig, ServeError, TlsConfig};
 pub use oidc_config::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 pub use private::keep_files_private;
 pub use router::{openapi, page_paths};

@@ -9,7 +9,7 @@ use super::{
     output, wrong,
 };
 use lockstep_server::{
-    AccessLogTo, AgentAuth, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
+    AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
     tls::{TlsSuites, TlsVersion},
 };
 use lockstep_worker::{agent::state_dir, engine::MOST_CPU_SLOTS};
@@ -86,6 +86,10 @@ pub(crate) struct Args {
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
+    /// Who comes first of those whose jobs of one priority wait: owner, project (the one with the fewest slots in use) or off (the
+    /// job that was submitted first)
+    #[arg(long, value_name = "BY", default_value = "off")]
+    fair_share: FairShare,
     /// Seconds after a job's end until its points leave the event stream; its metrics are kept
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
@@ -149,6 +153,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.no_auth = args.no_auth;
     config.oidc = args.oidc.config()?;
     config.dataset_roots = args.dataset_root;
+    config.fair_share = args.fair_share;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),

@@ -96,7 +96,8 @@ pub(crate) async fn show(
         })
     });
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
-    let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
+    let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
+    let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
     let next_cursor = (entries.len() > end).then(|| list::cursor(ORDER, &end)).transpose()?;

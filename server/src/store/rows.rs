@@ -13,7 +13,7 @@ mod metrics;
 mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
-pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Occupant, Place, Report};
+pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Occupant, Place, QueuePlace, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;

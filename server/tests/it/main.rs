@@ -15,6 +15,7 @@ mod datasets;
 mod deletion;
 mod dispatching;
 mod document;
+mod fair_share;
 mod fits;
 mod gangs;
 mod groups;

@@ -51,6 +51,7 @@ mod recipes;
 mod reference;
 mod second_account;
 mod streams;
+mod sweeps;
 mod throughput;
 mod tls;
 mod train;

@@ -153,10 +153,8 @@ describe("a page that stays open", () => {
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
     await until("its scripts have run", () => page.locator("#keys").isVisible());
-    await page.keyboard.press("?");
     await page.getByRole("button", { name: "Notify me when jobs end" }).click();
     await until("the choice is kept", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
-    await page.getByRole("button", { name: "Close" }).click();
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.elsewhere = true; });
     await end(job, 10);

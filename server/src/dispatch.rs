@@ -68,7 +68,7 @@ async fn round(app: &App) -> Result<()> {
     }
     let mut round = Round::begin(app);
     let waiting = app.store.waiting().await?;
-    app.wait_reasons.keep(&waiting.iter().map(|row| row.job.id.clone()).collect());
+    app.wait_reasons.keep(waiting.iter().map(|row| &row.job.id));
     for row in waiting {
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
             let placed = place(app, &row, &mut round).await;

@@ -15,8 +15,8 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     access::Scope,
     attempt::Attempt,
-    history::{Entry, History, Relative, Waiting, What},
-    job::{Job, JobState},
+    history::{Entry, History, Relative, What},
+    job::{Job, JobState, Waiting},
     reason::ReasonCode,
     stream::{Event, EventBody},
 };
@@ -72,8 +72,10 @@ pub(crate) async fn show(
             checkpoint,
         })
     });
-    let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
-    let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
+    let queue = job
+        .state
+        .is_waiting()
+        .then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
     Ok(Json(History { parent, forks: forks.collect(), queue, entries }))
 }
 

@@ -163,6 +163,28 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
+  test("says why there are no notifications, and what would change that", async () => {
+    const hindered = [
+      ["the browser was told not to", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
+      ["the page came over plain HTTP from elsewhere", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine alone.*--tls-own-ca/],
+    ];
+    for (const [why, make, words] of hindered) {
+      const page = await browser.page(server, "/machines");
+      await page.context().addInitScript(make);
+      for (const path of ["/jobs", "/compare", "/datasets", "/machines"]) {
+        await page.goto(server.url + path);
+        const button = page.getByRole("button", { name: "Notify me when jobs end" });
+        await button.click();
+        const dialog = page.getByRole("dialog", { name: "No notifications" });
+        await until(why, () => dialog.isVisible());
+        assert.match(await dialog.innerText(), words);
+        await page.keyboard.press("Escape");
+        assert.equal(await button.getAttribute("aria-pressed"), "false");
+      }
+      await page.end();
+    }
+  });
+
   test("has every line and checkpoint after it was away for more events than it reads one by one", async () => {
     const EVENTS = 21_000, job = await running("far behind", 10), page = await browser.page(server, "/machines", { expected: [/WebSocket/] });
     // The line breaks and stays broken while `away`; nothing stands between the page and the server otherwise.

@@ -30,7 +30,7 @@ function explain(words) {
 
 function draw(button) {
   const on = isOn(), words = on ? "Do not notify me when jobs end" : "Notify me when jobs end";
-  button.setAttribute("aria-pressed", String(on));
+  button.dataset.on = on ? "yes" : "no";
   button.setAttribute("aria-label", words);
   button.title = on ? "You are notified when a job ends while this page is hidden" : hindrance() ? "Notifications are not possible here: press to see why" : words;
 }

@@ -326,7 +326,8 @@ pub struct Waiting {
     pub reason: Option<Reason>,
 }
 
-/// The newest values of a job.
+/// The newest values of a job. Every other metric stands next to these by its name (`grad_norm`, `step_ms`, ...), as a mean over the ranks
+/// that report it; in lists those that `metrics` names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,
@@ -334,8 +335,7 @@ pub struct LastValues {
     pub lr: Option<f64>,
     pub val_loss: Option<f64>,
     pub val_accuracy: Option<f64>,
-    /// Every other metric by its name (`grad_norm`, `step_ms`, ...), as a mean over the ranks that report it. Lists have those that
-    /// `metrics` names.
+    /// By their names.
     #[serde(flatten)]
     pub others: BTreeMap<String, f64>,
 }

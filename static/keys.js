@@ -1,6 +1,8 @@
-// The keyboard, on every page: `?` lists what it does. And the switch for notifications.
+// The keyboard, on every page: `?` lists what it does.
 
-import { ask, byId, text } from "./page.js";
+import { ask, byId } from "./page.js";
+import { wrap } from "./cut.js";
+import { notifications } from "./notify.js";
 
 const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
@@ -39,11 +41,10 @@ function help() {
   if (!dialog) {
     dialog = Object.assign(document.createElement("dialog"), { id: "help" });
     dialog.setAttribute("aria-labelledby", "help-title");
-    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard and notifications" });
+    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard" });
     const list = document.createElement("dl");
     for (const [keys, what] of HELP) list.append(Object.assign(document.createElement("dt"), { textContent: keys }), Object.assign(document.createElement("dd"), { textContent: what }));
     const actions = Object.assign(document.createElement("div"), { className: "actions" });
-    if ("Notification" in window) actions.append(notifyButton());
     actions.append(Object.assign(document.createElement("a"), { href: "/docs", className: "button", textContent: "Documentation" }));
     const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" });
     close.addEventListener("click", () => dialog.close());
@@ -62,18 +63,6 @@ function shortcutSwitch() {
   return label;
 }
 
-function notifyButton() {
-  const button = Object.assign(document.createElement("button"), { type: "button", id: "notify" });
-  const draw = () => text(button, localStorage.getItem("notify") === "yes" && Notification.permission === "granted" ? "Do not notify me when jobs end" : "Notify me when jobs end");
-  button.addEventListener("click", async () => {
-    const on = localStorage.getItem("notify") === "yes" && Notification.permission === "granted";
-    localStorage.setItem("notify", !on && (await Notification.requestPermission()) === "granted" ? "yes" : "no");
-    draw();
-  });
-  draw();
-  return button;
-}
-
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const search = byId("search") ?? byId("log-search");
@@ -90,5 +79,8 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 
+notifications();
+// Paths and long names go on in the next line between two words of theirs.
+for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
 const button = byId("keys");
 if (button) { button.hidden = false; button.addEventListener("click", help); }

@@ -1,6 +1,10 @@
 //! What has happened to a job, as `GET /jobs/{id}/history` lists it. Times are RFC 3339 UTC.
 
-use crate::{attempt::AttemptState, job::JobState, reason::Reason};
+use crate::{
+    attempt::AttemptState,
+    job::{JobState, Waiting},
+    reason::Reason,
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -31,15 +35,6 @@ pub struct Relative {
     pub state: Option<JobState>,
     /// Id of the checkpoint that the fork began from.
     pub checkpoint: String,
-}
-
-/// A place in the queue.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Waiting {
-    /// From 1. Jobs before it get slots first, if they fit.
-    pub place: u64,
-    /// What it waits for now, which may be another thing than its `reason` says: that may say how its last attempt ended.
-    pub reason: Option<Reason>,
 }
 
 /// What happened at one moment.

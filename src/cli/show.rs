@@ -81,6 +81,13 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         None => job.state.to_string(),
     };
     lines.push(("state", state));
+    if let Some(queue) = &job.queue {
+        // Its state may tell how the last attempt ended instead.
+        let waits =
+            queue.reason.as_ref().map(Reason::words).filter(|words| job.reason.as_deref() != Some(*words));
+        let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
+        lines.push(("queue", format!("place {}{waits}", queue.place)));
+    }
     if job.project != DEFAULT_PROJECT {
         lines.push(("project", job.project.clone()));
     }

@@ -143,7 +143,7 @@ describe("data", () => {
     const page = await browser.page(server, "/datasets");
     await page.getByLabel("Name", { exact: true }).fill("pets");
     await page.getByLabel("Folder on the training machine").fill(folder);
-    await page.getByRole("button", { name: "Register" }).click();
+    await page.getByRole("button", { name: "Add", exact: true }).click();
     const card = page.locator("[data-dataset=pets]");
     await until("it is registered", () => card.isVisible());
     await card.locator(".broken summary").click();
@@ -159,7 +159,7 @@ describe("data", () => {
     await page.getByLabel("Folder on the training machine").fill(new URL("../../assets/fashion-mnist", import.meta.url).pathname);
     await until("what is there is told", async () => /Found idx: [\d,]+ train.*28 × 28, 10 classes/.test(await page.locator("#add-status").textContent()));
     await page.getByLabel("Name", { exact: true }).fill("again");
-    await page.getByRole("button", { name: "Register" }).click();
+    await page.getByRole("button", { name: "Add", exact: true }).click();
     await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
     await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();

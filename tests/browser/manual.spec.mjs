@@ -127,8 +127,8 @@ describe("many jobs", () => {
     await until("a mistake is named", async () => /1 to 100 characters/.test(await page.locator("#note-status").textContent()));
     await page.locator("#project-name").click();
     await until("its project's jobs", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
-    await page.locator("#project-filter").click();
-    await until("and all", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#project-filter").isVisible()));
+    await page.getByRole("button", { name: "Remove the filter project vision" }).click();
+    await until("and all", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#chips").isVisible()));
     await page.end();
     await list.end();
   });

@@ -16,8 +16,8 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     access::Scope,
     attempt::Attempt,
-    history::{Entry, History, Relative, Waiting, What},
-    job::{Job, JobState},
+    history::{Entry, History, Relative, What},
+    job::{Job, JobState, Waiting},
     reason::ReasonCode,
     stream::{Event, EventBody},
 };
@@ -95,7 +95,7 @@ pub(crate) async fn show(
             checkpoint,
         })
     });
-    let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
+    let waits = job.state.is_waiting();
     let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
     let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
     let total = (query.count == Some(true)).then_some(entries.len() as u64);

@@ -83,6 +83,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         cause,
         project: spec.project.clone(),
         tags,
+        queue: None,
         notes: optional("notes")?,
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
         owner: optional("owner")?,

@@ -28,7 +28,7 @@ const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30
 ///
 /// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one went on;
 /// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
-/// Admins also see who asked.
+/// The owner is who submitted or forked it; admins also see who asked for the rest.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path)),
     responses((status = 200, body = History), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -54,12 +54,14 @@ pub(crate) async fn show(
                 Ok(id) => app.store.job(&id).await?,
                 Err(_) => None,
             };
-            let known = known.filter(|row| sees(&caller, &row.job));
+            let known = known.map(|row| row.job).filter(|job| sees(&caller, job));
             Some(Relative {
                 job: parent.job.clone(),
-                name: known.as_ref().map(|row| row.job.name.clone()),
-                state: known.map(|row| row.job.state),
+                name: known.as_ref().map(|job| job.name.clone()),
+                state: known.as_ref().map(|job| job.state),
                 checkpoint: parent.checkpoint.clone(),
+                at: known.as_ref().map(|job| job.created_at),
+                who: known.and_then(|job| job.owner),
             })
         }
     };
@@ -70,6 +72,8 @@ pub(crate) async fn show(
             name: Some(fork.name),
             state: Some(fork.state),
             checkpoint,
+            at: Some(fork.created_at),
+            who: fork.owner,
         })
     });
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
@@ -110,7 +114,7 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
         None => What::Submitted,
     };
-    let mut entries = vec![Entry { at: job.created_at, what: begin, who: None }];
+    let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
     let mut before: Option<(JobState, Option<ReasonCode>)> = None;
     for Event { seq, at, body } in states {
         let EventBody::State { state, cause, .. } = body else { continue };

@@ -47,6 +47,11 @@ impl Progress {
         self.parts.truncate(keep as usize);
     }
 
+    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    pub fn epoch_samples(&self) -> u64 {
+        self.speed.epoch_samples()
+    }
+
     /// About [`SPARKLINE`] mean losses, in the order of steps.
     pub fn sparkline(&self) -> Vec<f32> {
         self.parts.iter().filter(|(_, n)| *n > 0).map(|(sum, n)| (sum / f64::from(*n)) as f32).collect()

@@ -187,7 +187,7 @@ describe("a connection that dies without a word", () => {
       await window.it.report(attempt, 0, [
         { type: "network", layers: [{ name: "conv1", kind: "conv 3x3", output_shape: [16, 8, 8], parameters: 432, time_us: 10.5 }] },
         { type: "histograms", step: 10, layers: [layer] },
-        { type: "rank", rank: 1, report: { status: "evaluating", step: 10, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
+        { type: "rank", rank: 1, report: { status: "evaluating", step: 10, epoch: 1, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
       ]);
       for (let part = 0; part < 25; part++) await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => ({ type: "log", rank: 0, lines: [{ number: 1000 * part + i + 100, at, text: "one of very many" }] })));
     }, job.id);

@@ -229,6 +229,38 @@ describe("the selection", () => {
   });
 });
 
+describe("results", () => {
+  test("have a column for each that has an axis, validation loss among them, and sort by it", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "time"]);
+    assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
+    const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
+    await sort.click();
+    const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));
+    assert.deepEqual(await values(), [6, 4, 2]);
+    await sort.click();
+    assert.deepEqual(await values(), [2, 4, 6]);
+    await page.end();
+  });
+
+  test("have axes that are all in sight on a screen, and on a phone a hint says that there are more", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    const note = page.locator("section", { has: page.locator("#parallel-title") }).locator(".card-head .small");
+    const hidden = () => page.locator("#parallel").evaluate((root) => root.parentElement.scrollWidth - root.parentElement.clientWidth);
+    for (const width of [1440, 1920]) {
+      await page.setViewportSize({ width, height: 900 });
+      await until(`all axes are in sight at ${width}`, async () => (await hidden()) <= 0);
+      assert.doesNotMatch(await note.textContent(), /scroll/);
+    }
+    await page.setViewportSize({ width: 390, height: 900 });
+    await until("it scrolls on a phone, and says so", async () => (await hidden()) > 0 && /scroll sideways for all \d+ axes/.test(await note.textContent()));
+    assert.ok(await page.locator(".more-beside").isVisible(), "with a shadow at the side");
+    await page.end();
+  });
+});
+
 describe("on a phone and a screen", () => {
   test("long names push nothing apart, all fits, and axe finds nothing", async () => {
     for (const width of [390, 1024, 1440, 1920]) {

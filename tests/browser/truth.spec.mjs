@@ -63,7 +63,7 @@ describe("a job", () => {
     await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
-    await until("Compare says so, too", async () => (await compare.locator("#results tr td").nth(4).textContent()) === words);
+    await until("Compare says so, too", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
     await until("the list and the page agree on the time left", async () => {
       const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
       return b.includes(`${a} left`);

@@ -23,8 +23,8 @@ const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 /** Jobs of the stream that the search was asked about: the server alone reads notes. */
 const asked = new Set();
-/** `anew`: the filter or the order has changed since the list was read. */
-let loads = 0, next = null, reading = false, again = 0, anew = true;
+/** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads what was missed. */
+let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
 let groups = null;
@@ -59,10 +59,11 @@ async function load() {
   }
   groups.clear();
   const mine = ++loads, sorted = isSorted(), whole = anew;
+  if (missed && !whole && rowOf.size > PART) return loadShown(mine);
   const answer = await part(filter(), null, sorted && !whole ? Math.min(AGAIN, Math.max(PART, rowOf.size)) : PART);
   await shown;
   if (mine !== loads) return;
-  anew = false;
+  anew = missed = false;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
   // Those further down that the reader has come to stay; what is missing among these is gone.
   const stays = (id, row) => !whole && answer.next && jobs.has(id) && (sorted || row.dataset.created < last);
@@ -70,6 +71,31 @@ async function load() {
   for (const job of answer.jobs) show(job);
   if (sorted || whole) arrange(rows, answer.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (rowOf.size <= answer.jobs.length) next = answer.next;
+  heads();
+  empty();
+  bulk.forgetUnshown();
+}
+
+/** Reads every row that is shown, in parts: what happened to jobs while nobody heard, the stream does not say again. */
+async function loadShown(mine) {
+  const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
+  let cursor = null;
+  catching = mine;
+  try {
+    do {
+      const answer = await part(filter(), cursor, LARGEST_PART);
+      await shown;
+      if (mine !== loads) return;
+      for (const job of answer.jobs) { listed.push(job.id); show(job); }
+      cursor = answer.next;
+    } while (cursor && listed.length < shownBefore.length);
+  } finally { if (catching === mine) catching = 0; }
+  const there = new Set(listed);
+  // Those that the stream told of meanwhile are there, wherever they stand now; others come again with what follows.
+  for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
+  if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
+  next = cursor;
+  missed = false;
   heads();
   empty();
   bulk.forgetUnshown();
@@ -89,7 +115,7 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
 
 /** Soon, and not for every frame: the places of jobs may have changed. */
 function readSoon() {
-  again ||= setTimeout(() => { again = 0; load().catch(() => {}); }, AGAIN_MS);
+  again ||= setTimeout(() => { again = 0; if (catching) readSoon(); else load().catch(() => {}); }, AGAIN_MS);
 }
 
 async function more() {
@@ -238,7 +264,7 @@ new Stream({
     if (message.type === "job") waiting.set(message.job.id, message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); if (groups.on) groups.readSoon(); empty(); }
     // The list is read once the stream is open, so that nothing falls between the two.
-    else if (message.type === "hello" || message.type === "live") read();
+    else if (message.type === "hello" || message.type === "live") { missed = true; read(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       for (const job of waiting.values()) hear(job);

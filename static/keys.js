@@ -26,6 +26,13 @@ async function neighbour(hop) {
   if (next) location.href = `/jobs/${next.id}`;
 }
 
+/** Right after a dialog was closed, what was behind it may take the focus only with the next frame. */
+function toSearch(search, again = true) {
+  search?.focus();
+  search?.select();
+  if (again && search && document.activeElement !== search) requestAnimationFrame(() => toSearch(search, false));
+}
+
 /** Opens the panel of a job with this number, where it can be read, and goes to its tab. */
 function openPanel(number) {
   const tab = document.querySelectorAll("#panels [role=tab]:not([hidden])")[number - 1];
@@ -69,7 +76,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && typing(event.target)) return event.target.blur();
   if (typing(event.target) || off()) return;
   const act = {
-    "/": () => { search?.focus(); search?.select(); }, "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
+    "/": () => toSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
   }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }

@@ -303,6 +303,10 @@ pub struct Batch {
     pub accumulate: u32,
     /// Pictures that all ranks see in one optimizer step: `batch_size` x `accumulate` x ranks.
     pub global_batch_size: u64,
+    /// Pictures of an epoch whose last step may have fewer than the others (`data.drop_remainder = false`), as the newest
+    /// attempt that has trained found them; 0 where every step is whole, or none has trained.
+    #[serde(default)]
+    pub epoch_samples: u64,
 }
 
 impl Batch {
@@ -312,6 +316,7 @@ impl Batch {
             batch_size: spec.micro_batch_size(),
             accumulate: spec.train.accumulate,
             global_batch_size: spec.global_batch_size(),
+            epoch_samples: 0,
         }
     }
 }

@@ -104,7 +104,7 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         lines.push(("forked from", format!("job {}, checkpoint {}", parent.job, parent.checkpoint)));
     }
     lines.push(("ranks", job.ranks.to_string()));
-    if let Some(Batch { batch_size, accumulate, global_batch_size }) = job.batch {
+    if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = if job.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", job.ranks) };
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));

@@ -303,8 +303,9 @@ describe("the keyboard", () => {
     await page.keyboard.press("Escape");
     await page.getByRole("dialog").waitFor({ state: "hidden" });
     await page.keyboard.press("/");
-    assert.equal(await page.evaluate(() => document.activeElement.id), "search");
+    await until("the search has the focus", () => page.evaluate(() => document.activeElement.id === "search"));
     await page.keyboard.press("Escape");
+    await until("it has no longer", () => page.evaluate(() => document.activeElement.id !== "search"));
     await page.keyboard.press("g");
     await page.keyboard.press("m");
     await page.waitForURL(/\/machines$/);

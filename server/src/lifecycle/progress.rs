@@ -64,6 +64,11 @@ impl Progress {
         (!ranks.is_empty()).then(|| sum / ranks.len() as f64)
     }
 
+    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    pub fn epoch_samples(&self) -> u64 {
+        self.speed.epoch_samples()
+    }
+
     /// Forgets what only a live job needs.
     pub(super) fn over(&mut self) {
         self.others.clear();

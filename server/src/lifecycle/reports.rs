@@ -50,6 +50,9 @@ pub fn report(
             job.epoch = epoch_of(start_step + 1, steps_per_epoch);
             row.progress.restart_at(start_step, total_steps);
             row.progress.speed = Throughput::new(&job.spec, train_samples);
+            if let Some(batch) = &mut job.batch {
+                batch.epoch_samples = row.progress.epoch_samples();
+            }
             row.progress.trained = Some(true);
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {

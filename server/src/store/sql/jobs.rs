@@ -87,7 +87,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         notes: optional("notes")?,
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
         owner: optional("owner")?,
-        batch: flaws.is_empty().then(|| Batch::of(&spec)),
+        batch: flaws
+            .is_empty()
+            .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
         attempt: small(row.try_get("attempt")?),

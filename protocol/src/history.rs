@@ -4,7 +4,7 @@ use crate::{attempt::AttemptState, job::JobState, reason::Reason};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The whole story of a job.
+/// The history of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct History {
     /// The job that it was forked from; absent for a job that was none.
@@ -15,6 +15,11 @@ pub struct History {
     pub queue: Option<Waiting>,
     /// In the order of time, the oldest first.
     pub entries: Vec<Entry>,
+    /// Give it as `cursor` for the entries that follow; null with the last ones.
+    pub next_cursor: Option<String>,
+    /// With `count=true`: how many entries there are in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total: Option<u64>,
 }
 
 /// The other end of a fork.

@@ -14,12 +14,7 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
-use std::{
-    collections::HashSet,
-    fs, io,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{collections::HashSet, fs, io, path::Path};
 
 /// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
 const REMEMBERED: usize = 4096;
@@ -32,40 +27,38 @@ pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Option<Holder> {
     Holder::of(&app.job_dir(&row.job), row.attempt)
 }
 
-/// Longest wait for a checkpoint that is being uploaded when the job could continue on another machine than its holder.
-const COMING: Duration = Duration::from_secs(600);
-
 /// Why a job is not started yet on `agent`: a checkpoint newer than those that are here is on its way from another agent, which is
 /// online.
 ///
 /// # Errors
 /// The database.
 pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<Reason>> {
-    let waits = |waits: Option<Instant>| {
-        let mut since = app.coming_since.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        match waits {
-            None => since.remove(&job.id).is_none(),
-            Some(now) => since.entry(job.id.clone()).or_insert(now).elapsed() < COMING,
-        }
-    };
     if job.attempt == 0 {
         return Ok(None);
     }
     let online = app.agents.online();
+    let (mut checkpoints, mut holders, mut is_coming) = (Vec::new(), Vec::new(), false);
     for row in app.store.checkpoints(&job.id).await? {
         // The newest comes first.
         let Some(holder) = on_its_way(app, &row) else { break };
+        is_coming = true;
         if holder.agent_id == agent {
             break;
         }
-        if online.iter().any(|o| o.row.id == holder.agent_id) && waits(Some(Instant::now())) {
-            let facts =
-                Facts { agent: Some(holder.agent), checkpoint: Some(row.id.clone()), ..Facts::default() };
-            return Ok(Some(Reason::new(ReasonCode::WaitingForCheckpoint, facts)));
+        if online.iter().any(|o| o.row.id == holder.agent_id) {
+            checkpoints.push(row.id);
+            holders.push(holder.agent);
         }
     }
-    waits(None);
-    Ok(None)
+    if !is_coming {
+        app.coming.forget(&job.id);
+    }
+    let awaited = app.coming.awaited(&job.id, &checkpoints, app.config.checkpoint_wait);
+    Ok(awaited.map(|n| {
+        let (holder, checkpoint) = (holders.swap_remove(n), checkpoints.swap_remove(n));
+        let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
+        Reason::new(ReasonCode::WaitingForCheckpoint, facts)
+    }))
 }
 
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps

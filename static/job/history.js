@@ -46,6 +46,11 @@ export class History {
   /** After a change of the job's state. */
   async load() {
     const mine = ++this.#asked, history = await ask(`/api/v1/jobs/${this.job}/history`);
+    for (let next = history.next_cursor; next && mine === this.#asked;) {
+      const more = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(next)}`);
+      history.entries.push(...more.entries);
+      next = more.next_cursor;
+    }
     if (mine !== this.#asked) return;
     this.#seen = true;
     this.queue = history.queue;

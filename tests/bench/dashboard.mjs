@@ -1,6 +1,8 @@
 // How quick the dashboard is with much data: a real server, a real Chromium, the browser's own clock.
 //
-//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--lines 10000000]
+//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--lines 10000000] [--as nobody]
+//
+// With --as admin or --as member, the server asks who somebody is, the made-up agent has a token, and a person of that role has signed in.
 //
 // 1. A list of a thousand jobs, one of them running, with a server and a browser of its own: from navigation to the list
 //    drawn (n = 15; in a new tab, whose process Chromium starts meanwhile, and from another page), and all of them as JSON.
@@ -12,14 +14,23 @@
 
 import { execFileSync } from "node:child_process";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
-import { CHROMIUM, TestServer, until } from "../browser/test-server.mjs";
+import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { join, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
 const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
+const AS = process.argv.includes("--as") ? process.argv[process.argv.indexOf("--as") + 1] : "nobody";
+if (!["nobody", "admin", "member"].includes(AS)) throw new Error(`--as ${AS}: nobody, admin or member`);
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling", "--enable-precise-memory-info"];
 const quantile = (values, q) => values.toSorted((a, b) => a - b)[Math.min(values.length - 1, Math.floor(q * values.length))];
 const row = (what, values, unit = "ms") => console.log(`| ${what} | ${quantile(values, 0.5).toFixed(0)} ${unit} | ${Math.min(...values).toFixed(0)} to ${Math.max(...values).toFixed(0)} ${unit} | ${values.length} |`);
+
+/** A context of whoever looks at the pages. */
+async function reader(browser, server) {
+  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  if (AS !== "nobody") await signIn(context, server, AS);
+  return context;
+}
 
 /** Writes lines as the store does: a log event a line, of eight ranks in turn. */
 const FILL = `
@@ -81,10 +92,10 @@ async function logs() {
 }
 
 async function list() {
-  const server = await TestServer.open({ dataset: false, agent: false });
+  const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    const agent = await join(other, server, RANKS), context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+    const agent = await join(other, server, RANKS), context = await reader(browser, server);
     const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
       const attempt = await window.it.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
@@ -99,7 +110,7 @@ async function list() {
       await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
       listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
       fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
-      json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
+      json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next_cursor; } while (cursor); return n && performance.now() - start; }));
       await page.goto(`${server.url}/machines`, { waitUntil: "load" });
       await page.click('nav a[href="/jobs"]');
       await until("the list is told again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
@@ -118,7 +129,7 @@ async function list() {
 
 console.log("| what | median | from to | n |\n|---|---|---|---|");
 await list();
-const server = await TestServer.open({ dataset: false, agent: false });
+const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
 let agent, context;
 try {
@@ -142,7 +153,7 @@ try {
   }, [id, POINTS, RANKS]);
   console.error(`filled in ${((Date.now() - filled) / 1000).toFixed(0)} s`);
 
-  context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  context = await reader(browser, server);
   const opened = [], zoomed = [];
   for (let i = 0; i < N; i++) {
     const page = await context.newPage();

@@ -143,7 +143,10 @@ const INFO = {
 
 /** Joins `server` with `slots` made-up slots and registers the dataset `made-up`. Answers the page it runs in. */
 export async function join(browser, server, slots) {
-  const page = await (await browser.newContext()).newPage();
+  // Its websocket has the headers of the context, as all that its page sends.
+  const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "made-up" })).secret;
+  const context = await browser.newContext(secret ? { extraHTTPHeaders: { authorization: `Bearer ${secret}` } } : {});
+  const page = await context.newPage();
   await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
   await page.evaluate(([n, info]) => { window.it = new window.agent.Agent(n, info); return window.it.ready; }, [slots, INFO]);

@@ -1,8 +1,9 @@
 //! A job's history: what happened to it, why, and who asked for it.
 
 use super::{
-    extract::{Path, job_id},
+    extract::{Path, Query, count, job_id},
     jobs,
+    list::{self, MAX_LIMIT},
 };
 use crate::{
     access::Caller,
@@ -20,22 +21,44 @@ use lockstep_protocol::{
     reason::ReasonCode,
     stream::{Event, EventBody},
 };
+use serde::Deserialize;
+use utoipa::IntoParams;
 
 /// A request is written down when it has been answered, which is at most so long after what it did.
 const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
+
+/// Which of its entries.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct HistoryQuery {
+    /// At most so many: 1 to 1000; 1000 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the answer before.
+    cursor: Option<String>,
+    /// Also how many entries there are in all, as `total`.
+    count: Option<bool>,
+}
+
+/// The only order, for cursors.
+const ORDER: &str = "at";
 
 /// A job's history
 ///
 /// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
 /// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
 /// Admins also see who asked.
-#[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 200, body = History), (status = 404, body = Problem)))]
+#[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
+    responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
+    Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
+    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+    // Entries are only added behind the others, so how many were there already is a place.
+    let from: usize = list::read_cursor(ORDER, query.cursor.as_deref())?.unwrap_or(0);
     let job = jobs::find(&app, &id).await?;
     let may_see_who = caller.may(Scope::Admin);
     if may_see_who {
@@ -73,8 +96,14 @@ pub(crate) async fn show(
         })
     });
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
-    let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
-    Ok(Json(History { parent, forks: forks.collect(), queue, entries }))
+    let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
+    let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
+    let total = (query.count == Some(true)).then_some(entries.len() as u64);
+    let end = from.saturating_add(limit);
+    let next_cursor = (entries.len() > end).then(|| list::cursor(ORDER, &end)).transpose()?;
+    entries.truncate(end);
+    entries.drain(..from.min(entries.len()));
+    Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
 }
 
 fn sees(caller: &Caller, job: &Job) -> bool {

@@ -163,6 +163,7 @@ pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
     to_the_end(async move {
         let job = find(&app, id.as_str()).await?;
         app.store.delete_job(&id).await?;
+        app.job_owners.remove(&id);
         app.deleted.notify_one();
         app.hub.deleted(job);
         Ok(StatusCode::NO_CONTENT)

@@ -23,16 +23,20 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
-    Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
+    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed,
+    Comparison, Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
     MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
-    ProjectRow, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, TokenRow,
+    ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored,
+    TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
 
-use crate::{config::ServeError, lifecycle::Refused};
+use crate::{
+    config::{FairShare, ServeError},
+    lifecycle::Refused,
+};
 use async_trait::async_trait;
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -46,7 +50,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 use sqlx::migrate::{MigrateError, Migrator};
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
@@ -110,8 +114,11 @@ pub trait Store: Send + Sync + 'static {
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
-    /// Jobs that wait for slots, in the order in which they get them.
-    async fn waiting(&self) -> Result<Vec<JobRow>>;
+    /// A page of the jobs that wait for slots: those of the highest priority first, of equal ones the oldest. With where the next page
+    /// begins; none after the last.
+    async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
+    /// How many slots the jobs of each owner or project have whose attempts may write.
+    async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// Jobs that are not over.
     async fn unfinished(&self) -> Result<Vec<Job>>;
     /// Changes a job by `change`, which is refused or done as a whole.
@@ -139,8 +146,8 @@ pub trait Store: Send + Sync + 'static {
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// Preemptible jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
-    async fn preemptible(&self) -> Result<Vec<Occupant>>;
+    /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
+    async fn occupants(&self) -> Result<Vec<Occupant>>;
     /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
     /// not the attempt's, or it was given to others.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
@@ -215,8 +222,10 @@ pub trait Store: Send + Sync + 'static {
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
 
-    /// Notes and tags of every job that has any.
-    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
+    /// Notes and tags of jobs that have any: at most `limit` behind this id, of jobs that this person or token sees (`None` sees all).
+    async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage>;
+    /// How many jobs have notes or tags, as somebody sees them.
+    async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64>;
     /// Replaces a job's notes, its tags or both; what is `None` stays. Returns what it has now.
     async fn annotate(&self, job: &JobId, notes: Option<&str>, tags: Option<&[String]>)
     -> Result<Annotation>;

@@ -133,10 +133,8 @@ async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
 
     // Why one failed, in fields.
     let (_, job) = server.get(&format!("/jobs/{}", ids[1])).await;
-    assert_eq!(
-        (&job["failure"]["message"], &job["failure"]["code"]),
-        (&job["reason"], &job["cause"]["code"])
-    );
+    assert_eq!((&job["failure"]["words"], &job["failure"]["code"]), (&job["reason"], &job["cause"]["code"]));
+    assert_eq!(job["failure"]["message"], job["failure"]["words"], "its name of the last version");
     assert!(job["failure"].get("rank").is_some() && job["failure"].get("step").is_some(), "{job}");
     server.stop().await;
 }

@@ -50,7 +50,7 @@ impl SqlStore {
             .fetch_all(&self.reader)
             .await?;
         }
-        // As `list_waiting` orders them.
+        // As `list_waiting` orders them: without fair share.
         let before_it: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",

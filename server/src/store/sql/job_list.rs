@@ -129,7 +129,7 @@ fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
 }
 
 /// What somebody sees: jobs that are there, without what is private to others.
-fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
+pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" WHERE jobs.deleted_at IS NULL");
     if let Some(name) = seen_by {
         query.push(" AND (jobs.private = 0 OR jobs.owner = ").push_bind(plain(name).into_owned()).push(")");

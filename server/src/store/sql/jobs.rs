@@ -337,15 +337,6 @@ impl SqlStore {
         load(&mut *self.reader.acquire().await?, id).await
     }
 
-    pub(super) async fn list_waiting(&self) -> Result<Vec<JobRow>> {
-        let query = format!(
-            "{JOB} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
-             ORDER BY priority DESC, created_at, id LIMIT 1000"
-        );
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(job_row)))
-    }
-
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
         let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;

@@ -5,7 +5,7 @@ use crate::{
     lifecycle,
     store::{
         Annotation, Change, Changed, Created, JobRow, NewJob, Result, StoreError,
-        quarantine::{self, read_spec, readable},
+        quarantine::{self, read_spec},
         values::{fencing, from_json, int, json, plain, reached, small, time, uint},
     },
 };

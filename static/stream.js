@@ -3,7 +3,7 @@
 // Every event of a job has a sequence number; a reconnect asks for those after the last one seen, so
 // nothing is missing and nothing doubled, however often the line breaks.
 
-import { signIn } from "./page.js";
+import { doubt, signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
@@ -33,7 +33,7 @@ export class Stream {
     let beat = Date.now();
     this.#pulse = setInterval(() => {
       const now = Date.now(), silent = now - this.#heard;
-      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) this.reconnect();
+      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { doubt(); this.reconnect(); }
       beat = now;
     }, 5000);
     addEventListener("online", this.#online = () => this.reconnect());

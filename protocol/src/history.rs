@@ -1,6 +1,10 @@
 //! What has happened to a job, as `GET /jobs/{id}/history` lists it. Times are RFC 3339 UTC.
 
-use crate::{attempt::AttemptState, job::JobState, reason::Reason};
+use crate::{
+    attempt::AttemptState,
+    job::{JobState, Waiting},
+    reason::Reason,
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -31,15 +35,13 @@ pub struct Relative {
     pub state: Option<JobState>,
     /// Id of the checkpoint that the fork began from.
     pub checkpoint: String,
-}
-
-/// A place in the queue.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Waiting {
-    /// From 1. Jobs before it get slots first, if they fit.
-    pub place: u64,
-    /// What it waits for now, which may be another thing than its `reason` says: that may say how its last attempt ended.
-    pub reason: Option<Reason>,
+    /// Who submitted or forked this job: its owner. Absent when it was deleted, and where nobody is asked who they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub who: Option<String>,
+    /// When that was; absent when it was deleted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub at: Option<jiff::Timestamp>,
 }
 
 /// What happened at one moment.
@@ -49,7 +51,8 @@ pub struct Entry {
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub what: What,
-    /// The name of the token of whoever asked for it. Only answers to admins have it, as only they see the audit log.
+    /// Who asked for it: the person, or the name of the token. Of `submitted` and `forked` it is the job's owner; of all else only
+    /// answers to admins have it, as only they see the audit log.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }

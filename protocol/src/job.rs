@@ -2,7 +2,7 @@
 
 use crate::{labels::DEFAULT_PROJECT, reason::Reason, spec::JobSpec};
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
 /// Opaque id of a job: 22 lower-case letters and digits at most, sortable by creation time.
@@ -115,6 +115,11 @@ impl JobState {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
     }
 
+    /// In the queue.
+    pub fn is_waiting(self) -> bool {
+        matches!(self, JobState::Queued | JobState::Restarting)
+    }
+
     /// Holds slots.
     pub fn is_active(self) -> bool {
         matches!(self, JobState::Starting | JobState::Running | JobState::Pausing)
@@ -174,6 +179,9 @@ pub struct Job {
     /// What people tagged it with: sorted, each once.
     #[serde(default)]
     pub tags: Vec<String>,
+    /// Where a waiting job stands, and what it waits for just now. Absent until the server has looked at it, and in streams.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue: Option<Waiting>,
     /// What people wrote on it; may be empty. Absent in lists, unless `fields` names it, and in streams: it may be long.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
@@ -220,7 +228,7 @@ pub struct Job {
     pub finished_at: Option<jiff::Timestamp>,
     /// Highest validation accuracy so far, 0 to 1.
     pub best: Option<Measured>,
-    /// The newest loss (mean over ranks) and validation accuracy.
+    /// The newest value of every metric.
     pub last: LastValues,
     /// Sequence number of the newest event.
     pub last_seq: u64,
@@ -295,6 +303,10 @@ pub struct Batch {
     pub accumulate: u32,
     /// Pictures that all ranks see in one optimizer step: `batch_size` x `accumulate` x ranks.
     pub global_batch_size: u64,
+    /// Pictures of an epoch whose last step may have fewer than the others (`data.drop_remainder = false`), as the newest
+    /// attempt that has trained found them; 0 where every step is whole, or none has trained.
+    #[serde(default)]
+    pub epoch_samples: u64,
 }
 
 impl Batch {
@@ -304,6 +316,7 @@ impl Batch {
             batch_size: spec.micro_batch_size(),
             accumulate: spec.train.accumulate,
             global_batch_size: spec.global_batch_size(),
+            epoch_samples: 0,
         }
     }
 }
@@ -325,14 +338,27 @@ pub struct Measured {
     pub epoch: u32,
 }
 
-/// The newest values of a job.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+/// A place in the queue.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Waiting {
+    /// From 1. Jobs before it get slots first, if they fit.
+    pub place: u64,
+    /// What it waits for now, which may be another thing than its `reason` says: that may tell how its last attempt ended.
+    pub reason: Option<Reason>,
+}
+
+/// The newest values of a job. Every other metric stands next to these by its name (`grad_norm`, `step_ms`, ...), as a mean over the ranks
+/// that report it; in lists those that `metrics` names.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,
     pub accuracy: Option<f64>,
     pub lr: Option<f64>,
     pub val_loss: Option<f64>,
     pub val_accuracy: Option<f64>,
+    /// By their names.
+    #[serde(flatten)]
+    pub others: BTreeMap<String, f64>,
 }
 
 #[cfg(test)]

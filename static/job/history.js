@@ -63,10 +63,10 @@ export class History {
   get known() { return this.#seen; }
 
   #relatives({ parent, forks }) {
-    const box = byId("lineage"), relative = ({ job, name, state, checkpoint }) => {
+    const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
-        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: from(checkpoint) }));
+        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? moment(at) : "");
     };
     box.hidden = !parent && !forks.length;
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
@@ -77,13 +77,18 @@ export class History {
   }
 }
 
+function moment(at) {
+  const day = new Date(at), today = day.toDateString() === new Date().toDateString();
+  return make("time", { dateTime: at, title: at, textContent: `${today ? "" : `${day.toLocaleDateString()} `}${timeOfDay(at).slice(0, 8)}` });
+}
+
 function row(entry, i, all) {
   const [title, words] = described(entry), at = new Date(entry.at), line = make("li", {});
   line.dataset.what = entry.what;
   if (entry.attempt) line.dataset.attempt = entry.attempt;
   if (entry.state) line.dataset.state = entry.state;
   if (entry.reason) line.dataset.code = entry.reason.code;
-  const today = at.toDateString() === new Date().toDateString(), time = make("time", { dateTime: entry.at, title: entry.at, textContent: `${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(entry.at).slice(0, 8)}` });
+  const time = moment(entry.at);
   const what = make("div", {}, make("b", { textContent: title }));
   if (entry.who) what.append(make("span", { className: "small", textContent: ` by ${entry.who}` }));
   if (entry.what === "ended") {

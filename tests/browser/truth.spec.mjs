@@ -63,7 +63,7 @@ describe("a job", () => {
     await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
-    await until("Compare says so, too", async () => (await compare.locator("#results tr td").nth(4).textContent()) === words);
+    await until("Compare says so, too", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
     await until("the list and the page agree on the time left", async () => {
       const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
       return b.includes(`${a} left`);
@@ -228,7 +228,7 @@ describe("jobs side by side", () => {
     assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), three.second, "also in the list");
     await page.locator("button[data-settings=all]").click();
     assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "what differs comes first");
-    await page.getByRole("button", { name: "val. loss" }).click();
+    await page.locator("button[data-metric=val_loss]").click();
     await until("validation loss is drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,2");
     await steps(jobs[2].of, 2, 51, 60);
     await report(jobs[2].of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);

@@ -55,17 +55,17 @@ pub struct MachineSample {
     /// Of all interfaces but loopback. InfiniBand's own traffic does not pass through them.
     pub network_received_bytes_per_second: Option<u64>,
     pub network_sent_bytes_per_second: Option<u64>,
-    /// Of slots that are GPUs.
+    /// Of slots: those that are GPUs, and shares of CPU cores on which a rank runs.
     pub gpus: Vec<GpuSample>,
 }
 
-/// What NVML said of a slot's GPU.
+/// What NVML said of a slot's GPU; of a share of CPU cores, what the rank's process takes of it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GpuSample {
     pub slot: u32,
-    /// Part of the last moment in which something ran on it, 0 to 1.
+    /// Part of the last moment in which something ran on it, 0 to 1; of CPU cores, their busy part.
     pub utilization: Option<f32>,
-    /// Taken by anybody.
+    /// Taken by anybody; of CPU cores, by the rank.
     pub memory_used_bytes: u64,
     pub temperature_celsius: Option<f32>,
     pub power_watts: Option<f32>,

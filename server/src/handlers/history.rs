@@ -16,8 +16,8 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     access::Scope,
     attempt::Attempt,
-    history::{Entry, History, Relative, Waiting, What},
-    job::{Job, JobState},
+    history::{Entry, History, Relative, What},
+    job::{Job, JobState, Waiting},
     reason::ReasonCode,
     stream::{Event, EventBody},
 };
@@ -47,7 +47,7 @@ const ORDER: &str = "at";
 ///
 /// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
 /// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
-/// Admins also see who asked.
+/// The owner is who submitted or forked it; admins also see who asked for the rest.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
     responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -77,12 +77,14 @@ pub(crate) async fn show(
                 Ok(id) => app.store.job(&id).await?,
                 Err(_) => None,
             };
-            let known = known.filter(|row| sees(&caller, &row.job));
+            let known = known.map(|row| row.job).filter(|job| sees(&caller, job));
             Some(Relative {
                 job: parent.job.clone(),
-                name: known.as_ref().map(|row| row.job.name.clone()),
-                state: known.map(|row| row.job.state),
+                name: known.as_ref().map(|job| job.name.clone()),
+                state: known.as_ref().map(|job| job.state),
                 checkpoint: parent.checkpoint.clone(),
+                at: known.as_ref().map(|job| job.created_at),
+                who: known.and_then(|job| job.owner),
             })
         }
     };
@@ -93,9 +95,11 @@ pub(crate) async fn show(
             name: Some(fork.name),
             state: Some(fork.state),
             checkpoint,
+            at: Some(fork.created_at),
+            who: fork.owner,
         })
     });
-    let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
+    let waits = job.state.is_waiting();
     let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
     let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
@@ -139,7 +143,7 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
         None => What::Submitted,
     };
-    let mut entries = vec![Entry { at: job.created_at, what: begin, who: None }];
+    let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
     let mut before: Option<(JobState, Option<ReasonCode>)> = None;
     for Event { seq, at, body } in states {
         let EventBody::State { state, cause, .. } = body else { continue };

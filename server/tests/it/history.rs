@@ -127,7 +127,15 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     let seen = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
     let seen: Value = seen.json().await.unwrap();
     assert_eq!(in_short(&seen), expected);
-    assert!(seen["entries"].as_array().unwrap().iter().all(|e| e.get("who").is_none()), "{seen:#}");
+    let (submitted, rest) = seen["entries"].as_array().unwrap().split_first().unwrap();
+    let owner = server.job(&id).await.owner;
+    assert!(owner.is_some());
+    assert_eq!(
+        (&submitted["who"], &entry(0)["who"]),
+        (&json!(owner), &json!(owner)),
+        "its owner is no secret"
+    );
+    assert!(rest.iter().all(|e| e.get("who").is_none()), "{seen:#}");
 
     // Another job's history is its own. It is cancelled before it could start.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
@@ -199,10 +207,18 @@ async fn lineage_is_told_at_both_ends() {
         format!("UPDATE jobs SET parent_job = '{parent}', parent_checkpoint = '{from}' WHERE id = '{child}'");
     assert_eq!(server.execute(&query).await, 1);
 
+    let origin = server.job(&parent).await;
     let of_child = history(&server, &child).await;
     assert_eq!(
         of_child["parent"],
-        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from})
+        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from,
+            "who": origin.owner, "at": origin.created_at})
+    );
+    assert!(origin.owner.is_some());
+    let made = server.job(&child).await;
+    assert_eq!(
+        (&of_child["entries"][0]["who"], &of_child["entries"][0]["at"]),
+        (&json!(made.owner), &json!(made.created_at))
     );
     assert_eq!(
         (&of_child["entries"][0]["what"], &of_child["entries"][0]["checkpoint"]),
@@ -214,6 +230,7 @@ async fn lineage_is_told_at_both_ends() {
         (&fork["job"], &fork["name"], &fork["checkpoint"]),
         (&json!(child), &json!("child"), &json!(from))
     );
+    assert_eq!((&fork["who"], &fork["at"]), (&json!(made.owner), &json!(made.created_at)));
     assert_eq!(of_parent["forks"].as_array().unwrap().len(), 1);
     // The origin may be deleted; its fork still says where it came from.
     assert_eq!(server.delete(&format!("/jobs/{parent}")).await.0, 204);

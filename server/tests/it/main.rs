@@ -24,6 +24,7 @@ mod ingest;
 mod layers;
 mod life;
 mod limits;
+mod list_columns;
 mod listening;
 mod lists;
 mod machines;

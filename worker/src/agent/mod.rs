@@ -3,6 +3,7 @@
 
 mod address;
 mod attempt;
+mod cpu_slots;
 mod fetch;
 mod findings;
 mod lease;

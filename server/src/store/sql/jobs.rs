@@ -83,10 +83,13 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         cause,
         project: spec.project.clone(),
         tags,
+        queue: None,
         notes: optional("notes")?,
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
         owner: optional("owner")?,
-        batch: flaws.is_empty().then(|| Batch::of(&spec)),
+        batch: flaws
+            .is_empty()
+            .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
         attempt: small(row.try_get("attempt")?),

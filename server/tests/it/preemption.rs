@@ -328,7 +328,7 @@ async fn nobody_is_stopped_for_a_job_that_cannot_start() {
         let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(_) }) = agent.next().await else {
             panic!("no question")
         };
-        agent.send(FromAgent::Reply { id, reply: AgentReply::Weights { mistake: None } }).await;
+        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
     };
     let submitted = server.submit(|s| {
         s["parallel"]["ranks"] = json!(1);

@@ -3,10 +3,8 @@
 use crate::{
     pictures,
     server::{SOON, Server, lockstep, signal, turn},
-    specs,
 };
 use rustix::process::Signal;
-use serde_json::json;
 use std::{
     fs::{self, File},
     os::unix::process::ExitStatusExt,

@@ -3,7 +3,6 @@
 use crate::{
     agents::Online,
     app::App,
-    config::FairShare,
     leases::Expired,
     lifecycle::{self, PlaceEnd},
     store::{AttemptRow, JobRow, QueuePlace, Result, quarantine},

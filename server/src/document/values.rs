@@ -12,7 +12,7 @@ use utoipa::{
 
 /// Parameters that have the same grammar wherever they are.
 const PATTERNS: [(&str, &str); 6] = [
-    ("sort", "^-?[a-z][A-Za-z0-9_.]*$"),
+    ("sort", "^-?([a-z][A-Za-z0-9_.]*|tag:.+)$"),
     ("fields", "^[a-z_]+(,[a-z_]+)*$"),
     ("cursor", "^[A-Za-z0-9_-]+$"),
     ("kind", "^(weight|gradient)$"),
@@ -83,7 +83,12 @@ fn integer(object: &mut Object) {
         SchemaType::Array(kinds) => kinds.contains(&Type::Integer),
         SchemaType::AnyValue => false,
     };
-    let is_unsigned = matches!(object.minimum, Some(Number::Int(0) | Number::UInt(0)));
+    let is_unsigned = match object.minimum {
+        Some(Number::Int(least)) => least == 0,
+        Some(Number::UInt(least)) => least == 0,
+        Some(Number::Float(least)) => least == 0.0,
+        None => false,
+    };
     if !is_integer || !is_unsigned || object.maximum.is_some() {
         return;
     }
@@ -131,7 +136,7 @@ mod tests {
         let shuffle = parameter("/api/v1/datasets/{name}/samples", "shuffle");
         assert_eq!((&shuffle["format"], &shuffle["maximum"]), (&json!("uint64"), &json!(u64::MAX)));
         assert_eq!(parameter("/api/v1/jobs", "limit")["maximum"], 1000);
-        assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^-?[a-z][A-Za-z0-9_.]*$");
+        assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^-?([a-z][A-Za-z0-9_.]*|tag:.+)$");
         let attempt = &document["components"]["schemas"]["Attempt"]["properties"]["attempt"];
         assert_eq!((&attempt["format"], &attempt["maximum"]), (&json!("uint32"), &json!(u32::MAX)));
     }

@@ -225,6 +225,9 @@ fn sort(text: &str) -> Result<JobSort> {
     let by = match (name.strip_prefix("spec."), name.strip_prefix("tag:")) {
         (Some(path), _) => setting(path)?,
         (_, Some(tag)) => {
+            if tag.trim().is_empty() {
+                return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
+            }
             if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
                 return Err(Error::BadRequest(format!("sort: tag {mistake}")));
             }

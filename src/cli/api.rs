@@ -24,6 +24,8 @@ use std::{
     time::Duration,
 };
 
+/// How long a server may be away before a command gives it up.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 /// Characters of an id that stand for it, at least: ids begin with the same few.

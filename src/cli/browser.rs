@@ -2,7 +2,7 @@
 //! process, so a browser is not given the link that signs in, but a file of the data directory that leads there and that this account
 //! alone can read.
 
-use super::serve::Server;
+use lockstep_server::Running;
 use std::{
     fs::{self, File},
     io::{self, IsTerminal, Write},
@@ -30,9 +30,9 @@ pub(crate) struct Opened {
 impl Opened {
     /// Opens the dashboard of a server, unless that is not wanted or nobody is there to see it. A server serves as well without, so
     /// what goes wrong is said in the log alone.
-    pub(crate) fn of(server: &Server, wanted: bool) -> Self {
+    pub(crate) fn of(server: &Running, data_dir: &Path, wanted: bool) -> Self {
         // What a server has left that was killed: nobody else uses this folder.
-        let path = server.data_dir().join(FILE);
+        let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
         let mut opened = Self { path, watch: None };
         if wanted
@@ -44,12 +44,12 @@ impl Opened {
         opened
     }
 
-    fn open(&mut self, server: &Server) -> io::Result<()> {
+    fn open(&mut self, server: &Running) -> io::Result<()> {
         // Not the link that was printed: that one is for whichever browser it is taken to.
         let link = server.login_link()?;
         write(&self.path, &link)?;
         start(&self.path.canonicalize()?)?;
-        let (path, running) = (self.path.clone(), server.running().clone());
+        let (path, running) = (self.path.clone(), server.clone());
         self.watch = Some(tokio::spawn(async move {
             while running.is_good(&link) {
                 tokio::time::sleep(LOOK).await;

@@ -55,7 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
         // Signs the browser in, once; `lockstep login-link` prints another.
         output::line(format_args!("dashboard: {}", server.login_link()?))?;
-        let _opened = Opened::of(&server, !args.no_open);
+        let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
             () = signals.next() => match args.exit_when_done {

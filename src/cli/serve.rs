@@ -171,7 +171,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // Once, within ten minutes; `lockstep login-link` prints another.
             output::line(format_args!("sign in: {}", server.login_link()?))?;
         }
-        let _opened = Opened::of(&server, !args.no_open);
+        let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
         if local_agent {
             server.advertise = args.advertise.or(server.advertise);
             server.start_agent(slots, false).await?;

@@ -1,8 +1,8 @@
 //! Requests whose answer decides about what cannot be taken back: one that is sent again makes nothing twice, and what is not there is told
 //! from what cannot be read.
 
-use super::{Api, problem};
-use crate::cli::{WrongRequest, output, watch::PATIENCE};
+use super::{Api, PATIENCE, problem};
+use crate::cli::{WrongRequest, output};
 use reqwest::StatusCode;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;

@@ -1,7 +1,7 @@
 //! Kubernetes' API as a launch needs it: objects as plain JSON, conflicts read again, and an API server that is away tried again.
 
 use super::super::{
-    super::{output, watch::PATIENCE, wrong},
+    super::{api::PATIENCE, output, wrong},
     Args,
 };
 use kube::{

@@ -22,7 +22,7 @@ describe("columns", () => {
     }, id);
     const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expected: [/400/] });
     const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
-    await until("both are there", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14 ms");
+    await until("both are there", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
     assert.equal((await names(page))[0], "holder");
     await page.locator("#columns > summary").click();
     const add = async (key) => { await page.locator("#column-add").fill(key); await page.keyboard.press("Enter"); };

@@ -236,7 +236,7 @@ describe("a job's page", () => {
   test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
     const page = await browser.page(server, `/jobs/${done[1].id}`);
     await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
-    await page.getByLabel("Smoothing").fill("0.6");
+    await page.locator("#smooth").fill("0.6");
     for (const name of ["log", "epoch", "mean"]) await page.getByRole("button", { name, exact: true }).click();
     await page.getByRole("button", { name: "rank 1" }).click();
     await page.evaluate(() => window.lockstep.view.setZoom([10, 40]));

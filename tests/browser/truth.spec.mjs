@@ -126,8 +126,8 @@ describe("a chart", () => {
     await card.getByLabel("to", { exact: true }).fill("2.5");
     await card.getByLabel("to", { exact: true }).press("Enter");
     await until("the range is as asked for", async () => (await axis()).join() === "0.5,2.5");
-    await page.getByLabel("Smoothing").fill("0.85");
-    await page.getByLabel("Smoothing").dispatchEvent("change");
+    await page.locator("#smooth").fill("0.85");
+    await page.locator("#smooth").dispatchEvent("change");
     const address = new URL(page.url());
     assert.deepEqual(["loss-range", "loss-outliers", "smooth"].map((k) => address.searchParams.get(k)), ["0.5~2.5", "no", "0.85"]);
     const tab = await page.tab(address.pathname + address.search);

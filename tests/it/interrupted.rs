@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{SOON, Server, lockstep, signal, turn},
+    server::{SOON, Server, lockstep_that_can_be_interrupted, signal, turn},
 };
 use rustix::process::Signal;
 use std::{
@@ -42,7 +42,7 @@ async fn ctrl_c_ends_the_display_and_not_the_job() {
     let toml = "name = \"long\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
                 steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     server.folder().write("long.toml", toml);
-    let mut submit = lockstep();
+    let mut submit = lockstep_that_can_be_interrupted();
     let (mut display, said) =
         interrupted(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
     // As every program that Ctrl-C ends: a shell shows 130, and scripts stop.
@@ -62,7 +62,7 @@ async fn ctrl_c_ends_the_display_and_not_the_job() {
     let then = step().await;
     server.until("it trains on", async |_: &Server| step().await > then + 5).await;
     assert_eq!(server.job(&id).await["state"], "running");
-    let mut watch = lockstep();
+    let mut watch = lockstep_that_can_be_interrupted();
     let (mut display, said) = interrupted(watch.args(["watch", &id]).envs(server.for_clients()), folder);
     assert_eq!(display.wait().expect("its status").signal(), Some(2), "{said}");
     assert_eq!(server.job(&id).await["state"], "running");

@@ -67,8 +67,19 @@ pub(crate) fn client(token: &str) -> reqwest::Client {
 
 /// The program, on nobody's terminal, with no environment of the person who runs the tests.
 pub(crate) fn lockstep() -> Command {
+    by_itself(Command::new(LOCKSTEP))
+}
+
+/// As [`lockstep`], as a shell at a terminal starts it: what runs in a background that ignores Ctrl-C passes that on to all it starts.
+pub(crate) fn lockstep_that_can_be_interrupted() -> Command {
+    let mut command = Command::new("env");
+    command.args(["--default-signal=INT", LOCKSTEP]);
+    by_itself(command)
+}
+
+/// Without what the environment of the tests says.
+fn by_itself(mut command: Command) -> Command {
     cryptography();
-    let mut command = Command::new(LOCKSTEP);
     command.stdin(Stdio::null());
     for name in [
         "LOCKSTEP_DATABASE",

@@ -57,12 +57,17 @@ fn cryptography() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
-/// A client that shows a token.
+/// A client that shows a token. The server ends connections that are silent for half a minute: the client does so before.
 pub(crate) fn client(token: &str) -> reqwest::Client {
     cryptography();
     let mut headers = reqwest::header::HeaderMap::new();
     headers.insert("authorization", format!("Bearer {token}").parse().expect("a header"));
-    reqwest::Client::builder().default_headers(headers).timeout(SOON).build().expect("an HTTP client")
+    reqwest::Client::builder()
+        .default_headers(headers)
+        .timeout(SOON)
+        .pool_idle_timeout(Duration::from_secs(10))
+        .build()
+        .expect("an HTTP client")
 }
 
 /// The program, on nobody's terminal, with no environment of the person who runs the tests.

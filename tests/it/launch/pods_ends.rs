@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     cluster::Kubernetes,
-    server::{Finished, Server, number, turn},
+    server::{Finished, number, turn},
 };
 use serde_json::{Value, json};
 use std::{fs, time::Duration};

@@ -23,7 +23,7 @@ impl Launch {
         let device = self.job.spec.parallel.device;
         for (index, host) in self.hosts.iter().enumerate() {
             let agent_id = uuid::Uuid::new_v4().simple().to_string();
-            let name = agent_name(&self.job, index, host);
+            let name = agent_name(&self.job, index, host, &agent_id);
             let body = json!({
                 "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
             });
@@ -90,13 +90,14 @@ fn name_start(id: &str) -> String {
     format!("launch-{}-", &id[id.len().saturating_sub(6)..])
 }
 
-/// `launch-6f2c1a-0-node1`: unique among agents.
-fn agent_name(job: &Job, index: usize, host: &Host) -> String {
+/// `launch-6f2c1a-0-node1-93be07`: with the start of its id, as an agent of an earlier launch of the job keeps its name.
+fn agent_name(job: &Job, index: usize, host: &Host, agent_id: &str) -> String {
     let start = name_start(job.id.as_str());
     let host: String = host.name.chars().take(60).collect();
+    let id: String = agent_id.chars().take(6).collect();
     match host.as_str() {
-        "" => format!("{start}{index}"),
-        host => format!("{start}{index}-{host}"),
+        "" => format!("{start}{index}-{id}"),
+        host => format!("{start}{index}-{host}-{id}"),
     }
 }
 

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     cluster::Kubernetes,
-    server::{Finished, number, turn},
+    server::{Finished, Server, number, turn},
 };
 use serde_json::{Value, json};
 use std::{fs, time::Duration};
@@ -125,6 +125,11 @@ async fn a_job_that_was_left_half_made_goes_with_its_token() {
     assert!(done.stderr.contains("of an earlier launch is removed first"), "{}", done.stderr);
     assert_ne!(cluster.objects("Job").await[0]["metadata"]["uid"], first);
     assert_eq!(valid_agent_tokens(&server).await, 1, "that of the new pod");
+    server
+        .until("the new pod runs the job", async |server: &Server| {
+            server.job(&id).await["state"] == "running"
+        })
+        .await;
     drop(cluster);
     server.stop().await;
 }

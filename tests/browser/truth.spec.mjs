@@ -165,7 +165,7 @@ describe("the list", () => {
     }
     const name = row(a).locator("[data-f=name]");
     assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
-    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "osine-seed-7");
+    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "cut between two words");
     assert.equal(await row(a).locator("[data-f=reason]").getAttribute("title"), path);
 
     await page.locator("#columns > summary").click();

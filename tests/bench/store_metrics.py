@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import pathlib
 import shutil
 import socket
@@ -92,6 +93,10 @@ class Server:
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) >> 10
 
+    def processor_secs(self):
+        of = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(of[11]) + int(of[12])) / os.sysconf("SC_CLK_TCK")
+
     def stop(self):
         self.process.terminate()
         self.process.wait(30)
@@ -108,7 +113,7 @@ async def report_all(server, options):
     address = f"ws://127.0.0.1:{server.port}/api/v1/agent/socket"
     wire = await websockets.connect(address, max_size=None, compression=None, additional_headers={"Authorization": f"Bearer {token}"})
     acknowledged, sent, starts = {}, {}, {}
-    moved = asyncio.Event()
+    moved, welcomed = asyncio.Event(), asyncio.Event()
 
     async def say(message):
         await wire.send(msgpack.packb(message, use_single_float=True))
@@ -122,7 +127,9 @@ async def report_all(server, options):
     async def hear():
         async for raw in wire:
             message = msgpack.unpackb(raw)
-            if message["type"] == "start":
+            if message["type"] == "welcome":
+                welcomed.set()
+            elif message["type"] == "start":
                 starts[message["attempt"]["job"]] = message["attempt"]
             elif message["type"] == "request":
                 asked = message["request"]
@@ -140,6 +147,7 @@ async def report_all(server, options):
             await asyncio.sleep(2)
 
     tasks = [asyncio.create_task(hear()), asyncio.create_task(beat())]
+    await asyncio.wait_for(welcomed.wait(), 20)
     await asyncio.to_thread(server.ask, "/datasets", {"name": "many", "path": "/many"})
     for n in range(options.jobs):
         await asyncio.to_thread(server.ask, "/jobs", {
@@ -148,7 +156,7 @@ async def report_all(server, options):
         })
     while len(starts) < options.jobs:
         await asyncio.sleep(0.05)
-    empty, begin = server.size(), time.monotonic()
+    empty, used, begin = server.size(), server.processor_secs(), time.monotonic()
     end = begin + options.secs
     per = options.steps_a_report
 
@@ -171,14 +179,14 @@ async def report_all(server, options):
     while any(acknowledged.get(key, 0) < records for key, (records, _) in sent.items()):
         moved.clear()
         await asyncio.wait_for(moved.wait(), 60)
-    took = time.monotonic() - begin
+    took, cores = time.monotonic() - begin, server.processor_secs() - used
     for task in tasks:
         task.cancel()
     points = sum(steps for _, steps in sent.values()) * len(NAMES)
     return {
         "ranks": slots, "steps_a_report": per, "points": points, "points_a_second": round(points / took),
         "bytes_a_point": round((server.size() - empty) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
-        "server_peak_mib": server.peak_mib(),
+        "server_peak_mib": server.peak_mib(), "server_cores": round(cores / took, 2),
     }
 
 

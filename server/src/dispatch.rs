@@ -90,6 +90,7 @@ async fn round(app: &App) -> Result<()> {
     look_at(app, level, &mut queue, &mut round, &mut waiting).await?;
     app.coming.keep(&waiting.iter().cloned().collect());
     app.wait_reasons.keep(waiting);
+    app.reservations.keep(round.kept, crate::now());
     Ok(())
 }
 

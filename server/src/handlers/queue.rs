@@ -1,18 +1,21 @@
 //! The queue: what waits, in the order in which dispatch looks at it, and what is kept for whom.
 
 use super::{
-    extract::{Query, count},
+    extract::{Query, count, search_text},
     list::{self, Fields, Listed, MAX_LIMIT},
 };
 use crate::{
     access::Caller,
     app::App,
-    error::{Problem, Result},
+    error::{Error, Problem, Result},
+    reservations::Kept,
     store::{JobRow, QueuePlace},
 };
 use axum::{Extension, Json, extract::State};
+use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobId,
+    labels,
     queue::{QueueList, QueuedJob, Reservation},
 };
 use serde::{Deserialize, Serialize};
@@ -52,7 +55,7 @@ pub(crate) struct QueueQuery {
     count: Option<bool>,
     /// Jobs of this project.
     pub(super) project: Option<String>,
-    /// Jobs of this person or token.
+    /// Jobs of this person or token; at most 200 characters.
     pub(super) owner: Option<String>,
 }
 
@@ -62,10 +65,22 @@ impl QueueQuery {
         self.cursor.is_none()
     }
 
-    /// As a page asks: an empty filter is none.
-    pub(super) fn of_page(self) -> Self {
-        let given = |filter: Option<String>| filter.filter(|filter| !filter.is_empty());
-        Self { project: given(self.project), owner: given(self.owner), count: Some(true), ..self }
+    /// As the page asks: its title says how many there are.
+    pub(super) fn counted(self) -> Self {
+        Self { count: Some(true), ..self }
+    }
+
+    /// Project and owner, where the list is narrowed to them; an empty one is none.
+    ///
+    /// # Errors
+    /// A name that no project can have, or an owner's that is too long.
+    fn filters(&self) -> Result<(Option<&str>, Option<&str>)> {
+        search_text("owner", self.owner.as_deref())?;
+        let project = self.project.as_deref().filter(|project| !project.is_empty());
+        if let Some(mistake) = project.and_then(labels::project_mistake) {
+            return Err(Error::BadRequest(format!("project {mistake}")));
+        }
+        Ok((project, self.owner.as_deref().filter(|owner| !owner.is_empty())))
     }
 }
 
@@ -83,7 +98,7 @@ pub(crate) struct QueuePage {
 /// what each of them waits for, and what is kept for it. Jobs that are private to others have a place and no name; with `project` or
 /// `owner` they are left out. Places are counted over the whole queue, and change from one page to the next as jobs start.
 #[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
-    responses((status = 200, body = QueueList), (status = 400, body = Problem)))]
+    responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
@@ -93,18 +108,20 @@ pub(crate) async fn list(
 }
 
 /// # Errors
-/// A limit, field or cursor that is none, or the store's.
+/// A limit, field, filter or cursor that is none, or the store's.
 pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+    let (project, owner) = query.filters()?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let from: Option<(u64, Option<JobId>)> = list::read_cursor(ORDER, query.cursor.as_deref())?;
     let rows = in_order(app).await?;
-    let reservations = reservations(app, caller, &rows);
-    let slots = kept_slots(app);
+    let kept = app.reservations.all();
+    let slots = kept_slots(&kept);
+    let reservations = reservations(app, caller, kept, &rows);
     let jobs = rows.into_iter().zip(1..).map(|(row, place)| queued(app, caller, &slots, row, place));
     let wanted = |job: &QueuedJob| {
-        let is = |asked: &Option<String>, has: &Option<String>| asked.is_none() || asked == has;
-        is(&query.project, &job.project) && is(&query.owner, &job.owner)
+        let is = |asked: Option<&str>, has: &Option<String>| asked.is_none() || asked == has.as_deref();
+        is(project, &job.project) && is(owner, &job.owner)
     };
     let mut jobs: Vec<QueuedJob> = jobs.filter(wanted).collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
@@ -149,11 +166,11 @@ async fn in_order(app: &App) -> Result<Vec<JobRow>> {
 }
 
 /// Slots that are kept for each job.
-fn kept_slots(app: &App) -> HashMap<JobId, u32> {
+fn kept_slots(all: &[(Kept, Timestamp)]) -> HashMap<JobId, u32> {
     let mut slots = HashMap::new();
-    for (kept, _) in app.reservations.all() {
+    for (kept, _) in all {
         let more = u32::try_from(kept.free.len() + kept.ending.len()).unwrap_or(u32::MAX);
-        let sum: &mut u32 = slots.entry(kept.job).or_default();
+        let sum: &mut u32 = slots.entry(kept.job.clone()).or_default();
         *sum = sum.saturating_add(more);
     }
     slots
@@ -185,10 +202,15 @@ fn queued(app: &App, caller: &Caller, slots: &HashMap<JobId, u32>, row: JobRow, 
 }
 
 /// What is kept for jobs that wait, in the order of the queue.
-fn reservations(app: &App, caller: &Caller, rows: &[JobRow]) -> Vec<Reservation> {
+fn reservations(
+    app: &App,
+    caller: &Caller,
+    all: Vec<(Kept, Timestamp)>,
+    rows: &[JobRow],
+) -> Vec<Reservation> {
     let by_id: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
     let online = app.agents.online();
-    let shown = app.reservations.all().into_iter().filter_map(|(kept, since)| {
+    let shown = all.into_iter().filter_map(|(kept, since)| {
         // One that has just started, or a machine that has just gone.
         let row = by_id.get(&kept.job)?;
         let agent = online.iter().find(|agent| agent.row.id == kept.agent_id)?;

@@ -15,7 +15,7 @@ pub(crate) async fn show(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<QueueQuery>,
 ) -> Page {
-    let query = query.of_page();
+    let query = query.counted();
     let QueuePage { jobs, reservations } = queue::page(&app, &caller, &query).await?;
     let page = views::QueuePage {
         jobs: jobs.items,

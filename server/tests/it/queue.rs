@@ -140,11 +140,17 @@ async fn the_queue_has_pages_and_refuses_what_it_does_not_have() {
     let (_, list) = server.get("/jobs?limit=1").await;
     let of_jobs = format!("cursor={}", list["next_cursor"].as_str().unwrap());
     assert_eq!(server.get("/queue?limit=1000").await.0, 200);
+    // The longest owner that is looked for, and one more.
+    for (letters, expected) in [(200, 200), (201, 422)] {
+        let (status, answer) = server.get(&format!("/queue?owner={}", "a".repeat(letters))).await;
+        assert_eq!(status, expected, "{answer}");
+    }
     for (query, words) in [
         ("limit=0", "1 to 1000"),
         ("limit=1001", "1 to 1000"),
         ("fields=place,nam", "did you mean \\\"name\\\""),
         ("projekt=x", "did you mean \\\"project\\\""),
+        ("project=a%20b", "project must have"),
         ("cursor=x", "the cursor is none of this list"),
         (of_jobs.as_str(), "another sort"),
     ] {
@@ -162,7 +168,10 @@ async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
     let running = agent.started().await.attempt;
     let large = submit(&server, "the large", 2, json!({})).await;
     let small = submit(&server, "small", 1, json!({})).await;
-    let queue = queue_when(&server, "both wait", |queue| are(queue, &["the large", "small"])).await;
+    let is_kept = |queue: &Value| {
+        are(queue, &["the large", "small"]) && queue["reservations"][0]["job"] == json!(large.id)
+    };
+    let queue = queue_when(&server, "both wait", is_kept).await;
     let kept = &queue["reservations"][0];
     let expected = json!({"agent_id": "id-a", "agent": "a", "job": large.id, "name": "the large", "free": [1], "ending": [],
         "whole_machine": true, "since": kept["since"]});

@@ -24,6 +24,7 @@ CREATE TABLE jobs (
     created_at BIGINT NOT NULL,
     started_at BIGINT,
     finished_at BIGINT,
+    waiting_since BIGINT,
     best TEXT,
     last TEXT NOT NULL DEFAULT '{}',
     last_seq BIGINT NOT NULL DEFAULT 0,

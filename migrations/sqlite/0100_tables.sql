@@ -28,6 +28,8 @@ CREATE TABLE jobs (
     created_at INTEGER NOT NULL,
     started_at INTEGER,
     finished_at INTEGER,
+    -- When it went back to the queue; NULL while it has not.
+    waiting_since INTEGER,
     best TEXT,
     last TEXT NOT NULL DEFAULT '{}',
     -- The newest event's number; events are numbered from 1 without a gap.

@@ -19,6 +19,7 @@ use crate::{
     oidc::Oidc,
     rate_limit::RateLimiter,
     refusals::Refusals,
+    reservations::Reservations,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
 };
@@ -64,6 +65,7 @@ pub struct Parts {
     pub(crate) leases: Leases,
     pub(crate) machines: Machines,
     pub(crate) wait_reasons: WaitReasons,
+    pub(crate) reservations: Reservations,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
     /// Rung when a job was deleted, of which there are rows yet.
@@ -113,6 +115,7 @@ impl App {
             leases: Leases::new(config.lease),
             machines: Machines::default(),
             wait_reasons: WaitReasons::default(),
+            reservations: Reservations::default(),
             config,
             store,
             ingress,

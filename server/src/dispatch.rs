@@ -89,6 +89,8 @@ async fn round(app: &App) -> Result<()> {
     }
     look_at(app, level, &mut queue, &mut round, &mut waiting).await?;
     app.coming.keep(&waiting.iter().cloned().collect());
+    // Before the places: whoever reads the new places finds what belongs to them.
+    app.reservations.keep(round.kept, crate::now());
     app.wait_reasons.keep(waiting);
     Ok(())
 }

@@ -45,6 +45,7 @@ mod rate_limit;
 mod refusals;
 mod regular;
 mod request_id;
+mod reservations;
 mod router;
 mod running;
 mod serve;

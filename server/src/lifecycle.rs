@@ -58,6 +58,9 @@ fn go(
         let trained = state == JobState::Succeeded || row.progress.trained.unwrap_or(true);
         row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), trained });
     }
+    if state.is_waiting() && !row.job.state.is_waiting() {
+        row.waiting_since = Some(at);
+    }
     let job = &mut row.job;
     job.state = state;
     job.set_reason(match (reason, next) {

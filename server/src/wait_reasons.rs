@@ -34,6 +34,11 @@ impl WaitReasons {
         self.lock().get(job).map(|waiting| waiting.place).filter(|place| *place > 0)
     }
 
+    /// Everything that waits, with where and why.
+    pub(crate) fn all(&self) -> HashMap<JobId, Waiting> {
+        self.lock().clone()
+    }
+
     /// The jobs that wait, in the order in which the round looked at them; others are forgotten.
     pub(crate) fn keep(&self, queue: Vec<JobId>) {
         let mut known = self.lock();

@@ -15,7 +15,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=history`, "/jobs?columns=progress,loss,train.lr,val_loss", `/jobs/${done.id}?tab=settings`, "/compare", "/docs", "/docs/team", "/docs/reference/job-file", "/docs/reference/command-line", "/docs/reference/rest", "/nowhere"];
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", "/queue", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=history`, "/jobs?columns=progress,loss,train.lr,val_loss", `/jobs/${done.id}?tab=settings`, "/compare", "/docs", "/docs/team", "/docs/reference/job-file", "/docs/reference/command-line", "/docs/reference/rest", "/nowhere"];
 /** A page that is none says so with its status. */
 const expected = [/404/];
 

@@ -72,7 +72,9 @@ pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<
     }
     let kept = reserve(&candidates, ranks);
     let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
-    round.reserved.extend(kept.iter().flatten().map(|c| candidates[*c].agent.row.id.clone()));
+    for c in kept.iter().flatten() {
+        round.reserve(&job.id, &candidates[*c]);
+    }
     store_wait_reason(app, row, why).await?;
     Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })
 }
@@ -123,6 +125,7 @@ async fn start(app: &App, row: &JobRow, chosen: &[(&Online, Vec<u32>)]) -> Resul
     let attempt = claimed.attempt;
     app.leases.hold(attempt.clone(), places.clone());
     app.coming.forget(&job.id);
+    app.reservations.forget(&job.id);
     app.announce(&claimed.changed);
     let mut start = StartAttempt {
         attempt: attempt.clone(),

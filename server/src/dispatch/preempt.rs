@@ -80,9 +80,7 @@ pub(super) async fn make_room(
     let device = device_for(&job.spec);
     let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round.is_empty());
     for (c, slots) in &plan.chosen {
-        let agent = &candidates[*c].agent.row.id;
-        round.take(agent, slots);
-        round.promised.extend(slots.iter().map(|slot| (agent.clone(), *slot)));
+        round.promise(&job.id, &candidates[*c], slots);
     }
     if !victims.is_empty() {
         let live = app.store.occupants().await?.into_iter().map(|by| by.job).collect();

@@ -1,6 +1,6 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use crate::{agents::Online, app::App, leases::Leases, store::Occupant};
+use crate::{agents::Online, app::App, leases::Leases, reservations::Kept, store::Occupant};
 use lockstep_protocol::{
     agent::Slot,
     job::JobId,
@@ -18,6 +18,8 @@ pub(super) struct Round {
     held: HashMap<String, HashSet<u32>>,
     /// Agents that are kept for jobs that come before those which are looked at now.
     pub(super) reserved: HashSet<String>,
+    /// What is kept for which job, for those who ask.
+    pub(super) kept: Vec<Kept>,
     /// Jobs that run, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
     pub(super) occupied: Option<Vec<Occupied>>,
     pub(super) promised: HashSet<(String, u32)>,
@@ -62,7 +64,14 @@ impl Round {
             agent: Arc::new(agent),
         };
         let machines = app.agents.online().into_iter().map(machine).collect();
-        Self { machines, held, reserved: HashSet::new(), occupied: None, promised: HashSet::new() }
+        Self {
+            machines,
+            held,
+            reserved: HashSet::new(),
+            kept: Vec::new(),
+            occupied: None,
+            promised: HashSet::new(),
+        }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -79,6 +88,30 @@ impl Round {
             .filter(serves)
             .map(|m| Candidate::of(Arc::clone(&m.agent), &m.in_use, device))
             .collect()
+    }
+
+    /// Keeps a machine for a job that waits. One that is kept already is so for a job that comes before this one.
+    pub(super) fn reserve(&mut self, job: &JobId, candidate: &Candidate) {
+        let agent_id = &candidate.agent.row.id;
+        if self.reserved.insert(agent_id.clone()) {
+            self.kept.push(Kept {
+                job: job.clone(),
+                agent_id: agent_id.clone(),
+                free: candidate.free.clone(),
+                ending: Vec::new(),
+                whole_machine: true,
+            });
+        }
+    }
+
+    /// Keeps slots of a machine for a job that waits, free ones and those of jobs that end.
+    pub(super) fn promise(&mut self, job: &JobId, candidate: &Candidate, slots: &[u32]) {
+        let agent_id = &candidate.agent.row.id;
+        self.take(agent_id, slots);
+        self.promised.extend(slots.iter().map(|slot| (agent_id.clone(), *slot)));
+        let (free, ending) = slots.iter().partition(|slot| candidate.free.contains(slot));
+        let (job, agent_id) = (job.clone(), agent_id.clone());
+        self.kept.push(Kept { job, agent_id, free, ending, whole_machine: false });
     }
 
     /// Slots were given away.

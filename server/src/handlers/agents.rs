@@ -10,10 +10,14 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     machines::{MachineState, warnings},
+    reservations::Kept,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
-use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
+use lockstep_protocol::{
+    agent::{Machine, MachineSample, MachineWarning, Slot},
+    job::JobId,
+};
 use serde::Serialize;
 use utoipa::ToSchema;
 
@@ -90,6 +94,18 @@ pub(crate) struct SlotUse {
     pub(super) job: Option<lockstep_protocol::JobId>,
     /// Which of the job's ranks holds it. The job is absent, and the rank is not, where the job is private to somebody else.
     pub(super) rank: Option<u32>,
+    /// The waiting job that the slot is kept for, also while another one still holds it.
+    pub(super) kept_for: Option<KeptFor>,
+}
+
+/// What a slot is kept for.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(crate) struct KeptFor {
+    /// Absent where it is private to somebody else.
+    #[schema(value_type = Option<String>)]
+    pub(super) job: Option<lockstep_protocol::JobId>,
+    #[schema(value_type = String)]
+    pub(super) since: Timestamp,
 }
 
 /// List machines
@@ -138,16 +154,24 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
     let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
+    let reservations = app.reservations.all();
     let agents = app.store.agents().await?.into_iter().map(|row| {
         let now = online.iter().find(|a| a.row.id == row.id);
         // A connected agent is heard of more often than that is stored.
         let row = now.map_or(row, |a| a.row.clone());
         let mut in_use = app.leases.slots_in_use(&row.id);
-        let slots = row.slots.into_iter().map(|slot| match in_use.remove(&slot.index) {
-            Some((job, rank)) => {
-                SlotUse { job: Some(job).filter(|job| !hidden.contains(job)), rank: Some(rank), slot }
-            }
-            None => SlotUse { job: None, rank: None, slot },
+        let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
+        let kept_for = |slot: u32| {
+            let is_it = |kept: &Kept| {
+                kept.agent_id == row.id && (kept.free.contains(&slot) || kept.ending.contains(&slot))
+            };
+            let (kept, since) = reservations.iter().find(|(kept, _)| now.is_some() && is_it(kept))?;
+            Some(KeptFor { job: seen(kept.job.clone()), since: *since })
+        };
+        let slots = row.slots.into_iter().map(|slot| {
+            let kept_for = kept_for(slot.index);
+            let (job, rank) = in_use.remove(&slot.index).unzip();
+            SlotUse { job: job.and_then(seen), rank, kept_for, slot }
         });
         let slots = slots.collect();
         let draining = app.agents.is_draining(&row.id);

@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn every_page_s_modules_go_into_one_file() {
-        for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines"] {
+        for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines", "queue"] {
             let text = content(&format!("all/{page}.js")).unwrap_or_else(|| panic!("{page}"));
             let text = std::str::from_utf8(&text).unwrap();
             let left = text.lines().find(|l| l.starts_with("import") || l.starts_with("export"));

@@ -34,6 +34,7 @@ mod oidc;
 mod problems;
 mod proxies;
 mod quarantine;
+mod queue;
 mod reasons;
 mod refusals;
 mod safety;

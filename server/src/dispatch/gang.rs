@@ -1,12 +1,12 @@
 //! Which agents share a job that no single one has enough slots for: as few as possible, with slots of one kind and, where that takes
 //! no further machine, of one model. They must reach each other.
 
-use super::slots::Candidate;
+use super::slots::{Candidate, Candidates};
 use crate::app::App;
 use lockstep_protocol::{agent::Machine, spec::Device};
 use std::{
     cmp::Reverse,
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeMap, HashSet},
     net::IpAddr,
     sync::Arc,
 };
@@ -32,41 +32,52 @@ pub(super) fn address(machine: &Machine) -> Option<&str> {
     machine.address.as_deref().filter(|address| !is_loopback(address))
 }
 
+/// Groups of agents, each with whether their models differ.
+pub(super) type Groups = Arc<[(Group, bool)]>;
+
 /// The largest groups of candidates that reach each other and have slots of one kind, with whether their models differ.
-fn groups(candidates: &[Candidate]) -> Vec<(Group, bool)> {
-    let machine = |c: usize| &candidates[c].agent.row.machine;
-    let all = 0..candidates.len();
-    let networks: BTreeSet<&str> = all.clone().filter_map(|c| machine(c).network_id.as_deref()).collect();
-    let same_machine = networks.into_iter().map(|network| {
-        // Older agents tell no network and do not know how to share a job.
-        all.clone().filter(|c| machine(*c).network_id.as_deref() == Some(network)).collect::<Group>()
-    });
-    let over_network = all.clone().filter(|c| address(machine(*c)).is_some()).collect::<Group>();
+pub(super) fn groups(candidates: &[Candidate]) -> Groups {
+    // Older agents tell no network and do not know how to share a job.
+    let mut networks: BTreeMap<&str, Group> = BTreeMap::new();
+    let mut over_network = Group::new();
+    for (c, candidate) in candidates.iter().enumerate().filter(|(_, candidate)| !candidate.all.is_empty()) {
+        let machine = &candidate.agent.row.machine;
+        if let Some(network) = machine.network_id.as_deref() {
+            networks.entry(network).or_default().push(c);
+        }
+        if address(machine).is_some() {
+            over_network.push(c);
+        }
+    }
     let mut found: Vec<(Group, bool)> = Vec::new();
-    for reachable in same_machine.chain([over_network]) {
-        let devices: BTreeSet<&str> = reachable.iter().map(|c| candidates[*c].device()).collect();
-        for device in devices {
-            let has = |c: &usize| candidates[*c].device() == device && !candidates[*c].all.is_empty();
-            let of_device: Group = reachable.iter().copied().filter(has).collect();
-            let models: BTreeSet<&str> = of_device.iter().map(|c| candidates[*c].model()).collect();
-            if models.len() > 1 {
-                let of = |model: &str| -> Group {
-                    of_device.iter().copied().filter(|c| candidates[*c].model() == model).collect()
-                };
-                found.extend(models.iter().map(|model| (of(model), false)));
-            }
+    for reachable in networks.into_values().chain([over_network]).filter(|group| group.len() > 1) {
+        let mut devices: BTreeMap<&str, BTreeMap<&str, Group>> = BTreeMap::new();
+        for c in reachable {
+            let models = devices.entry(candidates[c].device()).or_default();
+            models.entry(candidates[c].model()).or_default().push(c);
+        }
+        for models in devices.into_values() {
             let is_mixed = models.len() > 1;
+            let mut of_device: Group = models.values().flatten().copied().collect();
+            of_device.sort_unstable();
+            if is_mixed {
+                found.extend(models.into_values().map(|of_model| (of_model, false)));
+            }
             found.push((of_device, is_mixed));
         }
     }
     found.retain(|(group, _)| group.len() > 1);
     found.dedup();
-    found
+    found.into()
 }
 
 /// The fewest of `group` that have so many slots together, those with most first. The last one is the fullest that has what is left:
 /// large gaps stay for large jobs.
-fn fewest(mut group: Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
+fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
+    if group.iter().map(|c| slots(*c)).sum::<usize>() < ranks {
+        return None;
+    }
+    let mut group = group.clone();
     // Stable: candidates are in the order of their names.
     group.sort_by_key(|c| Reverse(slots(*c)));
     let mut left = ranks;
@@ -88,7 +99,7 @@ fn fewest(mut group: Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Opt
 
 /// The agents to start a job of so many ranks on now, with the slots to take there, rank 0's first.
 pub(super) fn choose(
-    candidates: &[Candidate],
+    candidates: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
 ) -> Option<Vec<(usize, Vec<u32>)>> {
@@ -100,9 +111,10 @@ pub(super) fn choose(
         return Some(vec![(one, candidates[one].free[..ranks].to_vec())]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
-    let found = groups(candidates)
-        .into_iter()
-        .filter_map(|(group, is_mixed)| Some((fewest(group, ranks, free)?, is_mixed)))
+    let found = candidates
+        .groups
+        .iter()
+        .filter_map(|(group, is_mixed)| Some((fewest(group, ranks, free)?, *is_mixed)))
         .min_by_key(|(chosen, is_mixed)| (chosen.len(), *is_mixed))?
         .0;
     let mut left = ranks;
@@ -116,13 +128,17 @@ pub(super) fn choose(
 
 /// The agents to keep for a job that waits: those that come to have enough slots soonest. Of equal machines these are the ones
 /// that have most free, so a later round never keeps fewer free slots. None when all machines together have too few.
-pub(super) fn reserve(candidates: &[Candidate], ranks: usize) -> Option<Group> {
+pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].all.len(), candidates[c].free.len());
     let one = (0..candidates.len()).filter(|c| candidates[*c].all.len() >= ranks).max_by_key(|c| size(*c));
     if let Some(one) = one {
         return Some(vec![one]);
     }
-    let enough = |(mut group, is_mixed): (Group, bool)| {
+    let enough = |(group, is_mixed): &(Group, bool)| {
+        if group.iter().map(|c| candidates[*c].all.len()).sum::<usize>() < ranks {
+            return None;
+        }
+        let mut group = group.clone();
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;
         let needed = group.iter().position(|c| {
@@ -130,28 +146,27 @@ pub(super) fn reserve(candidates: &[Candidate], ranks: usize) -> Option<Group> {
             sum >= ranks
         })?;
         group.truncate(needed + 1);
-        Some((group, is_mixed))
+        Some((group, *is_mixed))
     };
-    let found = groups(candidates).into_iter().filter_map(enough);
+    let found = candidates.groups.iter().filter_map(enough);
     found.min_by_key(|(group, is_mixed)| (group.len(), *is_mixed)).map(|(group, _)| group)
 }
 
 /// The most slots that one job can have: of one machine, or of several that can share a job.
-pub(super) fn most(candidates: &[Candidate]) -> Sum {
+pub(super) fn most(candidates: &Candidates) -> Sum {
     let sum = |group: &[usize]| Sum {
         slots: group.iter().map(|c| candidates[*c].all.len()).sum(),
         free: group.iter().map(|c| candidates[*c].free.len()).sum(),
         machines: group.len(),
     };
     let single = (0..candidates.len()).map(|c| sum(&[c]));
-    let shared = groups(candidates);
-    single.chain(shared.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
+    single.chain(candidates.groups.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
 }
 
 /// As [`most`], over all agents that are online.
 pub(crate) fn most_slots(app: &App, device: Device) -> Sum {
     let candidate = |agent| Candidate::of(Arc::new(agent), &HashSet::new(), device);
-    most(&app.agents.online().into_iter().map(candidate).collect::<Vec<_>>())
+    most(&Candidates::new(app.agents.online().into_iter().map(candidate).collect()))
 }
 
 #[cfg(test)]

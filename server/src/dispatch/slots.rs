@@ -1,13 +1,21 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use crate::{agents::Online, app::App, leases::Leases, store::Occupant};
+use super::gang::{Groups, groups};
+use crate::{
+    agents::Online,
+    app::App,
+    leases::Leases,
+    store::{JobRow, Occupant},
+};
 use lockstep_protocol::{
     agent::Slot,
-    job::JobId,
+    job::{Job, JobId},
+    reason::Reason,
     spec::{Device, JobSpec, Precision},
 };
 use std::{
     collections::{HashMap, HashSet},
+    ops::Deref,
     sync::Arc,
 };
 
@@ -17,10 +25,35 @@ pub(super) struct Round {
     /// The slots that attempts held when it began, by agent.
     held: HashMap<String, HashSet<u32>>,
     /// Agents that are kept for jobs that come before those which are looked at now.
-    pub(super) reserved: HashSet<String>,
-    /// Jobs that run, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
+    reserved: HashSet<String>,
+    /// Jobs that may yield, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
     pub(super) occupied: Option<Vec<Occupied>>,
     pub(super) promised: HashSet<(String, u32)>,
+    /// Jobs that agents are there for alone.
+    served: HashSet<JobId>,
+    /// For all other jobs: what each kind of device has for them.
+    by_device: Vec<(Device, Arc<Candidates>)>,
+    /// Kinds of jobs that do not fit, since slots were taken or agents reserved for the last time: hundreds of jobs may be of one kind.
+    do_not_fit: HashMap<JobKind, DoesNotFit>,
+    /// Jobs that start when the round is over, in order, with their slots.
+    pub(super) starts: Vec<Start>,
+}
+
+/// What decides whether a job fits: ranks, device and priority.
+pub(super) type JobKind = (u32, &'static str, i32);
+
+/// What a round has found out about a kind of jobs.
+#[derive(Clone)]
+pub(super) struct DoesNotFit {
+    pub(super) why: Reason,
+    /// Agents are reserved for it.
+    pub(super) is_kept: bool,
+}
+
+/// A job that is about to start, with the agents and their slots.
+pub(super) struct Start {
+    pub(super) row: Arc<JobRow>,
+    pub(super) chosen: Vec<(Arc<Online>, Vec<u32>)>,
 }
 
 /// A job that runs, and its slots: agent and slot.
@@ -49,6 +82,44 @@ pub(super) struct Candidate {
     first: Option<usize>,
 }
 
+/// Agents that a job may be started on, by name.
+#[derive(Clone)]
+pub(super) struct Candidates {
+    list: Vec<Candidate>,
+    /// Those that can share a job; which slots are free does not matter for that.
+    pub(super) groups: Groups,
+}
+
+impl Deref for Candidates {
+    type Target = [Candidate];
+
+    fn deref(&self) -> &[Candidate] {
+        &self.list
+    }
+}
+
+impl Candidates {
+    pub(super) fn new(list: Vec<Candidate>) -> Self {
+        Self { groups: groups(&list), list }
+    }
+
+    /// Adds slots that are going to be free behind those that are.
+    pub(super) fn free(&mut self, candidate: usize, slot: u32) {
+        if let Some(candidate) = self.list.get_mut(candidate)
+            && candidate.all.contains(&slot)
+            && !candidate.free.contains(&slot)
+        {
+            candidate.free.push(slot);
+        }
+    }
+
+    fn take(&mut self, agent_id: &str, slots: &[u32]) {
+        for candidate in self.list.iter_mut().filter(|c| c.agent.row.id == agent_id) {
+            candidate.free.retain(|slot| !slots.contains(slot));
+        }
+    }
+}
+
 impl Round {
     pub(super) fn begin(app: &App) -> Self {
         // One that was cut off is online until its connection times out, and would hear of no start.
@@ -61,8 +132,19 @@ impl Round {
                 && !app.agents.is_draining(&agent.row.id),
             agent: Arc::new(agent),
         };
-        let machines = app.agents.online().into_iter().map(machine).collect();
-        Self { machines, held, reserved: HashSet::new(), occupied: None, promised: HashSet::new() }
+        let machines: Vec<_> = app.agents.online().into_iter().map(machine).collect();
+        let served = machines.iter().filter_map(|m| m.agent.only_job.clone()).collect();
+        Self {
+            machines,
+            held,
+            reserved: HashSet::new(),
+            occupied: None,
+            promised: HashSet::new(),
+            served,
+            by_device: Vec::new(),
+            do_not_fit: HashMap::new(),
+            starts: Vec::new(),
+        }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -70,15 +152,22 @@ impl Round {
     }
 
     /// The agents that take this job.
-    pub(super) fn candidates(&self, job: &JobId, device: Device) -> Vec<Candidate> {
+    pub(super) fn candidates(&mut self, job: &JobId, device: Device) -> Arc<Candidates> {
+        let is_served = self.served.contains(job);
+        let known = self.by_device.iter().find(|(of, _)| *of == device);
+        if let Some((_, known)) = known.filter(|_| !is_served) {
+            return Arc::clone(known);
+        }
         let serves = |machine: &&Machine| {
             machine.takes_work && machine.agent.only_job.as_ref().is_none_or(|only| only == job)
         };
-        self.machines
-            .iter()
-            .filter(serves)
-            .map(|m| Candidate::of(Arc::clone(&m.agent), &m.in_use, device))
-            .collect()
+        let found = self.machines.iter().filter(serves);
+        let found = found.map(|m| Candidate::of(Arc::clone(&m.agent), &m.in_use, device));
+        let found = Arc::new(Candidates::new(found.collect()));
+        if !is_served {
+            self.by_device.push((device, Arc::clone(&found)));
+        }
+        found
     }
 
     /// Slots were given away.
@@ -86,6 +175,42 @@ impl Round {
         for machine in self.machines.iter_mut().filter(|m| m.agent.row.id == agent_id) {
             machine.in_use.extend(slots);
         }
+        for (_, candidates) in &mut self.by_device {
+            Arc::make_mut(candidates).take(agent_id, slots);
+        }
+        self.do_not_fit.clear();
+    }
+
+    pub(super) fn reserved(&self) -> &HashSet<String> {
+        &self.reserved
+    }
+
+    /// Keeps agents for a job that waits.
+    pub(super) fn reserve(&mut self, agents: impl IntoIterator<Item = String>) {
+        let before = self.reserved.len();
+        self.reserved.extend(agents);
+        if self.reserved.len() > before {
+            self.do_not_fit.clear();
+        }
+    }
+
+    /// The kind of a job that any other of its kind can stand for.
+    pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
+        let device = match device_for(&job.spec) {
+            Device::Auto => "auto",
+            Device::Cuda => "cuda",
+            Device::Cpu => "cpu",
+        };
+        (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
+    }
+
+    /// What was found out about this kind, where it still holds.
+    pub(super) fn does_not_fit(&self, kind: &JobKind) -> Option<DoesNotFit> {
+        self.do_not_fit.get(kind).cloned()
+    }
+
+    pub(super) fn note(&mut self, kind: JobKind, found: DoesNotFit) {
+        self.do_not_fit.insert(kind, found);
     }
 
     /// Whether all that was in use on these candidates when the round began still is. An attempt ends in the store first, and then lets
@@ -107,10 +232,11 @@ pub(super) fn all_still_held(
     leases: &Leases,
     live: &HashSet<JobId>,
 ) -> bool {
+    let now = leases.jobs_in_slots();
     candidates.iter().all(|candidate| {
         let agent = &candidate.agent.row.id;
-        let now = leases.slots_in_use(agent);
-        let is_held = |slot: &u32| now.get(slot).is_some_and(|(job, _)| live.contains(job));
+        let now = now.get(agent);
+        let is_held = |slot: &u32| now.and_then(|now| now.get(slot)).is_some_and(|job| live.contains(job));
         held.get(agent).into_iter().flatten().all(is_held)
     })
 }

@@ -2,7 +2,7 @@
 
 use super::{
     gang::{address, most},
-    slots::Candidate,
+    slots::{Candidate, Candidates},
 };
 use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
@@ -11,7 +11,7 @@ use lockstep_protocol::{
 
 /// Why a job waits for which these agents are `kept`, if they will ever do.
 pub(super) fn wait_reason(
-    candidates: &[Candidate],
+    candidates: &Candidates,
     ranks: u32,
     device: Device,
     kept: Option<&[usize]>,

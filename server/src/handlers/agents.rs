@@ -7,14 +7,17 @@ use super::{
 };
 use crate::{
     access::Caller,
+    agents::Online,
     app::App,
     error::{Error, Problem, Result},
     machines::{MachineState, warnings},
+    store::AgentRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
 use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
 use serde::Serialize;
+use std::collections::HashMap;
 use utoipa::ToSchema;
 
 /// Machines that have introduced themselves.
@@ -138,10 +141,11 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
     let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
+    let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = app.store.agents().await?.into_iter().map(|row| {
-        let now = online.iter().find(|a| a.row.id == row.id);
+        let now = online.get(row.id.as_str()).copied();
         // A connected agent is heard of more often than that is stored.
-        let row = now.map_or(row, |a| a.row.clone());
+        let row = now.map_or(row, |a| AgentRow::clone(&a.row));
         let mut in_use = app.leases.slots_in_use(&row.id);
         let slots = row.slots.into_iter().map(|slot| match in_use.remove(&slot.index) {
             Some((job, rank)) => {

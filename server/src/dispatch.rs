@@ -19,6 +19,7 @@ use slots::Round;
 use start::start_all;
 use std::{sync::Arc, time::Duration};
 
+mod candidates;
 mod ends;
 mod gang;
 mod needs;

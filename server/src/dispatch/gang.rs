@@ -1,18 +1,10 @@
 //! Which agents share a job that no single one has enough slots for: as few as possible, with slots of one kind and, where that takes
 //! no further machine, of one model. They must reach each other.
 
-use super::slots::{Candidate, Candidates};
+use super::candidates::{Candidate, Candidates, Group};
 use crate::app::App;
-use lockstep_protocol::{agent::Machine, spec::Device};
-use std::{
-    cmp::Reverse,
-    collections::{BTreeMap, HashSet},
-    net::IpAddr,
-    sync::Arc,
-};
-
-/// Agents that can share a job, by their place in the list of candidates.
-type Group = Vec<usize>;
+use lockstep_protocol::spec::Device;
+use std::{cmp::Reverse, collections::HashSet, sync::Arc};
 
 /// Slots of several machines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,55 +12,6 @@ pub(crate) struct Sum {
     pub(crate) slots: usize,
     pub(crate) free: usize,
     pub(crate) machines: usize,
-}
-
-/// Whether only the machine itself reaches this address.
-fn is_loopback(address: &str) -> bool {
-    address.parse().map_or(address.eq_ignore_ascii_case("localhost"), |ip: IpAddr| ip.is_loopback())
-}
-
-/// The address by which other machines reach one, if they do.
-pub(super) fn address(machine: &Machine) -> Option<&str> {
-    machine.address.as_deref().filter(|address| !is_loopback(address))
-}
-
-/// Groups of agents, each with whether their models differ.
-pub(super) type Groups = Arc<[(Group, bool)]>;
-
-/// The largest groups of candidates that reach each other and have slots of one kind, with whether their models differ.
-pub(super) fn groups(candidates: &[Candidate]) -> Groups {
-    // Older agents tell no network and do not know how to share a job.
-    let mut networks: BTreeMap<&str, Group> = BTreeMap::new();
-    let mut over_network = Group::new();
-    for (c, candidate) in candidates.iter().enumerate().filter(|(_, candidate)| !candidate.all.is_empty()) {
-        let machine = &candidate.agent.row.machine;
-        if let Some(network) = machine.network_id.as_deref() {
-            networks.entry(network).or_default().push(c);
-        }
-        if address(machine).is_some() {
-            over_network.push(c);
-        }
-    }
-    let mut found: Vec<(Group, bool)> = Vec::new();
-    for reachable in networks.into_values().chain([over_network]).filter(|group| group.len() > 1) {
-        let mut devices: BTreeMap<&str, BTreeMap<&str, Group>> = BTreeMap::new();
-        for c in reachable {
-            let models = devices.entry(candidates[c].device()).or_default();
-            models.entry(candidates[c].model()).or_default().push(c);
-        }
-        for models in devices.into_values() {
-            let is_mixed = models.len() > 1;
-            let mut of_device: Group = models.values().flatten().copied().collect();
-            of_device.sort_unstable();
-            if is_mixed {
-                found.extend(models.into_values().map(|of_model| (of_model, false)));
-            }
-            found.push((of_device, is_mixed));
-        }
-    }
-    found.retain(|(group, _)| group.len() > 1);
-    found.dedup();
-    found.into()
 }
 
 /// The fewest of `group` that have so many slots together, those with most first. The last one is the fullest that has what is left:

@@ -3,10 +3,11 @@
 //! was preempted never preempts back.
 
 use super::{
+    candidates::{Candidate, Candidates},
     ends::order_stop,
     gang::choose,
     needs::needs,
-    slots::{Candidate, Candidates, Occupied, Round, device_for},
+    slots::{Occupied, Round, device_for},
     waits::wait_reason,
 };
 use crate::{

@@ -1,6 +1,6 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use super::gang::{Groups, groups};
+use super::candidates::{Candidate, Candidates};
 use crate::{
     agents::Online,
     app::App,
@@ -8,14 +8,12 @@ use crate::{
     store::{JobRow, Occupant},
 };
 use lockstep_protocol::{
-    agent::Slot,
     job::{Job, JobId},
     reason::Reason,
     spec::{Device, JobSpec, Precision},
 };
 use std::{
     collections::{HashMap, HashSet},
-    ops::Deref,
     sync::Arc,
 };
 
@@ -69,55 +67,6 @@ struct Machine {
     agent: Arc<Online>,
     in_use: HashSet<u32>,
     takes_work: bool,
-}
-
-/// An agent that a job may be started on.
-#[derive(Clone)]
-pub(super) struct Candidate {
-    pub(super) agent: Arc<Online>,
-    /// Slots of the kind that the job needs, and those of them that are free.
-    pub(super) all: Vec<u32>,
-    pub(super) free: Vec<u32>,
-    /// Where the first of them is among the agent's slots.
-    first: Option<usize>,
-}
-
-/// Agents that a job may be started on, by name.
-#[derive(Clone)]
-pub(super) struct Candidates {
-    list: Vec<Candidate>,
-    /// Those that can share a job; which slots are free does not matter for that.
-    pub(super) groups: Groups,
-}
-
-impl Deref for Candidates {
-    type Target = [Candidate];
-
-    fn deref(&self) -> &[Candidate] {
-        &self.list
-    }
-}
-
-impl Candidates {
-    pub(super) fn new(list: Vec<Candidate>) -> Self {
-        Self { groups: groups(&list), list }
-    }
-
-    /// Adds slots that are going to be free behind those that are.
-    pub(super) fn free(&mut self, candidate: usize, slot: u32) {
-        if let Some(candidate) = self.list.get_mut(candidate)
-            && candidate.all.contains(&slot)
-            && !candidate.free.contains(&slot)
-        {
-            candidate.free.push(slot);
-        }
-    }
-
-    fn take(&mut self, agent_id: &str, slots: &[u32]) {
-        for candidate in self.list.iter_mut().filter(|c| c.agent.row.id == agent_id) {
-            candidate.free.retain(|slot| !slots.contains(slot));
-        }
-    }
 }
 
 impl Round {
@@ -239,49 +188,6 @@ pub(super) fn all_still_held(
         let is_held = |slot: &u32| now.and_then(|now| now.get(slot)).is_some_and(|job| live.contains(job));
         held.get(agent).into_iter().flatten().all(is_held)
     })
-}
-
-impl Candidate {
-    pub(super) fn of(agent: Arc<Online>, in_use: &HashSet<u32>, device: Device) -> Self {
-        let all = slots_for(&agent.row.slots, device);
-        let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
-        let first =
-            all.first().and_then(|index| agent.row.slots.iter().position(|slot| slot.index == *index));
-        Self { agent, all, free, first }
-    }
-
-    fn first(&self) -> Option<&Slot> {
-        self.agent.row.slots.get(self.first?)
-    }
-
-    /// `cpu` or `cuda`.
-    pub(super) fn device(&self) -> &str {
-        self.first().map_or("", |slot| slot.device.as_str())
-    }
-
-    /// What its slots are: `NVIDIA H200`.
-    pub(super) fn model(&self) -> &str {
-        self.first().map_or("", |slot| slot.name.as_str())
-    }
-}
-
-/// The slots of a machine that ranks of such a job may run in.
-pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
-    let of = |kind: &str| -> Vec<u32> {
-        slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
-    };
-    let (first, second) = match device {
-        Device::Cuda => ("cuda", None),
-        // GPUs where there are any.
-        Device::Auto => ("cuda", Some("cpu")),
-        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
-        Device::Cpu => ("cpu", Some("cuda")),
-    };
-    let found = of(first);
-    match second {
-        Some(second) if found.is_empty() => of(second),
-        _ => found,
-    }
 }
 
 /// The device that a job needs: half precision is for GPUs alone.

@@ -1,8 +1,8 @@
 //! Starts: claims jobs that have been given slots, and tells their agents.
 
 use super::{
+    candidates::address,
     ends::{end_attempt, wanted},
-    gang::address,
     needs::{Needs, fail, needs},
     skip_permanent_error,
     slots::Start,

@@ -1,8 +1,8 @@
 //! Why a job that does not fit waits, in facts.
 
 use super::{
-    gang::{address, most},
-    slots::{Candidate, Candidates},
+    candidates::{Candidate, Candidates, address},
+    gang::most,
 };
 use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},

@@ -1,6 +1,6 @@
 use super::*;
 use crate::{agents::Agents, store::AgentRow};
-use lockstep_protocol::agent::Slot;
+use lockstep_protocol::agent::{Machine, Slot};
 
 /// A machine: name, address, slots in all, those in use, and what they are.
 pub(in crate::dispatch) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);

@@ -45,6 +45,9 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<()> {
                 Err(error) => skip_permanent_error(job, Err(error))?,
             }
         }
+        if prepared.is_empty() {
+            continue;
+        }
         let claimed = claim(app, &prepared).await?;
         // All of them hold their slots before anybody may look which are free.
         for (Prepared { start, claim, .. }, claimed) in prepared.iter().zip(&claimed) {
@@ -104,14 +107,13 @@ async fn claim(app: &App, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>>
     let mut claimed = Vec::with_capacity(claims.len());
     for claim in claims {
         let job = claim.job.clone();
-        let done = app.store.claim(claim).await;
-        claimed.push(match done {
-            Ok(claimed) => claimed,
-            Err(error) => {
-                skip_permanent_error(&job, Err(error))?;
-                None
+        claimed.push(app.store.claim(claim).await.unwrap_or_else(|error| {
+            // Those before it are claimed, and their agents must be told, whatever this is.
+            if let Err(error) = skip_permanent_error(&job, Err(error)) {
+                tracing::warn!(%error, %job, "a job could not be claimed; trying again");
             }
-        });
+            None
+        }));
     }
     Ok(claimed)
 }

@@ -310,12 +310,15 @@ impl Connection<'_> {
         send(to, &welcome).await?;
         // While their agent was away, somebody may have cancelled a job, or another agent's ranks of the same attempt have ended.
         for attempt in &hello.attempts {
-            let row = app.store.job(&attempt.job).await.map_err(failed)?;
-            let Some(row) = row.filter(|row| row.live().as_ref() == Some(attempt)) else { continue };
-            let ending = || lifecycle::is_ending(&row) && app.leases.places(attempt) > 1;
-            let told = dispatch::wanted(&row)
-                .or_else(|| ending().then(|| ("its ranks on another machine have ended".to_owned(), false)));
-            if let Some((reason, patient)) = told {
+            let row = match app.store.job(&attempt.job).await {
+                Err(error) if error.may_pass() => return Err(error.to_string()),
+                // One that cannot be read keeps no agent out.
+                row => row.ok().flatten().filter(|row| row.live().as_ref() == Some(attempt)),
+            };
+            let Some(row) = row else { continue };
+            let is_ending = lifecycle::is_ending(&row) && app.leases.places(attempt) > 1;
+            let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
+            for (reason, patient) in dispatch::wanted(&row).into_iter().chain(ending) {
                 send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }

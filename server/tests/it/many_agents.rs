@@ -67,6 +67,8 @@ async fn train(
             }
         }
         tokio::select! {
+            // The end of a connection comes before the next heartbeat, which nobody would take.
+            biased;
             message = agent.next() => match message {
                 Some(ToAgent::Start(start)) => {
                     let mut heard = heard.lock().unwrap();

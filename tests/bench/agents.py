@@ -45,6 +45,8 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import websockets
+
 from made_up_agent import Agent
 
 # Ranks and how many of ten jobs have them.
@@ -182,7 +184,10 @@ class Fleet:
             if due:
                 self.burst = now
             for agent, attempt in due:
-                await agent.end(attempt)
+                try:
+                    await agent.end(attempt)
+                except websockets.ConnectionClosed:
+                    pass  # Its records are sent on the next connection.
 
     async def submit(self, pool):
         """One client: the order of the jobs is that of their submission."""

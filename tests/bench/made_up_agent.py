@@ -53,6 +53,8 @@ class Agent:
         }
 
     async def say(self, message):
+        if self.wire is None:
+            return  # It is said again, or no longer true, on the next connection.
         await self.wire.send(msgpack.packb(message, use_single_float=True))
 
     async def run(self):
@@ -60,6 +62,7 @@ class Agent:
         address = f"ws://127.0.0.1:{self.fleet.server.port}/api/v1/agent/socket"
         head = {"Authorization": f"Bearer {self.token}"}
         while True:
+            beating = None
             try:
                 async with websockets.connect(address, max_size=None, compression=None, ping_interval=None, additional_headers=head) as wire:
                     self.wire = wire
@@ -67,11 +70,13 @@ class Agent:
                     async for raw in wire:
                         if await self.hear(msgpack.unpackb(raw)) == "welcome":
                             pause, beating = RETRY[0], asyncio.create_task(self.beat())
-                    beating.cancel()
                 self.fleet.lost_connection(self, "it was closed")
             except (OSError, websockets.WebSocketException) as error:
                 self.fleet.lost_connection(self, repr(error))
-            self.wire = None
+            finally:
+                self.wire = None
+                if beating:
+                    beating.cancel()
             await asyncio.sleep(pause * random.uniform(0.5, 1))
             pause = min(pause * 2, RETRY[1])
 

@@ -55,6 +55,9 @@ CREATE TABLE jobs (
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 -- Those that hold slots, which a job of higher priority may need.
 CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
+-- Of these, those that end or may be preempted: dispatch asks for them when a job does not fit.
+CREATE INDEX jobs_yielding ON jobs (priority) WHERE fencing_token IS NOT NULL
+    AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'));
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.

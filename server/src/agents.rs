@@ -10,7 +10,7 @@ use lockstep_protocol::{
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -22,7 +22,7 @@ use tokio::sync::{mpsc, oneshot};
 pub(crate) struct Online {
     /// Which connection; a newer one of the same agent replaces it.
     pub(crate) connection: u64,
-    pub(crate) row: AgentRow,
+    pub(crate) row: Arc<AgentRow>,
     /// It serves this job alone.
     pub(crate) only_job: Option<JobId>,
     /// It is stopping in order, for this reason.
@@ -134,6 +134,7 @@ impl Agents {
         let connection = self.next.fetch_add(1, Ordering::Relaxed);
         // An earlier connection of the same agent ends as its sender is dropped here.
         let (connected_at, findings) = (crate::now(), Vec::new());
+        let row = Arc::new(row);
         let joined = Online { connection, only_job, leaving: None, connected_at, findings, to, row };
         online.insert(joined.row.id.clone(), joined);
         Ok(connection)
@@ -150,7 +151,8 @@ impl Agents {
     /// Notes that an agent said something, or is leaving.
     pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
-            agent.row.last_seen_at = at;
+            // Copied only while somebody holds it.
+            Arc::make_mut(&mut agent.row).last_seen_at = at;
             if let Some(reason) = leaving {
                 agent.leaving = Some(reason.to_owned());
             }

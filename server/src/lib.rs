@@ -5,6 +5,7 @@ mod access_log;
 mod access_upkeep;
 mod addresses;
 mod agent_requests;
+mod agent_rows;
 mod agents;
 pub mod app;
 mod artifacts;
@@ -56,6 +57,7 @@ mod tls_suites;
 mod token_file;
 mod uploads;
 mod wait_reasons;
+mod waiting_jobs;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};

@@ -7,10 +7,12 @@ use super::{
 };
 use crate::{
     access::Caller,
+    agents::Online,
     app::App,
     error::{Error, Problem, Result},
     machines::{MachineState, warnings},
     reservations::Kept,
+    store::AgentRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
@@ -19,6 +21,7 @@ use lockstep_protocol::{
     job::JobId,
 };
 use serde::Serialize;
+use std::collections::HashMap;
 use utoipa::ToSchema;
 
 /// Machines that have introduced themselves.
@@ -155,10 +158,11 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
     let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
     let reservations = app.reservations.all();
+    let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = app.store.agents().await?.into_iter().map(|row| {
-        let now = online.iter().find(|a| a.row.id == row.id);
+        let now = online.get(row.id.as_str()).copied();
         // A connected agent is heard of more often than that is stored.
-        let row = now.map_or(row, |a| a.row.clone());
+        let row = now.map_or(row, |a| AgentRow::clone(&a.row));
         let mut in_use = app.leases.slots_in_use(&row.id);
         let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
         let kept_for = |slot: u32| {

@@ -28,6 +28,7 @@ mod list_columns;
 mod listening;
 mod lists;
 mod machines;
+mod many_agents;
 mod metrics;
 mod notes;
 mod oidc;

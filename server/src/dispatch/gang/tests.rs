@@ -1,11 +1,11 @@
 use super::*;
 use crate::{agents::Agents, store::AgentRow};
-use lockstep_protocol::agent::Slot;
+use lockstep_protocol::agent::{Machine, Slot};
 
 /// A machine: name, address, slots in all, those in use, and what they are.
 pub(in crate::dispatch) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
-pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
+pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Candidates {
     let agents = Agents::default();
     let mut kept = Vec::new();
     for (name, address, slots, _, model) in given {
@@ -40,10 +40,8 @@ pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
         (0..*used).collect()
     };
     let online = agents.online().into_iter();
-    online
-        .map(|agent| (in_use(&agent), agent))
-        .map(|(used, a)| Candidate::of(std::sync::Arc::new(a), &used, Device::Auto))
-        .collect()
+    let online = online.map(|agent| (in_use(&agent), agent));
+    Candidates::new(online.map(|(used, a)| Candidate::of(Arc::new(a), &used, Device::Auto)).collect())
 }
 
 /// Names of the chosen machines, with how many slots of each.

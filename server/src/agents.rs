@@ -301,7 +301,9 @@ mod tests {
         assert_ne!(names, counted, "as text 10 comes before 2");
         names.sort_by(|a, b| natural_order(a, b));
         assert_eq!(names, counted);
-        for (first, second) in [("a", "b"), ("a", "a1"), ("a2", "a10"), ("a1b2", "a1b10"), ("a02", "a2"), ("9", "a")] {
+        for (first, second) in
+            [("a", "b"), ("a", "a1"), ("a2", "a10"), ("a1b2", "a1b10"), ("a02", "a2"), ("9", "a")]
+        {
             assert_eq!(natural_order(first, second), Order::Less, "{first}, {second}");
             assert_eq!(natural_order(second, first), Order::Greater, "{second}, {first}");
         }

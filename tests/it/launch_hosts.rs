@@ -2,10 +2,10 @@
 //! or Open MPI's daemons. Neither host has the server's disk.
 
 use crate::{
-    cluster::Sshd,
+    cluster::{Slurm, Sshd},
     hosts::Site,
     pictures,
-    server::{Finished, Folder, LOCKSTEP, turn},
+    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
 };
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf};
@@ -21,6 +21,12 @@ struct Cluster {
     /// Before the namespaces that they are in.
     sshds: Vec<Sshd>,
     site: Site,
+}
+
+/// The command line or the environment of a process; nothing where it has ended.
+fn words(pid: i32, file: &str) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect()
 }
 
 impl Cluster {
@@ -59,6 +65,13 @@ impl Cluster {
         self.folder().write("hosts", text)
     }
 
+    /// The variable of a process, if it has it.
+    fn variable(pid: i32, name: &str) -> Option<String> {
+        words(pid, "environ")
+            .into_iter()
+            .find_map(|word| Some(word.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
+    }
+
     fn launch(&self, id: &str, with: &str, hosts: &[&str], more: &[&str]) -> Finished {
         let ssh = self.sshds[0].options(22);
         let options = match with {
@@ -88,16 +101,9 @@ impl Cluster {
 
     /// The variable NOTE of the ranks on a host.
     fn notes(&self, host: u32) -> Vec<String> {
-        let words = |pid: i32, file: &str| {
-            let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
-            String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect::<Vec<_>>()
-        };
         let ranks = self.site.network.processes(host).into_iter();
         let ranks = ranks.filter(|pid| words(*pid, "cmdline").get(1).is_some_and(|word| word == "rank"));
-        let note = |pid| {
-            words(pid, "environ").into_iter().find_map(|word| Some(word.strip_prefix("NOTE=")?.to_owned()))
-        };
-        ranks.filter_map(note).collect()
+        ranks.filter_map(|pid| Self::variable(pid, "NOTE")).collect()
     }
 
     /// Whether the agents of a job are these hosts', in this order.
@@ -177,4 +183,42 @@ async fn a_host_that_dies_is_named_and_a_second_launch_goes_on_without_it() {
         cluster.site.network.plug(1, true);
         cluster.sshds[0] = cluster.sshd(1);
     }
+}
+
+/// Slurm sorts a list of machines by rules of its own.
+#[tokio::test]
+async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
+    let _turn = turn().await;
+    let (cluster, _) = Cluster::new().await;
+    let site = &cluster.site;
+    let slurm = Slurm::start(cluster.folder().path(), 2);
+    let id = site.submit_ranks(3, ENDLESS).await;
+    let hosts = cluster.folder().write("nodes", "n1 slots=1\nn0 slots=2\n");
+    let mut launch = lockstep();
+    launch
+        .args(["launch", &id, "--with", "slurm", "--detach", "--program", LOCKSTEP, "--hostfile"])
+        .arg(hosts);
+    launch.arg("--dir").arg(cluster.folder().path().join("launch"));
+    launch.args(["--server", &site.url, "--ca-file"]).arg(&site.ca).env("SLURM_CONF", slurm.config());
+    launch.arg("--token-file").arg(cluster.folder().path().join("data/token"));
+    Finished::of(launch.current_dir(cluster.folder().path())).ok();
+    site.at_step(&id, 5).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    let agents: Vec<_> = job["agents"].as_array().expect("agents").iter().filter_map(Value::as_str).collect();
+    assert!(agents.len() == 2 && agents[0].contains("-0-n1-") && agents[1].contains("-1-n0-"), "{agents:?}");
+    let pids = fs::read_dir("/proc")
+        .expect("processes")
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let pids: Vec<i32> = pids.collect();
+    for (agent, node) in agents.iter().zip(["n1", "n0"]) {
+        let is_agent = |pid: &&i32| {
+            words(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
+        };
+        let pid = pids.iter().find(is_agent).expect("its process");
+        assert_eq!(Cluster::variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");
+    }
+    site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
+    // Its folder is in the server's.
+    drop(slurm);
 }

@@ -107,7 +107,12 @@ impl Batch {
 # Before the time limit the agents are asked to end: their ranks write a checkpoint, the job goes back to Lockstep's queue, and this
 # batch job to Slurm's.
 limit=0
-trap 'limit=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+ask() {{
+    limit=1
+    echo "Slurm's time limit is near: the agents are asked to write a checkpoint and to end, and this job is requeued"
+    scancel --signal=TERM "$SLURM_JOB_ID.0"
+}}
+trap ask USR1
 
 srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} {program} launched {bundle} &
 step=$!

@@ -87,10 +87,10 @@ impl Network {
         String::from_utf8_lossy(&found.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
     }
 
-    /// As a power cut: every process is killed, and the cable carries nothing any more.
+    /// Ends a host: every process is killed, and the cable carries nothing any more.
     pub(crate) fn kill(&self, host: u32) {
-        self.plug(host, false);
         self.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
+        self.plug(host, false);
     }
 
     /// Pulls a host's cable out, or puts it back.

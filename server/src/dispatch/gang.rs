@@ -54,12 +54,16 @@ pub(super) fn choose(
         return Some(vec![(one, candidates[one].free[..ranks].to_vec())]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
-    let found = candidates
+    let mut found = candidates
         .groups
         .iter()
         .filter_map(|(group, is_mixed)| Some((fewest(group, ranks, free)?, *is_mixed)))
         .min_by_key(|(chosen, is_mixed)| (chosen.len(), *is_mixed))?
         .0;
+    // Agents of a launch serve this job alone, and ranks are in the order of its list of machines.
+    if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
+        found.sort_unstable();
+    }
     let mut left = ranks;
     let take = |c: usize| {
         let slots = &candidates[c].free[..left.min(candidates[c].free.len())];

@@ -124,3 +124,27 @@ fn what_is_kept_for_a_large_job_has_enough_slots_and_most_of_them_free() {
     assert_eq!(kept(7), None);
     assert!(kept(2).is_some_and(|one| one == "b" || one == "c"), "one that is enough");
 }
+
+#[test]
+fn a_launch_s_machines_keep_the_order_of_their_list() {
+    let names: Vec<_> = (1..=12).map(|n| format!("launch-a-{n}-host")).collect();
+    // Machines of other sizes, backwards in the order of text.
+    let slots = |n: usize| 1 + (n as u32 % 2);
+    let given: Vec<Given<'_>> = names
+        .iter()
+        .enumerate()
+        .rev()
+        .map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU))
+        .collect();
+    let mut candidates = candidates(&given);
+    let job = lockstep_protocol::JobId::generate();
+    for candidate in &mut candidates {
+        std::sync::Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
+    }
+    let found = choose(&candidates, 18, &HashSet::new()).unwrap();
+    let found: Vec<_> =
+        found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();
+    let wanted: Vec<_> =
+        names.iter().enumerate().map(|(n, name)| (name.clone(), slots(n) as usize)).collect();
+    assert_eq!(found, wanted);
+}

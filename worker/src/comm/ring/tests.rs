@@ -294,3 +294,8 @@ fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
     let error = Ring::connect(&short, TIMEOUT).unwrap_err();
     assert!(error.to_string().contains("rank 1 has not arrived"), "{error}");
 }
+
+#[test]
+fn on_loopback_no_rank_s_neighbour_is_elsewhere() {
+    assert_eq!(on_ranks(3, TIMEOUT, |ring| ring.next_is_elsewhere().unwrap()), [false; 3]);
+}

@@ -112,6 +112,33 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
 }
 
 #[tokio::test]
+async fn where_no_root_is_named_members_register_nothing_on_loopback_either() {
+    let dir = tempfile::tempdir().unwrap();
+    symlink(dir.path().join("missing"), dir.path().join("dangling")).unwrap();
+    let server = TestServer::new().await;
+    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
+    let member = client(&member);
+    let mut answers = Vec::new();
+    for name in ["", "missing", "dangling"] {
+        let path = dir.path().join(name);
+        for (call, body) in
+            [("datasets", json!({"name": "d", "path": path})), ("datasets/inspect", json!({"path": path}))]
+        {
+            let request = member.post(server.url(&format!("/api/v1/{call}"))).json(&body);
+            let (status, problem) = server.send(request).await;
+            assert_eq!(status, 422, "{path:?}: {problem}");
+            answers.push(detail(&problem).to_owned());
+        }
+    }
+    assert!(answers[0].contains("--dataset-root"), "{answers:?}");
+    assert!(answers.iter().all(|answer| *answer == answers[0]), "the same for every path: {answers:?}");
+    // The first token, an admin's, gets as far as asking for a machine that has it.
+    let (status, problem) = server.post("/datasets", &json!({"name": "d", "path": dir.path()})).await;
+    assert_eq!(status, 503, "{problem}");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn where_others_reach_the_server_and_no_root_is_named_only_admins_register() {
     let server = TestServer::with(|c| {
         c.listen = "0.0.0.0:0".parse().unwrap();

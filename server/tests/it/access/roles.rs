@@ -51,7 +51,7 @@ async fn every_route_in_the_browsers_of_a_viewer_a_member_and_another_member() {
 }
 
 async fn walk(by: By) {
-    let mut server = TestServer::new().await;
+    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;

@@ -39,7 +39,7 @@ impl AgentRows {
     }
 
     async fn write(&self, store: &dyn Store) {
-        let (rows, told): (Vec<_>, Vec<_>) = {
+        let (rows, replies): (Vec<_>, Vec<_>) = {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             let some = TOGETHER.min(waiting.len());
             waiting.drain(..some).unzip()
@@ -47,14 +47,14 @@ impl AgentRows {
         let all = store.put_agents(&rows).await;
         let is_refused = all.as_ref().is_err_and(|error| !error.may_pass());
         let all = all.map_err(|error| error.to_string());
-        for (row, told) in rows.iter().zip(told) {
+        for (row, reply) in rows.iter().zip(replies) {
             // One that the database refuses does not keep out the others.
             let written = match is_refused {
                 true => store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string()),
                 false => all.clone(),
             };
             // Its connection may be over.
-            let _ = told.send(written);
+            let _ = reply.send(written);
         }
     }
 }

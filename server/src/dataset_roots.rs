@@ -62,7 +62,7 @@ impl DatasetRoots {
                 Err(self.refusal(&format!("it is {} here, which", resolved.display())))
             }
             Ok(_) => Err(self.refusal("it")),
-            Err(error) => Err(format!("cannot be looked at: {error}")),
+            Err(error) => Err(format!("cannot be inspected: {error}")),
         }
     }
 

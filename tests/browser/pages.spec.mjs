@@ -55,8 +55,8 @@ describe("every page", () => {
         if (path.startsWith("/datasets")) { await page.getByText("Pictures", { exact: true }).click(); await until("pictures come", async () => (await page.locator("figure").count()) > 0); }
         await page.evaluate(axe);
         const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(told, [], `${path}, ${colorScheme}`);
+        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(listed, [], `${path}, ${colorScheme}`);
         await page.end();
       }
     }

@@ -89,8 +89,8 @@ describe("the queue", () => {
         assert.ok(table <= 0, `the table is ${table} pixels too wide at ${width}`);
         await page.evaluate(axe);
         const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(told, [], `${colorScheme}, ${width}`);
+        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(listed, [], `${colorScheme}, ${width}`);
         await page.end();
       }
     }

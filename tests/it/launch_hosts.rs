@@ -152,7 +152,7 @@ async fn ranks_on_two_hosts_come_to_one_host_s_weights_and_a_cancelled_job_leave
 }
 
 #[tokio::test]
-async fn a_host_that_dies_is_named_and_a_second_launch_goes_on_without_it() {
+async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
     let _turn = turn().await;
     let (mut cluster, model) = Cluster::new().await;
     for with in LAUNCHERS {

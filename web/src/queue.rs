@@ -96,7 +96,7 @@ impl QueuePage {
     }
 
     fn reason(&self, job: &QueuedJob) -> String {
-        job.reason.as_ref().map_or_else(|| "It has not been looked at yet.".into(), ToString::to_string)
+        job.reason.as_ref().map_or_else(|| "It has not been considered yet.".into(), ToString::to_string)
     }
 
     /// `2 slots kept`; empty for none.

@@ -234,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_goes_on_where_the_one_before_ended_whatever_has_left_meanwhile() {
+    fn a_page_continues_where_the_one_before_ended_whatever_has_left_meanwhile() {
         let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
         let queue = |of: &[usize]| -> Vec<QueuedJob> {
             let job = |(place, n): (u64, &usize)| QueuedJob {

@@ -78,7 +78,7 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
         let request = client(&member).post(server.url("/api/v1/jobs")).json(&spec);
         server.send(request).await
     };
-    let told = async |path: &std::path::Path| {
+    let reported = async |path: &std::path::Path| {
         let (status, problem) = ask(path).await;
         assert_eq!(
             (status, &problem["errors"][0]["pointer"]),
@@ -90,11 +90,11 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
     // Without asking an agent, which would say whether it has the file.
     for folder in [&outside, &data.join("jobs")] {
         let (there, missing) = (folder.join("there.safetensors"), folder.join("missing.safetensors"));
-        let why = told(&there).await;
-        assert_eq!(why, told(&missing).await, "{folder:?}");
+        let why = reported(&there).await;
+        assert_eq!(why, reported(&missing).await, "{folder:?}");
         assert!(why.contains("checkpoint's id"), "{why}");
     }
-    assert!(told(&outside.join("w.safetensors")).await.contains("--dataset-root"));
+    assert!(reported(&outside.join("w.safetensors")).await.contains("--dataset-root"));
     // Below a root, the next that the agent is asked is this.
     let good = root.join("there.safetensors");
     let answering = async {

@@ -146,7 +146,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 }
 
 #[tokio::test]
-async fn a_dead_node_s_job_goes_on_on_another() {
+async fn a_dead_node_s_job_continues_on_another() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);

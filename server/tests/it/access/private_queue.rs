@@ -65,9 +65,9 @@ async fn a_private_job_has_a_place_in_the_queue_of_others_and_no_name() {
                 (&json!("secret run"), &json!("secret run"))
             );
         } else {
-            let told: Vec<_> =
+            let reported: Vec<_> =
                 queue["jobs"][0].as_object().unwrap().iter().filter(|(_, v)| !v.is_null()).collect();
-            assert_eq!(told, [(&"place".to_owned(), &json!(1))], "{who}");
+            assert_eq!(reported, [(&"place".to_owned(), &json!(1))], "{who}");
             assert_eq!((&kept["job"], &kept["name"]), (&Value::Null, &Value::Null), "{who}");
             assert!(!queue.to_string().contains("mona") && !queue.to_string().contains("secret"), "{queue}");
         }

@@ -181,10 +181,10 @@ fn ranks_that_disagree_are_told() {
             ring.broadcast((&mut [0.0f32; 12]).into(), 0).unwrap_err().to_string()
         }
     });
-    let told = results.iter().any(|e| {
+    let reported = results.iter().any(|e| {
         e.contains("broadcast of 12 float32 values") && e.contains("all_reduce of 10 float32 values")
     });
-    assert!(told, "{results:?}");
+    assert!(reported, "{results:?}");
 }
 
 #[test]

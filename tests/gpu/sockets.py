@@ -46,7 +46,7 @@ COMPARED = 10
 # The first steps are slower: kernels are compiled, graphs captured.
 WARM = min(10, steps // 2)
 
-# Nothing but sockets; no multicast in either run, which the host of a lent GPU may not have.
+# Nothing but sockets; no multicast in either run, which a virtual machine may not be allowed.
 SOCKETS = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",

@@ -5,7 +5,7 @@ use super::{
     ends::{end_attempt, wanted},
     needs::{Needs, fail, needs},
     skip_permanent_error,
-    slots::Start,
+    slots::{Start, device_for},
 };
 use crate::{
     agents::Online,
@@ -73,8 +73,23 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<()> {
     Ok(())
 }
 
-/// What an attempt needs before it is claimed; none where its job has failed for want of it.
-async fn prepare(app: &App, start: Start) -> Result<Option<Prepared>> {
+/// Whether what was found out about a job as it was known holds for what is stored of it.
+fn may_start(stored: &Job, known: &Job) -> bool {
+    matches!(stored.state, JobState::Queued | JobState::Restarting)
+        && stored.unreadable.is_none()
+        && stored.ranks == known.ranks
+        && device_for(&stored.spec) == device_for(&known.spec)
+}
+
+/// What an attempt needs before it is claimed; none where its job has failed for want of it, or must be looked at again.
+async fn prepare(app: &App, mut start: Start) -> Result<Option<Prepared>> {
+    // The queue in memory may be behind the store.
+    let stored = app.store.job(&start.row.job.id).await?;
+    let Some(stored) = stored.filter(|stored| may_start(&stored.job, &start.row.job)) else {
+        app.waiting.note(&start.row.job);
+        return Ok(None);
+    };
+    start.row = Arc::new(stored);
     let job = &start.row.job;
     let needs = match needs(app, job).await? {
         Ok(needs) => needs,

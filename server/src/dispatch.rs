@@ -84,11 +84,17 @@ async fn round(app: &App) -> Result<()> {
     let mut queue = Queue::new(app.store.slots_of_shares(by).await?);
     let rows = app.waiting.read(&*app.store).await?;
     let mut waiting = Vec::with_capacity(rows.len());
+    let mut looked = Ok(());
     // Jobs take turns among those of their priority alone.
     for level in rows.chunk_by(|one, next| one.job.spec.priority == next.job.spec.priority) {
-        look_at(app, level, &mut queue, &mut round, &mut waiting).await?;
+        looked = look_at(app, level, &mut queue, &mut round, &mut waiting).await;
+        if looked.is_err() {
+            break;
+        }
     }
+    // Also after an error: those before it have their slots.
     start_all(app, std::mem::take(&mut round.starts)).await?;
+    looked?;
     app.coming.keep(&waiting.iter().cloned().collect());
     // Before the places: whoever reads the new places finds what belongs to them.
     app.reservations.keep(round.kept, crate::now());

@@ -68,8 +68,9 @@ impl WaitingJobs {
 
     /// A job was changed, and that is stored.
     pub(crate) fn note(&self, job: &Job) {
+        // Any that does not hold slots: one that is just being read may not be known yet. Jobs that run change all the time.
         let mut known = self.known();
-        if waits(job.state) || known.places.contains_key(&job.id) {
+        if !job.state.is_active() || known.places.contains_key(&job.id) {
             known.changed.insert(job.id.clone());
         }
     }

@@ -6,6 +6,7 @@ use super::{
     preempt::{self, Room},
     reasons,
     slots::{DoesNotFit, Round, Start, device_for},
+    start::start_all,
     waits::wait_reason,
 };
 use crate::{
@@ -61,6 +62,10 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         }
         round.starts.push(Start { row: Arc::clone(row), chosen });
         return Ok(Placed::Starts);
+    }
+    // Nobody is preempted for slots that a job before was given and did not take.
+    if !start_all(app, std::mem::take(&mut round.starts)).await? {
+        return Ok(Placed::Waits);
     }
     match preempt::make_room(app, job, &candidates, round).await? {
         Room::Waits(why) => {

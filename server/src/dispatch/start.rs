@@ -32,8 +32,16 @@ struct Prepared {
     claim: Claim,
 }
 
-/// Starts jobs, those first that were given slots first. One whose start fails for good does not keep the others waiting.
-pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<()> {
+/// Starts jobs, those first that were given slots first, and says whether all of them started. One whose start fails does not keep the
+/// others waiting.
+///
+/// # Errors
+/// The first that may pass, once all others are started.
+pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool> {
+    let wanted = starts.len();
+    let mut started = 0;
+    let mut fell_through = false;
+    let mut passing = Ok(());
     while !starts.is_empty() {
         let later = starts.split_off(TOGETHER.min(starts.len()));
         let now = std::mem::replace(&mut starts, later);
@@ -41,8 +49,11 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<()> {
         let mut prepared = Vec::with_capacity(now.len());
         for (job, done) in jobs.iter().zip(join_all(now.into_iter().map(|start| prepare(app, start))).await) {
             match done {
-                Ok(found) => prepared.extend(found),
-                Err(error) => skip_permanent_error(job, Err(error))?,
+                Ok(found) => {
+                    fell_through |= found.is_none();
+                    prepared.extend(found);
+                }
+                Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
             }
         }
         if prepared.is_empty() {
@@ -53,6 +64,7 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<()> {
         for (Prepared { start, claim, .. }, claimed) in prepared.iter().zip(&claimed) {
             match claimed {
                 Some(claimed) => {
+                    started += 1;
                     app.leases.hold(claimed.attempt.clone(), claim.places.clone());
                     app.waiting.remove(&claim.job);
                 }
@@ -67,10 +79,14 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<()> {
             })
         });
         for (job, told) in join_all(told).await {
-            skip_permanent_error(&job, told)?;
+            passing = passing.and(skip_permanent_error(&job, told));
         }
     }
-    Ok(())
+    if fell_through {
+        // Its slots are free.
+        app.leases.poke();
+    }
+    passing.map(|()| started == wanted)
 }
 
 /// Whether what was found out about a job as it was known holds for what is stored of it.
@@ -85,7 +101,8 @@ fn may_start(stored: &Job, known: &Job) -> bool {
 async fn prepare(app: &App, mut start: Start) -> Result<Option<Prepared>> {
     // The queue in memory may be behind the store.
     let stored = app.store.job(&start.row.job.id).await?;
-    let Some(stored) = stored.filter(|stored| may_start(&stored.job, &start.row.job)) else {
+    let is_draining = start.chosen.iter().any(|(agent, _)| app.agents.is_draining(&agent.row.id));
+    let Some(stored) = stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) else {
         app.waiting.note(&start.row.job);
         return Ok(None);
     };

@@ -155,9 +155,10 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 /// # Errors
 /// The store's.
 pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
+    let reservations = app.reservations.all();
+    // After them: a job that is submitted in between is among those that are hidden.
     let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
-    let reservations = app.reservations.all();
     let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = app.store.agents().await?.into_iter().map(|row| {
         let now = online.get(row.id.as_str()).copied();

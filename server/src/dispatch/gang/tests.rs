@@ -136,11 +136,12 @@ fn a_launch_s_machines_keep_the_order_of_their_list() {
         .rev()
         .map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU))
         .collect();
-    let mut candidates = candidates(&given);
     let job = lockstep_protocol::JobId::generate();
-    for candidate in &mut candidates {
-        std::sync::Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
+    let mut launched = candidates(&given).to_vec();
+    for candidate in &mut launched {
+        Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
     }
+    let candidates = Candidates::new(launched);
     let found = choose(&candidates, 18, &HashSet::new()).unwrap();
     let found: Vec<_> =
         found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();

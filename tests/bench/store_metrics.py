@@ -26,18 +26,11 @@ import tempfile
 import time
 import urllib.request
 
+from made_up_agent import PICTURES, PROTOCOL
+
 NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", "data_ms", "all_reduce_ms"]
-PROTOCOL = 5
 # Reports of a rank that wait for their acknowledgement; the agent itself sends on until its spool is full.
 AHEAD = 8
-SPLITS = [
-    {"name": "train", "samples": 60_000, "per_class": [30_000, 30_000]},
-    {"name": "test", "samples": 100, "per_class": [50, 50]},
-]
-PICTURES = {
-    "format": "idx", "classes": ["a", "b"], "height": 8, "width": 8, "channels": 1,
-    "mean": [0.5], "std": [0.25], "broken": [], "broken_count": 0, "splits": SPLITS,
-}
 
 
 def free_port():

@@ -48,6 +48,7 @@ const LIST: List<Agent> = List {
         "connected_at",
         "lease_secs_left",
         "machine",
+        "links",
         "sample",
         "sample_age_secs",
         "warnings",
@@ -79,6 +80,8 @@ pub(crate) struct Agent {
     /// Until the attempts here end without word from this agent, in seconds; absent when there are none.
     pub(super) lease_secs_left: Option<f64>,
     pub(super) machine: Machine,
+    /// In words, how fast its ranks reach others: the network's speed, and which GPUs NVLink joins; absent where neither is known.
+    pub(super) links: Option<String>,
     /// What it measured last; absent when that was never, or in an earlier life of the server.
     pub(super) sample: Option<MachineSample>,
     /// How many seconds ago that came.
@@ -210,6 +213,7 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
             last_seen_at: row.last_seen_at,
             connected_at,
             lease_secs_left,
+            links: row.machine.links_in_words(),
             machine: row.machine,
             sample_age_secs: newest.as_ref().map(|newest| newest.age.as_secs_f64()),
             sample: newest.map(|newest| newest.sample),

@@ -38,6 +38,8 @@ pub(crate) use slots::device_for;
 
 /// The queue is checked this often even without a notification.
 const POLL: Duration = Duration::from_millis(500);
+/// How often all waiting jobs are compared with the store.
+const COMPARE_EVERY: Duration = Duration::from_secs(2);
 
 /// At start, gives every attempt that may write one full lease, within which its agent must report.
 pub(crate) async fn restore(app: &App) -> Result<()> {
@@ -59,7 +61,21 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
 
 /// Checks leases and queue until dropped.
 pub(crate) async fn run(app: App) {
-    tokio::join!(rounds(&app), reasons::run(app.clone()));
+    tokio::join!(rounds(&app), comparisons(&app), reasons::run(app.clone()));
+}
+
+/// Rounds do not wait for the comparison of a long queue.
+async fn comparisons(app: &App) {
+    loop {
+        tokio::time::sleep(COMPARE_EVERY).await;
+        match app.waiting.compare(&*app.store).await {
+            Ok(true) => app.leases.poke(),
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(%error, "the queue could not be compared with the store; trying again")
+            }
+        }
+    }
 }
 
 async fn rounds(app: &App) {
@@ -92,10 +108,14 @@ async fn round(app: &App) -> Result<()> {
             break;
         }
     }
-    // Also after an error: those before it have their slots.
-    start_all(app, std::mem::take(&mut round.starts)).await?;
+    // Also after an error: those before it have their slots. Everything else can wait until they are started.
+    let started = start_all(app, std::mem::take(&mut round.starts)).await;
+    for (row, why) in std::mem::take(&mut round.reasons) {
+        reasons::note(app, &row, why);
+    }
+    started?;
     looked?;
-    app.coming.keep(&waiting.iter().cloned().collect());
+    app.coming.keep(&waiting);
     // Before the places: whoever reads the new places finds what belongs to them.
     app.reservations.keep(round.kept, crate::now());
     app.wait_reasons.keep(waiting);
@@ -120,7 +140,7 @@ async fn look_at(
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                reasons::note(app, &row, error.to_string().into());
+                round.waits(&row, error.to_string().into());
             }
         }
         given = if matches!(placed, Ok(Placed::Starts | Placed::Kept)) { row.job.ranks } else { 0 };

@@ -6,8 +6,9 @@ use super::{
     candidates::{Candidate, Candidates},
     ends::order_stop,
     gang::choose,
-    needs::needs,
+    needs::{datasets, needs},
     slots::{Occupied, Round, device_for},
+    start::start_all,
     waits::wait_reason,
 };
 use crate::{
@@ -39,6 +40,8 @@ struct Plan {
 pub(super) enum Room {
     /// Nothing: it does not fit without others, either.
     None,
+    /// What it would need is not known before the next round.
+    NotNow,
     /// Its slots are kept for it in this round. It waits for them.
     Waits(Reason),
     /// Nobody is stopped for it: it cannot start.
@@ -61,13 +64,18 @@ pub(super) async fn make_room(
     let Some(plan) = plan(candidates, needs_slots, round.reserved(), occupied, &round.promised) else {
         return Ok(Room::None);
     };
+    // Nobody is preempted for slots that a job before was given and did not take.
+    if !plan.victims.is_empty() && !start_all(app, std::mem::take(&mut round.starts)).await? {
+        return Ok(Room::NotNow);
+    }
+    let occupied = round.occupied.as_deref().unwrap_or_default();
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
     if let Some(why) = artifacts::coming(app, job, reader).await? {
         // The slots would be given to others meanwhile.
         return Ok(Room::Waits(why));
     }
     if !plan.victims.is_empty()
-        && let Err(why) = needs(app, job).await?
+        && let Err(why) = needs(app, job, &datasets(app, [job]).await?).await?
     {
         return Ok(Room::Fails(why));
     }

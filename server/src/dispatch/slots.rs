@@ -34,10 +34,13 @@ pub(super) struct Round {
     served: HashSet<JobId>,
     /// For all other jobs: what each kind of device has for them.
     by_device: Vec<(Device, Arc<Candidates>)>,
-    /// Kinds of jobs that do not fit, since slots were taken or agents reserved for the last time: hundreds of jobs may be of one kind.
+    /// Kinds of jobs that do not fit: hundreds of jobs may be of one kind. That holds to the end of the round, as slots are only taken
+    /// and agents only reserved in it.
     do_not_fit: HashMap<JobKind, DoesNotFit>,
     /// Jobs that start when the round is over, in order, with their slots.
     pub(super) starts: Vec<Start>,
+    /// Why jobs wait, for when those that start have been started.
+    pub(super) reasons: Vec<(Arc<JobRow>, Reason)>,
 }
 
 /// What decides whether a job fits: ranks, device and priority.
@@ -97,6 +100,7 @@ impl Round {
             by_device: Vec::new(),
             do_not_fit: HashMap::new(),
             starts: Vec::new(),
+            reasons: Vec::new(),
         }
     }
 
@@ -127,7 +131,6 @@ impl Round {
     pub(super) fn reserve(&mut self, job: &JobId, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
         if self.reserved.insert(agent_id.clone()) {
-            self.do_not_fit.clear();
             self.kept.push(Kept {
                 job: job.clone(),
                 agent_id: agent_id.clone(),
@@ -156,7 +159,11 @@ impl Round {
         for (_, candidates) in &mut self.by_device {
             Arc::make_mut(candidates).take(agent_id, slots);
         }
-        self.do_not_fit.clear();
+    }
+
+    /// Notes why a job waits.
+    pub(super) fn waits(&mut self, row: &Arc<JobRow>, why: Reason) {
+        self.reasons.push((Arc::clone(row), why));
     }
 
     pub(super) fn reserved(&self) -> &HashSet<String> {
@@ -173,7 +180,7 @@ impl Round {
         (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
     }
 
-    /// What was found out about this kind, where it still holds.
+    /// What was found out about this kind.
     pub(super) fn does_not_fit(&self, kind: &JobKind) -> Option<DoesNotFit> {
         self.do_not_fit.get(kind).cloned()
     }

@@ -39,7 +39,7 @@ use preflight::Refusal;
 use remote::Remote;
 use session::{Outcome, Session};
 use signals::Signals;
-use slots::slots;
+use slots::{nvlink_groups, slots};
 use state_dir::StateDir;
 use std::{
     collections::BTreeMap,
@@ -102,6 +102,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
         name,
+        nvlink_groups: nvlink_groups(&slots),
         slots,
         only_job: options.only_job.clone(),
         until_final: options.until_final,
@@ -154,6 +155,7 @@ fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
 struct Agent {
     name: String,
     slots: Vec<Slot>,
+    nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,
     /// End when that job is over, not with an attempt of it.
     until_final: bool,

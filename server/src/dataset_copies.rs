@@ -28,8 +28,12 @@ impl CopyProgress {
         if said.len() >= REMEMBERED {
             said.clear();
         }
-        let before = said.insert((job.clone(), attempt, agent.to_owned()), tenths);
-        before.is_none_or(|before| before < tenths).then_some(tenths)
+        let key = (job.clone(), attempt, agent.to_owned());
+        let is_news = said.get(&key).is_none_or(|before| *before < tenths);
+        if is_news {
+            said.insert(key, tenths);
+        }
+        is_news.then_some(tenths)
     }
 }
 

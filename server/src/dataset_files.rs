@@ -92,11 +92,6 @@ impl Tree {
         Ok((!names.is_empty()).then_some(Self { root, names: Some(names), within }))
     }
 
-    /// The folder that has all of it, without links.
-    pub(crate) fn root(&self) -> &Path {
-        &self.root
-    }
-
     /// What `path` leads to, which lies in a folder that was entered.
     fn stat(&self, path: &Path) -> Result<Found, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());

@@ -104,7 +104,7 @@ async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
         return Err(Error::NotFound(format!("the server's machine has no files at {}", dataset.path)));
     };
     // The folder may have become a link since it was registered.
-    app.dataset_roots.check_found(&tree.root().to_string_lossy()).map_err(wrong)?;
+    app.dataset_roots.check_found(&dataset.path).map_err(wrong)?;
     Ok((dataset, tree))
 }
 

@@ -4,7 +4,7 @@ mod cache;
 mod list;
 mod pull;
 
-pub(super) use cache::{CacheError, Copies};
+pub(super) use cache::Copies;
 
 use super::{
     preflight::Refusal,

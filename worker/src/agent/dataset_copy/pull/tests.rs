@@ -58,7 +58,7 @@ fn small_files_come_together_and_a_large_one_in_parts() {
     let many: Vec<_> = (0..=DATASET_PARTS).map(|n| format!("{n:05}")).collect();
     let many: Vec<_> = many.iter().map(|name| (name.as_str(), 1)).collect();
     let dir = tempfile::tempdir().unwrap();
-    let (_copies, entry) = super::tests::entry(dir.path(), &many);
+    let (_copies, entry) = self::entry(dir.path(), &many);
     begin(&entry).unwrap();
     let mut work = Work::new(&entry).unwrap();
     assert_eq!(asked(&mut work).len(), DATASET_PARTS);

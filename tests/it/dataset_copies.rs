@@ -1,12 +1,12 @@
 //! Machines that have neither the server's disk nor the dataset: they copy it from the server, once, and keep it up to a limit.
 
 use crate::{
-    elsewhere::{Machine, log, online, server},
+    elsewhere::{Machine, log, online, server, stored},
     pictures,
     server::{Agents, Server, turn},
     specs,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     fs,
     os::unix::fs::{MetadataExt, symlink},
@@ -19,8 +19,13 @@ const COPIES: &str = "copies the dataset fashion";
 /// Enough to be killed meanwhile.
 const FILLER_BYTES: u64 = 192 << 20;
 
+const STEPS: u64 = 40;
+
 fn spec(name: &str) -> Value {
-    specs::short(name, "fashion", 2, 40)
+    specs::with(
+        specs::short(name, "fashion", 2, STEPS),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 20, "keep": 3}}),
+    )
 }
 
 /// Where the dataset of [`server`] is.
@@ -51,11 +56,7 @@ async fn refused(server: &Server, spec: &Value) -> String {
 /// The last weights, once they are on the server.
 async fn weights(server: &Server, id: &str) -> Vec<u8> {
     server.succeeded(id).await;
-    let is_uploaded = async |s: &Server| {
-        let all = s.checkpoints(id).await;
-        !all.is_empty() && all.iter().all(|checkpoint| checkpoint.get("uploading_from").is_none())
-    };
-    server.until("it is uploaded", is_uploaded).await;
+    server.until("it is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
     server.last_model(id).await
 }
 

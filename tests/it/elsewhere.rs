@@ -116,7 +116,7 @@ fn spec(name: &str) -> Value {
 }
 
 /// The newest step of which the server has the checkpoint.
-async fn stored(server: &Server, id: &str) -> u64 {
+pub(crate) async fn stored(server: &Server, id: &str) -> u64 {
     let all = server.checkpoints(id).await;
     let here = all.iter().filter(|c| c.get("uploading_from").is_none());
     here.map(|c| number(&c["step"])).max().unwrap_or(0)

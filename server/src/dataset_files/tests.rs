@@ -160,7 +160,7 @@ fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
     let past = part(&all, "small", 1, 5);
     assert!(why(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
     let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
-    fs::write(dir.path().join("small"), "SMALL").unwrap();
+    fs::write(dir.path().join("small"), "larger").unwrap();
     let answer = read(all.clone(), vec![other.clone(), before, other]);
     let (first, rest) = answer.split_at(34);
     assert_eq!(first, sent(&large[..1]));

@@ -10,6 +10,7 @@ mod test_server;
 
 mod access;
 mod databases;
+mod dataset_files;
 mod dataset_roots;
 mod datasets;
 mod deletion;

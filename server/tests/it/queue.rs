@@ -177,6 +177,9 @@ async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
         "whole_machine": true, "since": kept["since"]});
     assert_eq!(queue["reservations"], json!([expected]));
     assert_eq!((&queue["jobs"][0]["kept_slots"], &queue["jobs"][1]["kept_slots"]), (&json!(1), &json!(0)));
+    let words = |place: usize| &queue["jobs"][place]["reason"]["words"];
+    assert_eq!(words(0), "waits for 2 slots: 1 of 2 on \"a\" free");
+    assert_eq!(words(1), "waits for 1 slot: 1 of 2 on \"a\" free, kept for \"the large\"");
     // The machine's slots, and the pages.
     let (_, agents) = server.get("/agents").await;
     let slots = agents["agents"][0]["slots"].as_array().unwrap();

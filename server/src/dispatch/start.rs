@@ -72,14 +72,14 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool>
                 None => app.waiting.note(&start.row.job),
             }
         }
-        let told = prepared.into_iter().zip(claimed).filter_map(|(prepared, claimed)| {
+        let notified = prepared.into_iter().zip(claimed).filter_map(|(prepared, claimed)| {
             claimed.map(|claimed| async move {
                 let job = claimed.attempt.job.clone();
-                (job, tell(app, prepared, claimed).await)
+                (job, notify(app, prepared, claimed).await)
             })
         });
-        for (job, told) in join_all(told).await {
-            passing = passing.and(skip_permanent_error(&job, told));
+        for (job, notified) in join_all(notified).await {
+            passing = passing.and(skip_permanent_error(&job, notified));
         }
     }
     if fell_through {
@@ -140,7 +140,7 @@ async fn claim(app: &App, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>>
     for claim in claims {
         let job = claim.job.clone();
         claimed.push(app.store.claim(claim).await.unwrap_or_else(|error| {
-            // Those before it are claimed, and their agents must be told, whatever this is.
+            // Those before it are claimed, and their agents must be notified, whatever this is.
             if let Err(error) = skip_permanent_error(&job, Err(error)) {
                 tracing::warn!(%error, %job, "a job could not be claimed; trying again");
             }
@@ -151,7 +151,7 @@ async fn claim(app: &App, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>>
 }
 
 /// Tells the agents of a job that was claimed to start it.
-async fn tell(app: &App, prepared: Prepared, claimed: Claimed) -> Result<()> {
+async fn notify(app: &App, prepared: Prepared, claimed: Claimed) -> Result<()> {
     let Prepared { start: Start { row, chosen }, needs, files, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     app.coming.forget(&job.id);

@@ -169,7 +169,8 @@ async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
     let large = submit(&server, "the large", 2, json!({})).await;
     let small = submit(&server, "small", 1, json!({})).await;
     let is_kept = |queue: &Value| {
-        are(queue, &["the large", "small"]) && queue["reservations"][0]["job"] == json!(large.id)
+        let is_reserved = queue["reservations"][0]["job"] == json!(large.id);
+        are(queue, &["the large", "small"]) && is_reserved && !queue["jobs"][1]["reason"].is_null()
     };
     let queue = queue_when(&server, "both wait", is_kept).await;
     let kept = &queue["reservations"][0];

@@ -8,7 +8,7 @@ use std::{
     fs::File,
     net::TcpListener,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicU16, Ordering},
     time::{Duration, Instant},
 };
@@ -25,7 +25,6 @@ mod processes;
 mod rest;
 
 pub(crate) use answers::{Answer, Finished};
-pub(crate) use endings::ended;
 pub(crate) use processes::{Folder, Process, processes_of, signal};
 
 /// The program under test.
@@ -343,6 +342,18 @@ impl Drop for Server {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+}
+
+/// The exit status of a child that ends soon.
+pub(crate) async fn ended(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + SOON;
+    loop {
+        if let Some(status) = child.try_wait().expect("a status") {
+            return status;
+        }
+        assert!(Instant::now() < deadline, "process {} did not end within {SOON:?}", child.id());
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 

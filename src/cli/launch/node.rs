@@ -4,7 +4,6 @@ use super::{
     super::{file, wrong},
     bundle::{BUNDLE_BYTES, Bundle, Node},
 };
-use lockstep_protocol::spec::Device;
 use lockstep_worker::host::{own_program, write_private};
 use std::{
     fs::{self, DirBuilder},
@@ -166,6 +165,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::spec::Device;
     use std::{collections::BTreeMap, os::unix::fs::PermissionsExt as _};
 
     fn bundle(nodes: usize) -> Bundle {

@@ -1,9 +1,9 @@
 //! How the server, its agent and their processes end.
 
-use super::{SOON, Server, signal};
+use super::{Server, ended, signal};
 use rustix::process::Signal;
 use std::{
-    process::{Child, ExitStatus},
+    process::ExitStatus,
     time::{Duration, Instant},
 };
 
@@ -64,17 +64,5 @@ impl Server {
         self.until("no process is left after an orderly stop", async |s: &Server| s.processes().is_empty())
             .await;
         self
-    }
-}
-
-/// The exit status of a child that ends soon.
-pub(crate) async fn ended(child: &mut Child) -> ExitStatus {
-    let deadline = Instant::now() + SOON;
-    loop {
-        if let Some(status) = child.try_wait().expect("a status") {
-            return status;
-        }
-        assert!(Instant::now() < deadline, "process {} did not end within {SOON:?}", child.id());
-        tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

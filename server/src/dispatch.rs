@@ -46,8 +46,8 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         app.leases.hold(attempt.clone(), places);
-        // Agents that come back are told by their welcome.
-        app.leases.told_to_end(&attempt);
+        // Agents that come back are notified by their welcome.
+        app.leases.note_stop_requested(&attempt);
         if agents.len() > 1
             && let Some(row) = app.store.job(&attempt.job).await?
         {

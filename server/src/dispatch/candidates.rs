@@ -78,7 +78,7 @@ impl Candidate {
         self.agent.row.slots.get(self.first?)
     }
 
-    /// `cpu` or `cuda`.
+    /// The name of the kind of its slots.
     pub(super) fn device(&self) -> &str {
         self.first().map_or("", |slot| slot.device.as_str())
     }
@@ -120,18 +120,8 @@ pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
     let of = |kind: &str| -> Vec<u32> {
         slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
     };
-    let (first, second) = match device {
-        Device::Cuda => ("cuda", None),
-        // GPUs where there are any.
-        Device::Auto => ("cuda", Some("cpu")),
-        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
-        Device::Cpu => ("cpu", Some("cuda")),
-    };
-    let found = of(first);
-    match second {
-        Some(second) if found.is_empty() => of(second),
-        _ => found,
-    }
+    let kinds = device.slot_kinds().into_iter().map(|kind| of(kind.name));
+    kinds.into_iter().find(|found| !found.is_empty()).unwrap_or_default()
 }
 
 /// Whether only the machine itself reaches this address.

@@ -74,12 +74,14 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         Room::None => {}
     }
     let kept = reserve(&candidates, ranks);
-    let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
+    let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
     for c in kept.iter().flatten() {
-        round.reserve(&job.id, &candidates[*c]);
+        round.reserve(job, &candidates[*c]);
     }
     if let Some(kind) = kind {
-        round.note(kind, DoesNotFit { why: why.clone(), is_kept: kept.is_some() });
+        // To the next of its kind, these agents are kept for this job.
+        let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
+        round.note(kind, DoesNotFit { why, is_kept: kept.is_some() });
     }
     round.waits(row, why);
     Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })

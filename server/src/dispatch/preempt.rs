@@ -83,11 +83,11 @@ pub(super) async fn make_room(
         plan.victims.iter().map(|victim| occupied[*victim].by.job.clone()).collect();
     let counted_on = counted_on(&plan, candidates, occupied);
     let mut preempts = counted_on.iter().any(|of| of.by.preempted);
-    let untold = counted_on.iter().filter(|of| of.by.ends && !app.leases.is_told_to_end(&of.by.job));
-    let untold: Vec<JobId> = untold.map(|of| of.by.job.clone()).collect();
+    let unnotified = counted_on.iter().filter(|of| of.by.ends && !app.leases.is_stop_requested(&of.by.job));
+    let unnotified: Vec<JobId> = unnotified.map(|of| of.by.job.clone()).collect();
     let agents: Vec<usize> = plan.chosen.iter().map(|(c, _)| *c).collect();
     let device = device_for(&job.spec);
-    let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round.is_empty());
+    let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round);
     for (c, slots) in &plan.chosen {
         round.promise(&job.id, &candidates[*c], slots);
     }
@@ -113,7 +113,7 @@ pub(super) async fn make_room(
         order_stop(app, victim).await?;
     }
     // Its state was stored, and then something failed before its agents heard of it.
-    for job in &untold {
+    for job in &unnotified {
         order_stop(app, job).await?;
     }
     if preempts && *why.code() == ReasonCode::WaitingForSlots {

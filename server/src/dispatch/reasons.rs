@@ -19,9 +19,15 @@ const TOGETHER: usize = 16;
 
 /// Notes the reason why a job waits.
 pub(super) fn note(app: &App, row: &JobRow, why: Reason) {
-    // How many of the slots are free just now is no event of a job: `wait_reasons` has it.
+    // How many of the slots are free or kept just now is no event of a job: `wait_reasons` has it.
     let steady = |reason: &Reason| {
-        let facts = Facts { agent: None, slots_free: None, ..reason.facts().clone() };
+        let facts = Facts {
+            agent: None,
+            slots_free: None,
+            slots_kept: None,
+            kept_for: Vec::new(),
+            ..reason.facts().clone()
+        };
         (reason.code().clone(), facts)
     };
     let is_known = row.job.cause.as_ref().is_some_and(|known| *known == why || steady(known) == steady(&why));

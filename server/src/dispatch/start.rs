@@ -69,10 +69,10 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool>
                 None => app.waiting.note(&prepared.start.row.job),
             }
         }
-        // Before anything that takes long: their agents are told.
-        let told: Vec<_> =
+        // Before anything that takes long: their agents are notified.
+        let ordered: Vec<_> =
             orders.into_iter().map(|(prepared, claimed)| order(app, prepared, claimed)).collect();
-        passing = passing.and(follow_up(app, told).await);
+        passing = passing.and(follow_up(app, ordered).await);
     }
     if started < wanted {
         // Slots that were not taken are free.
@@ -159,7 +159,7 @@ async fn claim(app: &App, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>>
         let job = claim.job.clone();
         claimed.push(match app.store.claim(claim.clone()).await {
             Ok(done) => done,
-            // Those before it are claimed, and their agents must be told, whatever this is.
+            // Those before it are claimed, and their agents must be notified, whatever this is.
             Err(error) if error.may_pass() => {
                 let found = find_claimed(app, &[claim], error).await;
                 found.ok().and_then(|mut found| found.pop()).flatten()
@@ -217,14 +217,14 @@ async fn read_claimed(app: &App, claims: &[Claim]) -> Result<Vec<Option<Claimed>
     Ok(found)
 }
 
-/// A start that its agents were told of, unless one of them has gone away.
+/// A start that its agents were notified of, unless one of them has gone away.
 struct Ordered {
     attempt: AttemptRef,
     places: Vec<Place>,
     gone: Option<String>,
 }
 
-/// Tells the agents of a job that was claimed to start it.
+/// Notifies the agents of a job that was claimed: they start it.
 fn order(app: &App, prepared: Prepared, claimed: Claimed) -> Ordered {
     let Prepared { start: Start { row, chosen }, needs, files, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);

@@ -14,6 +14,8 @@ use std::{
 #[derive(Debug, Default)]
 pub(super) struct End {
     reason: OnceLock<String>,
+    /// The rank whose machine is gone, and how that is known, if this is the reason.
+    lost: OnceLock<(u32, String)>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
     /// Where others connect for messages.
@@ -32,6 +34,15 @@ impl End {
         if let Some(listener) = self.listener.get() {
             // On Linux this wakes who waits in `accept`.
             let _ = SockRef::from(listener).shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Ends this group because a rank's machine is gone.
+    pub(super) fn lose(&self, peer: u32, detail: String) {
+        if !self.has_come() {
+            let reason = format!("lost the connection to rank {peer}: {detail}");
+            let _ = self.lost.set((peer, detail));
+            self.call(reason);
         }
     }
 
@@ -77,9 +88,12 @@ impl End {
     }
 
     pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
-        match self.reason.get() {
-            Some(reason) => Err(CommError::Aborted { operation, reason: reason.clone() }),
-            None => Ok(()),
+        let Some(reason) = self.reason.get() else { return Ok(()) };
+        match self.lost.get() {
+            Some((peer, detail)) => {
+                Err(CommError::Disconnected { operation, peer: *peer, detail: detail.clone() })
+            }
+            None => Err(CommError::Aborted { operation, reason: reason.clone() }),
         }
     }
 

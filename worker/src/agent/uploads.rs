@@ -8,7 +8,7 @@ use super::{
     place::Here,
     remote::{Failed, Remote, Talk},
 };
-use crate::checkpoint::{self, MANIFEST, Manifest};
+use crate::checkpoint::{self, MANIFEST, Manifest, OWN_DISK_NOTE};
 use lockstep_protocol::JobId;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
@@ -131,24 +131,27 @@ impl Uploads {
         // Before the folder is read: what is reported later is written earlier.
         let is_held = self.is_held(here);
         let mut done = true;
-        if here.has_rank_0 {
-            let folder = job_dir.join("checkpoints");
-            let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
-            let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
-            known.settled.retain(|name, _| names.contains(name));
-            for name in names.iter().rev() {
-                let Ok(text) = fs::read(folder.join(name).join(MANIFEST)) else { continue };
-                let sum = hexadecimal(&text);
-                if known.settled.get(name) == Some(&sum) {
-                    continue;
+        let folder = job_dir.join("checkpoints");
+        let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
+        let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
+        known.settled.retain(|name, _| names.contains(name));
+        for name in names.iter().rev() {
+            let path = folder.join(name).join(MANIFEST);
+            let Ok(text) = fs::read(&path) else { continue };
+            // Where rank 0 is not, what was there before this attempt is no business of it.
+            if !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE)) {
+                continue;
+            }
+            let sum = hexadecimal(&text);
+            if known.settled.get(name) == Some(&sum) {
+                continue;
+            }
+            let talk = self.remote.talk(&here.attempt)?;
+            match upload(&talk, &folder.join(name), name, &text, &sum, (is_held, here.has_rank_0)).await? {
+                Sent::Settled => {
+                    known.settled.insert(name.clone(), sum);
                 }
-                let talk = self.remote.talk(&here.attempt)?;
-                match upload(&talk, &folder.join(name), name, &text, &sum, is_held).await? {
-                    Sent::Settled => {
-                        known.settled.insert(name.clone(), sum);
-                    }
-                    Sent::NotYet => done = false,
-                }
+                Sent::NotYet => done = false,
             }
         }
         if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
@@ -172,6 +175,12 @@ impl Uploads {
     }
 }
 
+/// Whether a file was last written before another.
+fn is_older(path: &Path, other: &Path) -> bool {
+    let written = |path: &Path| path.metadata().and_then(|about| about.modified()).ok();
+    written(path).zip(written(other)).is_some_and(|(path, other)| path < other)
+}
+
 /// Sends what the server has not yet of one checkpoint.
 async fn upload(
     talk: &Talk<'_>,
@@ -179,14 +188,14 @@ async fn upload(
     name: &str,
     text: &[u8],
     sum: &str,
-    is_held: bool,
+    (is_held, has_rank_0): (bool, bool),
 ) -> Result<Sent, Failed> {
     let state = match talk.upload_state(name).await {
         Ok(state) => state,
         // Its report may still be on its way.
-        Err(Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _)) if is_held => {
-            return Ok(Sent::NotYet);
-        }
+        Err(Failed::Never(StatusCode::NOT_FOUND, _)) if is_held => return Ok(Sent::NotYet),
+        // The server may not know yet that this disk is its own.
+        Err(Failed::Never(StatusCode::FORBIDDEN, _)) if is_held && has_rank_0 => return Ok(Sent::NotYet),
         Err(Failed::Never(_, why)) => {
             tracing::info!(checkpoint = name, why, "it is not uploaded");
             return Ok(Sent::Settled);

@@ -13,7 +13,7 @@ use std::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::sync::{mpsc, oneshot};
 
@@ -105,6 +105,8 @@ pub(crate) struct Agents {
     /// By request, the oldest first.
     pending: Mutex<BTreeMap<u64, Pending>>,
     next: AtomicU64,
+    /// By id, since this server started: when anything last came from it, on the monotonic clock.
+    last_words: Mutex<HashMap<String, Instant>>,
     /// Ids of those that are to take no new work, connected or not.
     draining: Mutex<HashSet<String>>,
 }
@@ -147,7 +149,22 @@ impl Agents {
         if mine { online.remove(id) } else { None }
     }
 
-    /// Notes that an agent said something, or is leaving.
+    /// Notes that anything came from an agent.
+    pub(crate) fn said_something(&self, id: &str) {
+        let now = Instant::now();
+        let mut last_words = lock(&self.last_words);
+        match last_words.get_mut(id) {
+            Some(at) => *at = now,
+            None => drop(last_words.insert(id.to_owned(), now)),
+        }
+    }
+
+    /// For how long nothing has come from an agent; none where nothing ever did.
+    pub(crate) fn silence(&self, id: &str) -> Option<Duration> {
+        lock(&self.last_words).get(id).map(Instant::elapsed)
+    }
+
+    /// Notes that an agent beats, or is leaving.
     pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
             agent.row.last_seen_at = at;

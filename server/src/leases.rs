@@ -28,6 +28,8 @@ pub(crate) struct Leases {
     by_job: Mutex<HashMap<JobId, Lease>>,
     /// For each restarting job, the attempt that failed and the time from which the next may start.
     restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
+    /// Agents that were given up before their leases ran out, with the attempt, and until when its ranks may still be there.
+    cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
     pub(crate) wake: Notify,
 }
 
@@ -54,11 +56,23 @@ enum Held {
     Yes,
     /// It says that they have ended. Other agents still have some.
     Ended,
+    /// The same, and they could not go on: nor can any others.
+    Failed,
     /// Its lease ran out.
     Lost,
 }
 
-/// The part of an attempt on an agent whose lease ran out.
+/// How the ranks of an attempt came to an end on one of its agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EndAt {
+    /// They are done, or were told to end.
+    InOrder,
+    Failed,
+    /// Nobody knows: the agent is gone.
+    Lost,
+}
+
+/// The part of an attempt on an agent whose lease ran out, or that is given up.
 #[derive(Debug)]
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
@@ -72,6 +86,14 @@ impl Lease {
         self.holds.iter().filter(|hold| hold.state == Held::Yes)
     }
 
+    fn has_failed(&self) -> bool {
+        self.holds.iter().any(|hold| hold.state == Held::Failed)
+    }
+
+    fn expired_at(&self, hold: &Hold) -> Expired {
+        Expired { attempt: self.attempt.clone(), place: hold.place.clone(), places: self.holds.len() }
+    }
+
     fn held_at(&self, agent_id: &str) -> Option<&Hold> {
         self.held().find(|hold| hold.place.agent_id == agent_id)
     }
@@ -79,7 +101,13 @@ impl Lease {
 
 impl Leases {
     pub(crate) fn new(duration: Duration) -> Self {
-        Self { duration, by_job: Mutex::default(), restart_after: Mutex::default(), wake: Notify::new() }
+        Self {
+            duration,
+            by_job: Mutex::default(),
+            restart_after: Mutex::default(),
+            cut_off: Mutex::default(),
+            wake: Notify::new(),
+        }
     }
 
     fn by_job(&self) -> MutexGuard<'_, HashMap<JobId, Lease>> {
@@ -108,15 +136,19 @@ impl Leases {
         self.poke();
     }
 
-    /// The ranks of an attempt have ended on an agent, as it says or (`lost`) because its lease ran out: its slots are free. Returns
+    /// The ranks of an attempt have ended on an agent, as it says or because its lease ran out: its slots are free. Returns
     /// the other agents that still have ranks of it.
-    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, lost: bool) -> Vec<Place> {
+    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: EndAt) -> Vec<Place> {
         let mut leases = self.by_job();
         let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
             return Vec::new();
         };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
-            hold.state = if lost { Held::Lost } else { Held::Ended };
+            hold.state = match how {
+                EndAt::InOrder => Held::Ended,
+                EndAt::Failed => Held::Failed,
+                EndAt::Lost => Held::Lost,
+            };
         }
         let others = lease.held().map(|hold| hold.place.clone()).collect();
         drop(leases);
@@ -127,6 +159,14 @@ impl Leases {
     /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
+        // It says whether their ranks are still there.
+        self.cut_off().retain_mut(|(id, attempt, at)| {
+            let is_its = id == agent_id;
+            if is_its {
+                *at = until;
+            }
+            !is_its || attempts.contains(attempt)
+        });
         let mut leases = self.by_job();
         let mut is_theirs = |attempt: &AttemptRef| {
             let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);
@@ -254,6 +294,41 @@ impl Leases {
         now < start.1
     }
 
+    fn cut_off(&self) -> MutexGuard<'_, Vec<(String, AttemptRef, Instant)>> {
+        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether an attempt goes on nowhere: its ranks could not go on at an agent, and it only waits for others to end theirs.
+    pub(crate) fn is_any_failed(&self) -> bool {
+        self.by_job().values().any(Lease::has_failed)
+    }
+
+    /// What only waits for agents that are silent, of attempts that go on nowhere. Ranks that are cut off from the others end by
+    /// themselves, and a silent machine has nothing to say about why: it need not be waited for.
+    pub(crate) fn abandoned(&self, is_silent: impl Fn(&str) -> bool) -> Vec<Expired> {
+        let leases = self.by_job();
+        let waiting = leases.values().filter(|lease| lease.has_failed());
+        let of_silent = waiting.filter(|lease| lease.held().all(|hold| is_silent(&hold.place.agent_id)));
+        of_silent.flat_map(|lease| lease.held().map(move |hold| lease.expired_at(hold))).collect()
+    }
+
+    /// An agent is given up before its lease runs out: until then, or until it says that it has no ranks of the attempt, it gets no work.
+    pub(crate) fn give_up(&self, expired: &Expired) {
+        let leases = self.by_job();
+        let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
+        if let Some(until) = hold.map(|hold| hold.until) {
+            let mut cut_off = self.cut_off();
+            cut_off.retain(|(_, _, until)| *until > Instant::now());
+            cut_off.push((expired.place.agent_id.clone(), expired.attempt.clone(), until));
+        }
+    }
+
+    /// Whether an agent was given up, and ranks may still be there.
+    pub(crate) fn is_cut_off(&self, agent_id: &str) -> bool {
+        let now = Instant::now();
+        self.cut_off().iter().any(|(id, _, until)| id == agent_id && *until > now)
+    }
+
     pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
@@ -261,13 +336,7 @@ impl Leases {
             let nobody = lease.held().next().is_none();
             let counts = |hold: &&Hold| nobody || hold.state == Held::Yes;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
-            holds
-                .map(|hold| Expired {
-                    attempt: lease.attempt.clone(),
-                    place: hold.place.clone(),
-                    places: lease.holds.len(),
-                })
-                .collect()
+            holds.map(|hold| lease.expired_at(hold)).collect()
         };
         self.by_job().values().flat_map(expired).collect()
     }

@@ -2,6 +2,7 @@
 
 use crate::{
     app::App,
+    leases::EndAt,
     lifecycle::{self, PlaceEnd},
     store::{JobRow, Place, Result, StoreError},
 };
@@ -64,7 +65,7 @@ pub(super) async fn end_place(
             if changed.job.attempt != attempt.attempt {
                 app.leases.release(&attempt.job, attempt.attempt);
             }
-            let others = app.leases.ended_at(attempt, &place.agent_id, true);
+            let others = app.leases.ended_at(attempt, &place.agent_id, EndAt::Lost);
             stop_others(app, attempt, &place.agent, &others, patient);
             Ok(())
         }
@@ -80,7 +81,8 @@ pub(super) async fn end_place(
 /// to. The others do not learn it from their ranks for sure: a machine that is not there any more hangs up on nobody.
 pub(crate) fn ended_at(app: &App, attempt: &AttemptRef, agent_id: &str, failed: bool) {
     let agent = app.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
-    let others = app.leases.ended_at(attempt, agent_id, false);
+    let how = if failed { EndAt::Failed } else { EndAt::InOrder };
+    let others = app.leases.ended_at(attempt, agent_id, how);
     if failed && let Some(agent) = agent {
         stop_others(app, attempt, &agent.agent, &others, false);
     }

@@ -51,6 +51,7 @@ impl Round {
             in_use: in_use.remove(&agent.row.id).unwrap_or_default(),
             takes_work: agent.leaving.is_none()
                 && agent.row.last_seen_at > heard_since
+                && !app.leases.is_cut_off(&agent.row.id)
                 && !app.agents.is_draining(&agent.row.id),
             agent: Arc::new(agent),
         };

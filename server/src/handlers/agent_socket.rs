@@ -290,6 +290,7 @@ impl Connection<'_> {
         let app = self.app;
         let failed = |e: crate::store::StoreError| e.to_string();
         app.store.put_agent(&hello.row).await.map_err(failed)?;
+        app.agents.said_something(&self.id);
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
         app.inbox.flush().await;
         let revoked = app.leases.renew(&self.id, &hello.attempts);
@@ -334,6 +335,7 @@ impl Connection<'_> {
 
     async fn handle(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let app = self.app;
+        app.agents.said_something(&self.id);
         match message {
             FromAgent::Heartbeat { attempts } => {
                 self.waited = Duration::ZERO;

@@ -42,6 +42,9 @@ async fn store(app: &App, batch: Vec<Work>) {
         match work {
             Work::Report { agent, connection, mut report, reservation } => {
                 artifacts::keep_uploaded(app, &mut report);
+                if let Err(error) = artifacts::note_holders(app, &report, &reports).await {
+                    tracing::warn!(%error, job = %report.attempt.job, "who has a checkpoint could not be noted");
+                }
                 // How the attempt ended there, if it says that: whether its other agents have to know.
                 let failed = report.events.iter().find_map(|event| match event {
                     AttemptEvent::Ended(Ending::Succeeded { .. } | Ending::Stopped) => Some(false),

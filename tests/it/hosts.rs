@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(240);
 const SHORT: Duration = Duration::from_millis(300);
 /// What they do not, and less than a lease, which is 15 s.
 const LONGER: Duration = Duration::from_secs(4);
-/// From a cable that is pulled out to the next step, at most: some 4 s where nothing else runs. Tests share their machine.
+/// From a cable that is pulled out to the next step, at most. The goal is 5 s; tests share their machine.
 const MENDED: Duration = Duration::from_secs(40);
 
 fn run(program: &str, args: &str) -> bool {

@@ -142,7 +142,7 @@ new Stream({
   onStatus: showLive,
   onFrame(message) {
     const known = message.type === "job" ? jobs.get(message.job.id) : null;
-    if (message.type === "live") { for (const job of list()) if (!isOver(job)) jobs.delete(job.id); show().catch(() => {}); }
+    if (message.type === "live") missed().catch(() => {});
     if (!known || known.last_seq > message.job.last_seq) return;
     jobs.set(known.id, message.job);
     curves.changed(known.id);
@@ -150,6 +150,16 @@ new Stream({
     frame ||= setTimeout(() => { frame = 0; if (list().length) again(); }, 500);
   },
 });
+/** What was said while the page did not hear: the list's stream does not say it again. */
+async function missed() {
+  await Promise.all(list().filter((job) => !isOver(job)).map(async ({ id }) => {
+    const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);
+    if (!now || !known || known.last_seq > now.last_seq) return;
+    if (known.last_seq < now.last_seq) curves.changed(id);
+    jobs.set(id, now);
+  }));
+  await show();
+}
 setInterval(() => { if (stale && !document.hidden) { stale = false; curves.draw(); } }, CURVES_EVERY_MS);
 
 /** For tests and consoles. */

@@ -1,9 +1,22 @@
-// Long names are cut in the middle: what tells them apart is often at their end. The whole stands in the tooltip.
+// Long names are cut in the middle: what tells them apart is often at their end. The whole stands in the tooltip. No path and no
+// sentence is cut within a word where there is a place between two near by.
 
 /** Below this a name is left to the layout, which cuts its end. */
 const LONG = 24;
-/** Characters of the end that stay. */
-const TAIL = 12;
+/** Characters of the end that stay: so many, or as many more or fewer as make it begin between two words. */
+const TAIL = 12, LEAST = 5, MOST = 20;
+/** Words begin with these, or behind a space. */
+const BETWEEN = new Set("/-_.");
+const begins = (all, at) => (BETWEEN.has(all[at]) && !BETWEEN.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
+
+/** How many characters of the end stay, about `wanted`, at most `most`: from the nearest place between two words on. */
+function tail(all, wanted, most) {
+  let best = 0;
+  for (let n = Math.min(LEAST, wanted); n <= most && n < all.length; n++) {
+    if (begins(all, all.length - n) && (!best || Math.abs(n - wanted) < Math.abs(best - wanted))) best = n;
+  }
+  return best || wanted;
+}
 
 /** Writes `words` into a node of one line, with as much of the beginning as there is room for and the end. */
 export function cut(node, words) {
@@ -13,14 +26,21 @@ export function cut(node, words) {
   const all = [...words];
   node.classList.toggle("cut", all.length > LONG);
   if (all.length <= LONG) { node.textContent = words; return; }
-  const part = (className, text) => Object.assign(document.createElement("span"), { className, textContent: text });
-  node.replaceChildren(part("cut-head", all.slice(0, -TAIL).join("")), part("cut-tail", all.slice(-TAIL).join("")));
+  const part = (className, text) => Object.assign(document.createElement("span"), { className, textContent: text }), end = tail(all, TAIL, MOST);
+  node.replaceChildren(part("cut-head", all.slice(0, -end).join("")), part("cut-tail", all.slice(-end).join("")));
   // The parts are one word.
   if (node.tagName === "A") node.setAttribute("aria-label", words);
 }
 
 /** The same for a canvas, of at most `most` characters. */
 export function middle(words, most) {
-  const all = [...words], end = most >> 1;
-  return all.length <= most ? words : `${all.slice(0, most - end - 1).join("")}…${all.slice(-end).join("")}`;
+  const all = [...words], end = tail(all, most >> 1, Math.floor(most * 0.7)), begin = all.slice(0, most - end - 1);
+  return all.length <= most ? words : `${begin.join("")}…${all.slice(-end).join("")}`;
+}
+
+/** Writes words that may go on in the next line, as paths do: between two words of theirs. */
+export function wrap(node, words) {
+  if (node.dataset.wrapped === words) return;
+  node.dataset.wrapped = words;
+  node.replaceChildren(...words.split(/(?<=[/\-_.])(?=[^/\-_. ])/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
 }

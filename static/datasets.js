@@ -34,7 +34,7 @@ async function inspected(path, body, signal) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (answer.info) return answer;
-    text(status, answer.total ? `Inspecting its files: ${count(answer.looked)} of ${count(answer.total)} …` : "Inspecting its files …");
+    text(status, answer.total ? `Inspecting its files: ${count(answer.inspected)} of ${count(answer.total)} …` : "Inspecting its files …");
   }
 }
 

@@ -1,6 +1,6 @@
 // The job page: history over REST, then the stream from where the history ended.
 
-import { ask, byId, drawn, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
+import { ask, byId, drawn, get, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -44,7 +44,7 @@ const actions = new Actions({
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id);
-const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() });
+const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
 log.ranks(job.ranks, job.attempt);
@@ -125,7 +125,7 @@ function refresh() {
     asked = new AbortController();
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
-      if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); }
+      if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
       await past.load();
     } catch { /* the stream's reconnection will show it */ }
   }, 150);
@@ -152,6 +152,8 @@ function onFrame(frame) {
   if (frame.type === "changed") {
     const { project, tags, priority } = frame;
     setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
+    // It may be a fork that there is now.
+    past.load().catch(() => {});
     return void actions.annotated();
   }
   if (!facts.live && frame.at) {
@@ -173,7 +175,7 @@ async function reload() {
     try {
       const seq = await metrics.load(charts.wanted, true);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.again(), past.load()]);
+      await Promise.all([log.again(), past.load(), pageAgain()]);
       if (mine !== reloading) return;
       checkpoints.replace(stored.checkpoints);
       charts.redraw(true);
@@ -183,6 +185,21 @@ async function reload() {
       await new Promise((done) => setTimeout(done, delay));
     }
   }
+}
+
+/** What came with the page, as it is now: the ranks' reports and their machines, and the panels that not every job has. */
+async function pageAgain() {
+  const answer = await get(`/jobs/${job.id}`);
+  if (!answer.ok) throw new Problem(answer.status, null);
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html"), now = page.getElementById("data");
+  // Another page: to sign in, which the next question leads to.
+  if (!now) return;
+  ranks.forget();
+  for (const seat of JSON.parse(now.textContent).ranks) ranks.seat(seat);
+  for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
+  histograms.more();
+  if (tabs.isOpened("network")) network.load();
+  factsSoon();
 }
 
 async function start() {

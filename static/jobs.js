@@ -9,6 +9,7 @@ import { groupedBy, Grouping } from "./jobs/grouping.js";
 import { Groups } from "./jobs/groups.js";
 import { Narrow } from "./jobs/narrow.js";
 import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
+import { Queue } from "./jobs/queue.js";
 import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
 import { arrange, drawHeads, key, order, USUAL } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
@@ -22,21 +23,25 @@ const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 /** Jobs of the stream that the search was asked about: the server alone reads notes. */
 const asked = new Set();
-/** `anew`: the filter or the order has changed since the list was read. */
-let loads = 0, next = null, reading = false, again = 0, anew = true;
+/** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads what was missed. */
+let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
-const viewed = new Window(rows);
+/** When a row was last written: those that are not laid out are written again as they come into sight. */
+let round = 0;
+const written = new WeakMap();
+const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
+const queue = new Queue(() => [...jobs.values(), ...(groups?.jobs.values() ?? [])], (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.again(job); });
 
 const isSorted = () => order() !== USUAL;
-const fill = (row, job) => { fillRow(row, job); columns.fill(row, job); };
-const heads = () => drawHeads(document.querySelector("#jobs thead tr"), jobs.values(), (sort) => change({ sort: sort === USUAL ? "" : sort }));
-const fillAll = () => { for (const job of jobs.values()) fill(rowOf.get(job.id), job); groups?.fillAll(); };
+const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
+const heads = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === USUAL ? "" : sort }));
+const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const known = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const tagsOf = () => new Set(known().flatMap((job) => job.tags));
-const columns = new Columns({ refill: () => { fillAll(); heads(); if (groups?.on) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
+const columns = new Columns({ refill: (more) => { fillAll(); heads(); if (groups?.on || more) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
 groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { empty(); bulk.forgetUnshown(); }, ended: tellEnd });
 const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
@@ -54,10 +59,11 @@ async function load() {
   }
   groups.clear();
   const mine = ++loads, sorted = isSorted(), whole = anew;
+  if (missed && !whole && rowOf.size > PART) return loadShown(mine);
   const answer = await part(filter(), null, sorted && !whole ? Math.min(AGAIN, Math.max(PART, rowOf.size)) : PART);
   await shown;
   if (mine !== loads) return;
-  anew = false;
+  anew = missed = false;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
   // Those further down that the reader has come to stay; what is missing among these is gone.
   const stays = (id, row) => !whole && answer.next && jobs.has(id) && (sorted || row.dataset.created < last);
@@ -65,6 +71,31 @@ async function load() {
   for (const job of answer.jobs) show(job);
   if (sorted || whole) arrange(rows, answer.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (rowOf.size <= answer.jobs.length) next = answer.next;
+  heads();
+  empty();
+  bulk.forgetUnshown();
+}
+
+/** Reads every row that is shown, in parts: what happened to jobs while nobody heard, the stream does not say again. */
+async function loadShown(mine) {
+  const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
+  let cursor = null;
+  catching = mine;
+  try {
+    do {
+      const answer = await part(filter(), cursor, LARGEST_PART);
+      await shown;
+      if (mine !== loads) return;
+      for (const job of answer.jobs) { listed.push(job.id); show(job); }
+      cursor = answer.next;
+    } while (cursor && listed.length < shownBefore.length);
+  } finally { if (catching === mine) catching = 0; }
+  const there = new Set(listed);
+  // Those that the stream told of meanwhile are there, wherever they stand now; others come again with what follows.
+  for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
+  if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
+  next = cursor;
+  missed = false;
   heads();
   empty();
   bulk.forgetUnshown();
@@ -84,7 +115,7 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
 
 /** Soon, and not for every frame: the places of jobs may have changed. */
 function readSoon() {
-  again ||= setTimeout(() => { again = 0; load().catch(() => {}); }, AGAIN_MS);
+  again ||= setTimeout(() => { again = 0; if (catching) readSoon(); else load().catch(() => {}); }, AGAIN_MS);
 }
 
 async function more() {
@@ -127,6 +158,7 @@ function show(job) {
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
   if (known) tellEnd(known, job);
+  queue.keep(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
   if (!row) {
@@ -136,7 +168,7 @@ function show(job) {
     if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
-  fill(row, job);
+  if (!row.hidden) fill(row, job); else written.delete(row);
 }
 
 function remove(id) {
@@ -159,10 +191,6 @@ function empty() {
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `is of ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted in these days"].filter(Boolean);
   text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
-  byId("tag-filter").hidden = !tag;
-  text(byId("tag-name"), tag);
-  byId("project-filter").hidden = !project;
-  text(byId("project-name"), project);
   viewed.draw();
 }
 
@@ -210,14 +238,21 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
 let typing = 0;
 search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => searchFor(search.value.trim()), 150); });
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); clearTimeout(typing); searchFor(search.value.trim()); });
-byId("tag-filter").addEventListener("click", (event) => { event.preventDefault(); change({ tag: "" }); });
-byId("project-filter").addEventListener("click", (event) => { event.preventDefault(); change({ project: "" }); });
+// A row's tag is added to the filter; what else narrows the list stays. Elsewhere, and in a new tab, it leads to all jobs with it.
+byId("jobs").addEventListener("click", (event) => {
+  const tag = event.target.closest("a.tag");
+  if (!tag || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  narrow.addTag(tag.title);
+});
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); marked(); anew = true; read(); });
 setInterval(fillAll, 15_000);
 // The observer tells changes alone: rows that come, and a reader who scrolls to their end, may be one frame and no change.
 addEventListener("scroll", () => { if (nearEnd()) more(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
+// They are chips here.
+for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
 mark();
 
 let frame = 0;
@@ -229,7 +264,7 @@ new Stream({
     if (message.type === "job") waiting.set(message.job.id, message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); if (groups.on) groups.readSoon(); empty(); }
     // The list is read once the stream is open, so that nothing falls between the two.
-    else if (message.type === "hello" || message.type === "live") read();
+    else if (message.type === "hello" || message.type === "live") { missed = true; read(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       for (const job of waiting.values()) hear(job);

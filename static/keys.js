@@ -1,6 +1,8 @@
-// The keyboard, on every page: `?` lists what it does. And the switch for notifications.
+// The keyboard, on every page: `?` lists what it does.
 
-import { ask, byId, text } from "./page.js";
+import { ask, byId } from "./page.js";
+import { wrap } from "./cut.js";
+import { notifications } from "./notify.js";
 
 const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
@@ -24,6 +26,13 @@ async function neighbour(hop) {
   if (next) location.href = `/jobs/${next.id}`;
 }
 
+/** Right after a dialog was closed, what was behind it may take the focus only with the next frame. */
+function toSearch(search, again = true) {
+  search?.focus();
+  search?.select();
+  if (again && search && document.activeElement !== search) requestAnimationFrame(() => toSearch(search, false));
+}
+
 /** Opens the panel of a job with this number, where it can be read, and goes to its tab. */
 function openPanel(number) {
   const tab = document.querySelectorAll("#panels [role=tab]:not([hidden])")[number - 1];
@@ -39,11 +48,10 @@ function help() {
   if (!dialog) {
     dialog = Object.assign(document.createElement("dialog"), { id: "help" });
     dialog.setAttribute("aria-labelledby", "help-title");
-    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard and notifications" });
+    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard" });
     const list = document.createElement("dl");
     for (const [keys, what] of HELP) list.append(Object.assign(document.createElement("dt"), { textContent: keys }), Object.assign(document.createElement("dd"), { textContent: what }));
     const actions = Object.assign(document.createElement("div"), { className: "actions" });
-    if ("Notification" in window) actions.append(notifyButton());
     actions.append(Object.assign(document.createElement("a"), { href: "/docs", className: "button", textContent: "Documentation" }));
     const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" });
     close.addEventListener("click", () => dialog.close());
@@ -62,25 +70,13 @@ function shortcutSwitch() {
   return label;
 }
 
-function notifyButton() {
-  const button = Object.assign(document.createElement("button"), { type: "button", id: "notify" });
-  const draw = () => text(button, localStorage.getItem("notify") === "yes" && Notification.permission === "granted" ? "Do not notify me when jobs end" : "Notify me when jobs end");
-  button.addEventListener("click", async () => {
-    const on = localStorage.getItem("notify") === "yes" && Notification.permission === "granted";
-    localStorage.setItem("notify", !on && (await Notification.requestPermission()) === "granted" ? "yes" : "no");
-    draw();
-  });
-  draw();
-  return button;
-}
-
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const search = byId("search") ?? byId("log-search");
   if (event.key === "Escape" && typing(event.target)) return event.target.blur();
   if (typing(event.target) || off()) return;
   const act = {
-    "/": () => { search?.focus(); search?.select(); }, "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
+    "/": () => toSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
     g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
   }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => openPanel(Number(event.key))));
   if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
@@ -90,5 +86,8 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 
+notifications();
+// Paths and long names go on in the next line between two words of theirs.
+for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
 const button = byId("keys");
 if (button) { button.hidden = false; button.addEventListener("click", help); }

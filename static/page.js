@@ -33,9 +33,27 @@ export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
+/** After a silence, connections that were open before may be dead without the browser knowing: for so long, and asked again after so long. */
+const DOUBTFUL_MS = 60_000, FIRST_WAIT_MS = 4000;
+let doubtfulUntil = 0;
+
+/** Nothing was heard of the server for longer than it is ever silent. */
+export function doubt() { doubtfulUntil = performance.now() + DOUBTFUL_MS; }
+
+/** As `fetch`, for what may be asked twice: while connections are doubtful, one that brings no answer is given up for another. */
+export async function get(path, options = {}) {
+  for (let wait = FIRST_WAIT_MS; ; wait *= 2) {
+    if (performance.now() >= doubtfulUntil) return fetch(path, options);
+    const late = AbortSignal.timeout(wait);
+    try {
+      return await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, late]) : late });
+    } catch (error) { if (!late.aborted || options.signal?.aborted) throw error; }
+  }
+}
+
 /** JSON from the server. Throws a Problem for an answer that is none, a TypeError when it is away. */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
-  const answer = await fetch(path, {
+  const answer = await (method === "GET" ? get : fetch)(path, {
     method, signal,
     headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": "application/json" }), ...headers },
     body: body === undefined ? undefined : JSON.stringify(body),

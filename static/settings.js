@@ -7,5 +7,12 @@ export function flat(spec, at = "") {
 
 export const written = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
 
-/** The value of one dotted key. */
-export const setting = (spec, key) => key.split(".").reduce((at, part) => at?.[part], spec);
+/** The whole of a key without its table: `train.lr` of `lr`, where one table has it. */
+export function dotted(spec, key) {
+  if (key.includes(".") || key in spec) return key;
+  const tables = Object.keys(spec).filter((table) => spec[table] && typeof spec[table] === "object" && !Array.isArray(spec[table]) && key in spec[table]);
+  return tables.length === 1 ? `${tables[0]}.${key}` : key;
+}
+
+/** The value of one key. */
+export const setting = (spec, key) => dotted(spec, key).split(".").reduce((at, part) => at?.[part], spec);

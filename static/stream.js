@@ -3,11 +3,11 @@
 // Every event of a job has a sequence number; a reconnect asks for those after the last one seen, so
 // nothing is missing and nothing doubled, however often the line breaks.
 
-import { signIn } from "./page.js";
+import { doubt, signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
-/** The server sends a heartbeat every 20 s: after two without one the connection is dead, and nobody has told the browser. */
+/** The server sends a heartbeat every 20 s: after two without one the connection is dead, and the browser was not notified. */
 const SILENT_MS = 45_000;
 /** A timer this late means that the machine slept, or that the page is in the background: one missing heartbeat is enough then. */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
@@ -33,7 +33,7 @@ export class Stream {
     let beat = Date.now();
     this.#pulse = setInterval(() => {
       const now = Date.now(), silent = now - this.#heard;
-      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) this.reconnect();
+      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { doubt(); this.reconnect(); }
       beat = now;
     }, 5000);
     addEventListener("online", this.#online = () => this.reconnect());

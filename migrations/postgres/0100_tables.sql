@@ -39,8 +39,8 @@ CREATE TABLE jobs (
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
--- Those that a job of higher priority may have the slots of.
-CREATE INDEX jobs_preemptible ON jobs (priority) WHERE preemptible = 1 AND fencing_token IS NOT NULL;
+-- Those that hold slots, which a job of higher priority may need.
+CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.

@@ -51,8 +51,8 @@ CREATE TABLE jobs (
     deleted_at INTEGER
 ) STRICT;
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
--- Those that a job of higher priority may have the slots of.
-CREATE INDEX jobs_preemptible ON jobs (priority) WHERE preemptible = 1 AND fencing_token IS NOT NULL;
+-- Those that hold slots, which a job of higher priority may need.
+CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.
@@ -66,7 +66,7 @@ CREATE TABLE attempts (
     fencing_secret TEXT,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
-    -- [{agent_id, agent, ranks: [[rank, slot]]}]: a gang may one day span agents.
+    -- [{agent_id, agent, ranks: [[rank, slot]]}]: one entry an agent; a job over several machines has several.
     places TEXT NOT NULL,
     -- The checkpoint it continues from: `<epoch>-<step>`.
     resume TEXT,
@@ -105,7 +105,7 @@ CREATE INDEX events_state ON events (job_id, seq) WHERE kind = 'state';
 CREATE TABLE acknowledged (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
-    -- A rank's number, or -1 for the agent.
+    -- A rank's number; -1, -2, ... for the agents, one each, as `places` orders them.
     source INTEGER NOT NULL,
     records INTEGER NOT NULL,
     PRIMARY KEY (job_id, attempt, source)

@@ -153,7 +153,7 @@ pub enum ToAgent {
         /// Where rank 0 listens.
         master_port: u16,
     },
-    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`. Attempt 0, which no job has, tells an agent that serves this
+    /// End these ranks: TERM, then KILL. Answered by `Ended(Stopped)`. Attempt 0, which no job has, says to an agent that serves this
     /// job alone that the job is over; earlier agents ignore it.
     Stop {
         attempt: AttemptRef,

@@ -1,10 +1,14 @@
-//! What has happened to a job, as `GET /jobs/{id}/history` tells it. Times are RFC 3339 UTC.
+//! What has happened to a job, as `GET /jobs/{id}/history` lists it. Times are RFC 3339 UTC.
 
-use crate::{attempt::AttemptState, job::JobState, reason::Reason};
+use crate::{
+    attempt::AttemptState,
+    job::{JobState, Waiting},
+    reason::Reason,
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The whole story of a job.
+/// The history of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct History {
     /// The job that it was forked from; absent for a job that was none.
@@ -15,6 +19,11 @@ pub struct History {
     pub queue: Option<Waiting>,
     /// In the order of time, the oldest first.
     pub entries: Vec<Entry>,
+    /// Give it as `cursor` for the entries that follow; null with the last ones.
+    pub next_cursor: Option<String>,
+    /// With `count=true`: how many entries there are in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total: Option<u64>,
 }
 
 /// The other end of a fork.
@@ -26,15 +35,13 @@ pub struct Relative {
     pub state: Option<JobState>,
     /// Id of the checkpoint that the fork began from.
     pub checkpoint: String,
-}
-
-/// A place in the queue.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Waiting {
-    /// From 1. Jobs before it get slots first, if they fit.
-    pub place: u64,
-    /// What it waits for now, which may be another thing than its `reason` says: that may tell how its last attempt ended.
-    pub reason: Option<Reason>,
+    /// Who submitted or forked this job: its owner. Absent when it was deleted, and where nobody is asked who they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub who: Option<String>,
+    /// When that was; absent when it was deleted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub at: Option<jiff::Timestamp>,
 }
 
 /// What happened at one moment.
@@ -44,7 +51,8 @@ pub struct Entry {
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub what: What,
-    /// The name of the token of whoever asked for it. Only answers to admins have it, as only they see the audit log.
+    /// Who asked for it: the person, or the name of the token. Of `submitted` and `forked` it is the job's owner; of all else only
+    /// answers to admins have it, as only they see the audit log.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }
@@ -77,7 +85,7 @@ pub enum What {
         rank: Option<u32>,
         /// Optimizer steps of the run that were done.
         step: Option<u64>,
-        /// Id of the checkpoint that the next attempt went on from; absent when it began from the start, or there is none.
+        /// Id of the checkpoint that the next attempt continued from; absent when it began from the start, or there is none.
         next_checkpoint: Option<String>,
     },
     /// Somebody asked to pause it while it ran.
@@ -94,7 +102,7 @@ pub enum What {
     Failed {
         reason: Option<Reason>,
     },
-    /// Training went on in bfloat16, as float16 did not hold its numbers.
+    /// Training continued in bfloat16, as float16 did not hold its numbers.
     PrecisionChanged {
         reason: Option<Reason>,
     },

@@ -2,7 +2,7 @@
 
 use crate::{labels::DEFAULT_PROJECT, reason::Reason, spec::JobSpec};
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
 /// Opaque id of a job: 22 lower-case letters and digits at most, sortable by creation time.
@@ -115,6 +115,11 @@ impl JobState {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
     }
 
+    /// In the queue.
+    pub fn is_waiting(self) -> bool {
+        matches!(self, JobState::Queued | JobState::Restarting)
+    }
+
     /// Holds slots.
     pub fn is_active(self) -> bool {
         matches!(self, JobState::Starting | JobState::Running | JobState::Pausing)
@@ -174,6 +179,9 @@ pub struct Job {
     /// What people tagged it with: sorted, each once.
     #[serde(default)]
     pub tags: Vec<String>,
+    /// Where a waiting job stands, and what it waits for just now. Absent until the server has looked at it, and in streams.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue: Option<Waiting>,
     /// What people wrote on it; may be empty. Absent in lists, unless `fields` names it, and in streams: it may be long.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
@@ -220,7 +228,7 @@ pub struct Job {
     pub finished_at: Option<jiff::Timestamp>,
     /// Highest validation accuracy so far, 0 to 1.
     pub best: Option<Measured>,
-    /// The newest loss (mean over ranks) and validation accuracy.
+    /// The newest value of every metric.
     pub last: LastValues,
     /// Sequence number of the newest event.
     pub last_seq: u64,
@@ -234,6 +242,7 @@ fn default_project() -> String {
 
 /// Why a job failed. `cause` has every fact that belongs to the code, `GET /jobs/{id}/attempts` every attempt's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(from = "AnyFailure")]
 pub struct Failure {
     /// As in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` where a version without codes said it.
     pub code: String,
@@ -242,22 +251,37 @@ pub struct Failure {
     /// Optimizer steps done then, where they are known.
     pub step: Option<u64>,
     /// For a person; the same as `reason`.
+    pub words: String,
+    /// The same, by its name of the last version.
     pub message: String,
+}
+
+/// As this version or the last one writes it.
+#[derive(Deserialize)]
+struct AnyFailure {
+    code: String,
+    rank: Option<u32>,
+    step: Option<u64>,
+    words: Option<String>,
+    message: Option<String>,
+}
+
+impl From<AnyFailure> for Failure {
+    fn from(AnyFailure { code, rank, step, words, message }: AnyFailure) -> Self {
+        let words = words.or(message).unwrap_or_default();
+        Self { code, rank, step, message: words.clone(), words }
+    }
 }
 
 impl Failure {
     /// Of a job in this state, for this reason.
     pub fn of(state: JobState, reason: Option<&str>, cause: Option<&Reason>) -> Option<Self> {
-        let message = reason.filter(|_| state == JobState::Failed)?.to_owned();
-        Some(match cause {
-            Some(cause) => Self {
-                code: cause.code().as_str().to_owned(),
-                rank: cause.facts().rank,
-                step: cause.facts().step,
-                message,
-            },
-            None => Self { code: "unknown".into(), rank: None, step: None, message },
-        })
+        let words = reason.filter(|_| state == JobState::Failed)?.to_owned();
+        let (code, rank, step) = match cause {
+            Some(cause) => (cause.code().as_str().to_owned(), cause.facts().rank, cause.facts().step),
+            None => ("unknown".to_owned(), None, None),
+        };
+        Some(Self { code, rank, step, message: words.clone(), words })
     }
 }
 
@@ -279,6 +303,10 @@ pub struct Batch {
     pub accumulate: u32,
     /// Pictures that all ranks see in one optimizer step: `batch_size` x `accumulate` x ranks.
     pub global_batch_size: u64,
+    /// Pictures of an epoch whose last step may have fewer than the others (`data.drop_remainder = false`), as the newest
+    /// attempt that has trained found them; 0 where every step is whole, or none has trained.
+    #[serde(default)]
+    pub epoch_samples: u64,
 }
 
 impl Batch {
@@ -288,6 +316,7 @@ impl Batch {
             batch_size: spec.micro_batch_size(),
             accumulate: spec.train.accumulate,
             global_batch_size: spec.global_batch_size(),
+            epoch_samples: 0,
         }
     }
 }
@@ -309,12 +338,43 @@ pub struct Measured {
     pub epoch: u32,
 }
 
-/// The newest values of a job.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+/// A place in the queue.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Waiting {
+    /// From 1. Jobs before it get slots first, if they fit.
+    pub place: u64,
+    /// What it waits for now, which may be another thing than its `reason` says: that may tell how its last attempt ended.
+    pub reason: Option<Reason>,
+}
+
+/// The newest values of a job. Every other metric stands next to these by its name (`grad_norm`, `step_ms`, ...), as a mean over the ranks
+/// that report it; in lists those that `metrics` names.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,
     pub accuracy: Option<f64>,
     pub lr: Option<f64>,
     pub val_loss: Option<f64>,
     pub val_accuracy: Option<f64>,
+    /// By their names.
+    #[serde(flatten)]
+    pub others: BTreeMap<String, f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_of_the_last_version_is_read() {
+        for text in [
+            r#"{"code": "diverged", "rank": 1, "step": 7, "message": "the loss is NaN"}"#,
+            r#"{"code": "diverged", "rank": 1, "step": 7, "words": "the loss is NaN"}"#,
+            r#"{"code": "diverged", "rank": 1, "step": 7, "words": "the loss is NaN", "message": "the loss is NaN"}"#,
+        ] {
+            let read: Failure = serde_json::from_str(text).unwrap();
+            assert_eq!((read.words.as_str(), read.message.as_str()), ("the loss is NaN", "the loss is NaN"));
+            assert_eq!((read.code.as_str(), read.rank, read.step), ("diverged", Some(1), Some(7)));
+        }
+    }
 }

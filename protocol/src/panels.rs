@@ -42,6 +42,9 @@ pub struct Panel {
     /// Whether the axes are logarithmic.
     #[serde(default)]
     pub log: bool,
+    /// Whether the axes leave out the outermost hundredth of the points at either end.
+    #[serde(default)]
+    pub robust: bool,
     /// Where the axis at the left starts; absent: where the points do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub y_min: Option<f64>,

@@ -128,7 +128,7 @@ pub struct EvaluateSpec {
     pub every_epochs: u32,
 }
 
-/// What ranks say beside metrics, which always hold every step.
+/// What ranks report in addition to metrics, which always hold every step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {

@@ -26,8 +26,8 @@ pub enum Frame {
     /// On a job's stream only, once it is live and at most four times a second: how fast and how far the job is, as
     /// `GET /jobs/{id}` says it. It is no event and has no number.
     Progress(Pace),
-    /// On a job's stream only, once it is live: somebody changed what people write on the job. `notes` may have changed, too;
-    /// `GET /jobs/{id}` has them. It is no event and has no number.
+    /// On a job's stream only, once it is live: somebody changed what people write on the job, or forked it. `notes` may have
+    /// changed, too; `GET /jobs/{id}` has them, and `GET /jobs/{id}/history` its forks. It is no event and has no number.
     Changed(Labels),
     /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's clock: a reader that hears nothing for twice as long has a dead
     /// connection, whatever its system believes, and should make another one. It is no event and has no number.

@@ -32,6 +32,11 @@ impl Throughput {
         }
     }
 
+    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    pub fn epoch_samples(&self) -> u64 {
+        self.epoch
+    }
+
     /// None before the first step.
     pub fn images_per_second(&self) -> Option<f64> {
         (self.pictures > 0 && self.secs > 0.0).then(|| self.pictures as f64 / self.secs)
@@ -81,10 +86,11 @@ mod tests {
         // Steps of 32, 32 and 6.
         let mut speed = Throughput::new(&spec(false), 70);
         speed.add(&[3], &[1000.0]);
-        assert_eq!(speed.images_per_second(), Some(6.0));
+        assert_eq!((speed.images_per_second(), speed.epoch_samples()), (Some(6.0), 70));
         speed.add(&[4, 5, 6], &[1000.0, 1000.0, 2000.0]);
         assert_eq!(speed.images_per_second(), Some(76.0 / 5.0));
         assert_eq!(speed.secs_left(6, 9), Some(70.0 / (76.0 / 5.0)));
+        assert_eq!(Throughput::new(&spec(true), 70).epoch_samples(), 0, "what is left over is dropped");
         let mut whole = Throughput::new(&spec(false), 0);
         whole.add(&[3], &[1000.0]);
         assert_eq!(whole.images_per_second(), Some(32.0), "of a rank that does not say how many there are");

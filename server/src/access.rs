@@ -296,6 +296,11 @@ impl Access {
         self.codes.make(token_id, until)
     }
 
+    /// Whether a code was neither used nor has become too old.
+    pub(crate) fn has_login_code(&self, code: &str) -> bool {
+        self.codes.has(code)
+    }
+
     /// The token or the person that a code stands for, and until when at most; it is used up.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let (id, until) = self.codes.take(code)?;
@@ -317,7 +322,7 @@ impl Access {
     /// # Errors
     /// Too many attempts have failed: how long to wait.
     pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
-        self.attempts.look(from)?;
+        self.attempts.check(from)?;
         self.attempts.failed(from)
     }
 

@@ -4,6 +4,7 @@ use crate::{
     access::Access,
     agents::Agents,
     audit::Audit,
+    coming::Coming,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
     dataset_roots::DatasetRoots,
@@ -12,9 +13,11 @@ use crate::{
     inbox::Inbox,
     ingress::Ingress,
     inspections::Inspections,
+    job_owners::JobOwners,
     leases::Leases,
     machines::Machines,
     oidc::Oidc,
+    rate_limit::RateLimiter,
     refusals::Refusals,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
@@ -44,6 +47,10 @@ pub struct Parts {
     pub(crate) ingress: Ingress,
     /// Who may do what.
     pub(crate) access: Access,
+    /// Requests by the id of their token, or of the person who is signed in.
+    pub(crate) token_limit: RateLimiter<String>,
+    /// Whose the jobs are that somebody asked for of late.
+    pub(crate) job_owners: JobOwners,
     pub(crate) audit: Audit,
     /// Agents that were refused, for the log.
     pub(crate) refusals: Refusals,
@@ -69,9 +76,8 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
-    /// Since when jobs wait for a checkpoint that another machine uploads.
-    pub(crate) coming_since:
-        std::sync::Mutex<std::collections::HashMap<lockstep_protocol::JobId, std::time::Instant>>,
+    /// Since when jobs wait for checkpoints that other machines upload.
+    pub(crate) coming: Coming,
     /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
     pub(crate) log_lines:
         std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, &'static str)>>,
@@ -97,6 +103,8 @@ impl App {
     ) -> App {
         App(Arc::new(Parts {
             access: Access::new(!config.no_auth),
+            token_limit: RateLimiter::new(config.token_requests_per_second),
+            job_owners: JobOwners::default(),
             audit,
             refusals: Refusals::default(),
             oidc,
@@ -119,7 +127,7 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
-            coming_since: std::sync::Mutex::default(),
+            coming: Coming::default(),
             log_lines: std::sync::Mutex::default(),
         }))
     }

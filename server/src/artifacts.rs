@@ -14,12 +14,7 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
-use std::{
-    collections::HashSet,
-    fs, io,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{collections::HashSet, fs, io, path::Path};
 
 /// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
 const REMEMBERED: usize = 4096;
@@ -91,43 +86,41 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
     Ok(())
 }
 
-/// Longest wait for a checkpoint that is being uploaded when the job could continue on another machine than its holder.
-const COMING: Duration = Duration::from_secs(600);
-
 /// Why a job is not started yet on `agent`: a checkpoint newer than those that are here is on its way from another agent, which is
 /// online.
 ///
 /// # Errors
 /// The database.
 pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<Reason>> {
-    let waits = |waits: Option<Instant>| {
-        let mut since = app.coming_since.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        match waits {
-            None => since.remove(&job.id).is_none(),
-            Some(now) => since.entry(job.id.clone()).or_insert(now).elapsed() < COMING,
-        }
-    };
     if job.attempt == 0 {
         return Ok(None);
     }
     let online = in_touch(app);
+    let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
     for row in app.store.checkpoints(&job.id).await? {
         // The newest comes first.
         let holders = on_its_way(app, &row);
-        if holders.is_empty() || holders.iter().any(|holder| holder.agent_id == agent) {
+        if holders.is_empty() {
             break;
         }
-        let is_online = |holder: &Holder| online.contains(&holder.agent_id);
-        if let Some(holder) = holders.into_iter().find(is_online)
-            && waits(Some(Instant::now()))
-        {
-            let facts =
-                Facts { agent: Some(holder.agent), checkpoint: Some(row.id.clone()), ..Facts::default() };
-            return Ok(Some(Reason::new(ReasonCode::WaitingForCheckpoint, facts)));
+        is_coming = true;
+        if holders.iter().any(|holder| holder.agent_id == agent) {
+            break;
+        }
+        if let Some(holder) = holders.into_iter().find(|holder| online.contains(&holder.agent_id)) {
+            checkpoints.push(row.id);
+            agents.push(holder.agent);
         }
     }
-    waits(None);
-    Ok(None)
+    if !is_coming {
+        app.coming.forget(&job.id);
+    }
+    let awaited = app.coming.awaited(&job.id, &checkpoints, app.config.checkpoint_wait);
+    Ok(awaited.map(|n| {
+        let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
+        let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
+        Reason::new(ReasonCode::WaitingForCheckpoint, facts)
+    }))
 }
 
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps

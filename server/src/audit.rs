@@ -10,7 +10,7 @@ const WAITING: usize = 10_000;
 #[derive(Debug)]
 pub(crate) enum Entry {
     Done(AuditEntry),
-    /// Its sender is told when everything before it is written.
+    /// Its sender is notified when everything before it is written.
     Flush(oneshot::Sender<()>),
 }
 

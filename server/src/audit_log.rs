@@ -67,7 +67,7 @@ async fn write(app: &App, batch: Vec<Entry>) {
         match app.store.add_audit(&entries).await {
             Ok(()) => break,
             Err(error) if error.may_pass() && !app.stopping.is_cancelled() => {
-                // Whoever reads the log is told what there is.
+                // The log says what there is.
                 flushes.clear();
                 tracing::warn!(%error, "the audit log cannot be written; trying again");
                 sleep(wait).await;

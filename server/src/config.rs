@@ -52,6 +52,31 @@ impl std::str::FromStr for AgentAuth {
     }
 }
 
+/// Whose jobs take turns where several of one priority wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FairShare {
+    /// Nobody's: the job that was submitted first comes first.
+    #[default]
+    Off,
+    /// Owners: the one with the fewest slots in use comes first.
+    Owner,
+    /// Projects, likewise.
+    Project,
+}
+
+impl std::str::FromStr for FairShare {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            "owner" => Ok(Self::Owner),
+            "project" => Ok(Self::Project),
+            _ => Err("shares are by owner, by project or off".into()),
+        }
+    }
+}
+
 /// How the server runs.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
@@ -79,6 +104,9 @@ pub struct ServeConfig {
     pub trusted_proxies: Vec<Network>,
     /// How many requests an address of another machine may make a second, in the long run; 0 is no limit.
     pub requests_per_second: u32,
+    /// How many requests may be made with a token a second, or by a person who is signed in, in the long run; 0 is no limit. Agents
+    /// are not counted.
+    pub token_requests_per_second: u32,
     /// A TLS handshake must be over within this time.
     pub handshake_patience: Duration,
     /// How often the certificate's files are looked at.
@@ -95,6 +123,10 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
+    /// Who comes first of those whose jobs of one priority wait.
+    pub fair_share: FairShare,
+    /// Longest wait for a checkpoint that is being uploaded when its job could continue on another machine than its holder.
+    pub checkpoint_wait: Duration,
     /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
     pub stream_patience: Duration,
     /// Points of a job stay among its events, and so in its stream, for so long after its end. Metrics keep them for ever.
@@ -103,14 +135,14 @@ pub struct ServeConfig {
     pub evaluation_wait: Duration,
     /// A request's head must have come within this time, counted from the connection's begin or its last answer.
     pub head_patience: Duration,
-    /// A request's body must go on within this time.
+    /// A request's body must continue to arrive within this time.
     pub body_patience: Duration,
     /// Everybody who reaches the server may do everything. For loopback addresses alone.
     pub no_auth: bool,
     /// The OpenID provider that signs people in, in addition to passwords.
     pub oidc: Option<OidcConfig>,
-    /// Folders that datasets may come from, on the machines that have them. Empty: any folder where only this machine reaches the
-    /// server; elsewhere only admins register datasets.
+    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: any folder where only this machine
+    /// reaches the server; elsewhere only admins name them.
     pub dataset_roots: Vec<PathBuf>,
     /// Entries of the audit log that are kept.
     pub audit_entries: u32,
@@ -145,6 +177,7 @@ impl ServeConfig {
             public_url: None,
             trusted_proxies: Vec::new(),
             requests_per_second: 200,
+            token_requests_per_second: 1000,
             handshake_patience: Duration::from_secs(10),
             certificate_check: Duration::from_secs(5),
             access_log: None,
@@ -153,6 +186,8 @@ impl ServeConfig {
             database: None,
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),
+            fair_share: FairShare::Off,
+            checkpoint_wait: Duration::from_secs(600),
             stream_patience: Duration::from_secs(20),
             keep_points: Duration::from_secs(3600),
             evaluation_wait: Duration::from_secs(20),
@@ -214,7 +249,7 @@ impl ServeConfig {
     }
 }
 
-/// Whether the server may listen where it is told to.
+/// Whether the server may listen at the configured address.
 ///
 /// # Errors
 /// Other machines can reach it and it would take requests from anybody, or in clear.

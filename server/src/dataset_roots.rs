@@ -1,5 +1,6 @@
-//! Folders that datasets may come from (`serve --dataset-root`). Whoever registers a folder sees its pictures and trains on them with
-//! the rights of the agent, so a server that others reach names what they may register.
+//! Folders that datasets and weights may come from (`serve --dataset-root`). Whoever registers a folder sees its pictures and trains on
+//! them with the rights of the agent, and whoever names weights learns of their file, so a server that others reach says which they may
+//! name.
 
 use crate::{access::Caller, config::ServeConfig};
 use std::path::{Component, Path, PathBuf};
@@ -58,9 +59,34 @@ impl DatasetRoots {
         let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
         match resolved {
             Ok(resolved) if self.has(&resolved) => Ok(()),
-            Ok(resolved) if resolved == Path::new(path) => Err(self.refusal("it")),
-            Ok(resolved) => Err(self.refusal(&format!("it is {} here, which", resolved.display()))),
+            // Where a link leads is told of those below a root alone: elsewhere it would say what there is.
+            Ok(resolved) if resolved != Path::new(path) && self.has(&plain(Path::new(path))) => {
+                Err(self.refusal(&format!("it is {} here, which", resolved.display())))
+            }
+            Ok(_) => Err(self.refusal("it")),
             Err(error) => Err(format!("cannot be looked at: {error}")),
+        }
+    }
+
+    /// Whether a caller may name this file of weights. The refusal is the same whether there is such a file or not.
+    ///
+    /// # Errors
+    /// Why not, and what would do.
+    pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
+        const INSTEAD: &str = "a checkpoint's id can be given everywhere";
+        if self.roots.is_empty() {
+            return match self.shared && !caller.sees_all() {
+                true => Err(format!(
+                    "is a path, which admins alone may give: this server can be reached from other machines and names no folders \
+                     that files may come from (`lockstep serve --dataset-root DIR`); {INSTEAD}"
+                )),
+                false => Ok(()),
+            };
+        }
+        let asked = PathBuf::from(path);
+        match tokio::task::spawn_blocking(move || resolved(&asked)).await {
+            Ok(resolved) if self.has(&resolved) => Ok(()),
+            _ => Err(format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,")))),
         }
     }
 
@@ -86,7 +112,7 @@ impl DatasetRoots {
     fn refusal(&self, what: &str) -> String {
         let roots: Vec<_> = self.roots.iter().map(|(given, _)| given.display().to_string()).collect();
         format!(
-            "{what} is not below a folder that datasets may come from: {} (`lockstep serve --dataset-root`)",
+            "{what} is not below a folder that datasets and weights may come from: {} (`lockstep serve --dataset-root`)",
             roots.join(", ")
         )
     }
@@ -99,7 +125,7 @@ fn leads_astray(path: &Path) -> bool {
 }
 
 /// A path without `.`, `..` and links, as far as it exists on this machine.
-fn resolved(path: &Path) -> PathBuf {
+pub(crate) fn resolved(path: &Path) -> PathBuf {
     let mut whole = PathBuf::new();
     for part in path.components() {
         step(&mut whole, part);
@@ -189,6 +215,32 @@ mod tests {
         assert_eq!(some.check_found(at("real/x").to_str().unwrap()), Ok(()));
         assert!(some.check_found(at("outside").to_str().unwrap()).is_err());
         assert!(some.check_found(at("root/../outside").to_str().unwrap()).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_refusal_does_not_tell_what_there_is_outside_the_roots() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        std::fs::create_dir_all(at("root")).unwrap();
+        std::fs::write(at("there"), "weights").unwrap();
+        symlink(at("there"), at("link")).unwrap();
+        symlink(at("there"), at("root/link")).unwrap();
+        let some = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
+        let anybody = Caller::anybody();
+        for known in ["there", "link"] {
+            let same = |why: String| why.replace(&at(known), &at("missing"));
+            for name in ["missing", known] {
+                assert!(some.check_weights(&at(name), &anybody).await.is_err(), "{name}");
+            }
+            let (weights, folder) = (
+                some.check_weights(&at(known), &anybody).await,
+                some.check_asked(&at(known), &anybody).await,
+            );
+            assert_eq!(weights.map_err(same), some.check_weights(&at("missing"), &anybody).await);
+            assert_eq!(folder.map_err(same), some.check_asked(&at("missing"), &anybody).await);
+        }
+        assert!(some.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
+        assert_eq!(some.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
     }
 
     #[tokio::test]

@@ -5,7 +5,7 @@ use crate::{
     app::App,
     leases::{EndAt, Expired},
     lifecycle::{self, PlaceEnd},
-    store::{AttemptRow, JobRow, Result, quarantine},
+    store::{AttemptRow, JobRow, QueuePlace, Result, quarantine},
 };
 use ends::{end_attempt, end_place, order_stop};
 use lockstep_protocol::{
@@ -13,20 +13,23 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use place::{place, store_wait_reason};
+use place::{Placed, place, store_wait_reason};
+use share::{Queue, share, shares};
 use slots::Round;
 use std::time::Duration;
 
 mod ends;
 mod gang;
+mod needs;
 mod place;
 mod preempt;
+mod share;
 mod slots;
 mod waits;
 
-pub(crate) use ends::{ended_at, leaves, ready};
+pub(crate) use ends::{ended_at, leaves, ready, wanted};
 pub(crate) use gang::most_slots;
-pub(crate) use place::is_checkpoint_id;
+pub(crate) use needs::is_checkpoint_id;
 pub(crate) use slots::device_for;
 
 /// The queue is checked this often even without a notification.
@@ -44,6 +47,8 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         app.leases.hold(attempt.clone(), places);
+        // Agents that come back are told by their welcome.
+        app.leases.told_to_end(&attempt);
         if agents.len() > 1
             && let Some(row) = app.store.job(&attempt.job).await?
         {
@@ -85,21 +90,54 @@ async fn round(app: &App) -> Result<()> {
         skip_permanent_error(&job, ended)?;
     }
     let mut round = Round::begin(app);
-    let waiting = app.store.waiting().await?;
-    app.wait_reasons.keep(&waiting.iter().map(|row| row.job.id.clone()).collect());
-    for row in waiting {
+    let by = shares(app);
+    let mut queue = Queue::new(app.store.slots_of_shares(by).await?);
+    let (mut level, mut waiting) = (Vec::<JobRow>::new(), Vec::new());
+    let mut from = Some(QueuePlace::default());
+    while let Some(place) = from {
+        let (page, next) = app.store.waiting(&place).await?;
+        for row in page {
+            // Jobs take turns among those of their priority alone.
+            if level.last().is_some_and(|last| last.job.spec.priority != row.job.spec.priority) {
+                look_at(app, std::mem::take(&mut level), &mut queue, &mut round, &mut waiting).await?;
+            }
+            level.push(row);
+        }
+        from = next;
+    }
+    look_at(app, level, &mut queue, &mut round, &mut waiting).await?;
+    app.coming.keep(&waiting.iter().cloned().collect());
+    app.wait_reasons.keep(waiting);
+    Ok(())
+}
+
+/// Looks at the waiting jobs of a priority, each in its turn. Those that wait on are added to `waiting`.
+async fn look_at(
+    app: &App,
+    level: Vec<JobRow>,
+    queue: &mut Queue<JobRow>,
+    round: &mut Round,
+    waiting: &mut Vec<JobId>,
+) -> Result<()> {
+    let by = shares(app);
+    queue.fill(level.into_iter().map(|row| (share(by, &row.job), row)));
+    let mut given = 0;
+    while let Some(row) = queue.next(given) {
+        let mut placed = Ok(Placed::Waits);
         if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
-            let placed = place(app, &row, &mut round).await;
+            placed = place(app, &row, round).await;
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                skip_permanent_error(
-                    &row.job.id,
-                    store_wait_reason(app, &row, error.to_string().into()).await,
-                )?;
+                let why = error.to_string().into();
+                skip_permanent_error(&row.job.id, store_wait_reason(app, &row, why).await)?;
             }
-            skip_permanent_error(&row.job.id, placed)?;
         }
+        given = if matches!(placed, Ok(Placed::Starts | Placed::Kept)) { row.job.ranks } else { 0 };
+        if !matches!(placed, Ok(Placed::Starts)) {
+            waiting.push(row.job.id.clone());
+        }
+        skip_permanent_error(&row.job.id, placed.map(drop))?;
     }
     Ok(())
 }

@@ -1,37 +1,57 @@
 //! The OpenAPI document: what handlers say of themselves, and what every call has in common with others.
 
+mod values;
+
 use crate::gate::{self, Needed};
 use axum::http::Method;
 use lockstep_protocol::access::Scope;
 use utoipa::openapi::{
-    OpenApi, Ref, RefOr,
+    OpenApi, Ref, RefOr, Required,
     content::ContentBuilder,
-    path::{Operation, ParameterIn, PathItem},
+    header::HeaderBuilder,
+    path::{Operation, ParameterBuilder, ParameterIn, PathItem},
     response::{Response, ResponseBuilder},
+    schema::{ObjectBuilder, Type},
     security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme},
 };
 
 const BEARER: &str = "bearer";
 const COOKIE: &str = "session";
 const PROBLEM: &str = "application/problem+json";
+/// Calls in which an agent says by headers for which attempt it asks.
+const OF_AGENTS: &str = "/api/v1/agent/attempts/";
+const AGENTS_SAY: [(&str, &str); 2] = [
+    ("x-lockstep-agent", "The agent's id: the token must be this agent's"),
+    ("x-lockstep-fencing-token", "The attempt's, as the agent was given it"),
+];
+/// Statuses that come with `Retry-After`.
+const RETRIED: [&str; 2] = ["429", "503"];
 
 /// Adds to each call the refusals that do not come from its handler, and gives errors their media type.
 pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
     for (path, item) in &mut document.paths.paths {
         for (method, operation) in operations(item) {
             let needed = gate::needed(&method, Some(path));
-            let is_safe = method == Method::GET;
-            let mut refusals = common(is_safe, operation);
+            if path.starts_with(OF_AGENTS) {
+                operation.parameters.get_or_insert_default().extend(AGENTS_SAY.map(|(name, about)| {
+                    let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
+                    let header = ParameterBuilder::new().name(name).parameter_in(ParameterIn::Header);
+                    let header = header.description(Some(about)).required(Required::True).schema(Some(text));
+                    RefOr::T(header.build())
+                }));
+            }
             let scope = match needed {
                 Needed::Nothing => None,
                 Needed::Scope(scope) => Some(scope),
                 Needed::AdminOrPerson => Some(Scope::Read),
             };
+            let mut refusals = common(operation, scope.is_some());
             if let Some(scope) = scope {
                 refusals.push(("401", "No token, or one that is not valid"));
                 refusals.push((
                     "403",
-                    "The scope of the token or the role of the person does not suffice, what is to be changed is somebody else's, or the request is a page's of another origin",
+                    "The scope of the token or the role of the person does not suffice, what is to be changed is somebody else's, \
+                     or the request is a page's of another origin or came past the proxy that encrypts",
                 ));
                 let schemes = [BEARER, COOKIE].map(|name| SecurityRequirement::new(name, [scope.as_str()]));
                 operation.security = Some(schemes.into());
@@ -47,9 +67,18 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                 {
                     response.content.insert(PROBLEM.to_owned(), content);
                 }
+                if let RefOr::T(response) = response
+                    && RETRIED.contains(&status.as_str())
+                {
+                    let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
+                    let header =
+                        HeaderBuilder::new().schema(Some(seconds)).description(Some("Seconds to wait"));
+                    response.headers.insert("Retry-After".to_owned(), RefOr::T(header.build()));
+                }
             }
         }
     }
+    values::complete(&mut document);
     let schemes = &mut document.components.get_or_insert_default().security_schemes;
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
         "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or `agent`.",
@@ -73,27 +102,19 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operati
     .filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// What [`crate::guard`], the extractors, the store and the router answer on behalf of a handler.
-fn common(is_safe: bool, operation: &Operation) -> Vec<(&'static str, &'static str)> {
+/// What [`crate::guard`], the extractors, the store and the router answer on behalf of a handler. The guard looks at every request, so
+/// each call may be answered 400, 403, 421 and 429.
+fn common(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
     let mut all = vec![
+        ("400", "The request cannot be read"),
         ("421", "The Host is none of this machine's"),
+        ("429", "Too many requests of this address or with this token; `Retry-After` says when to ask again"),
         ("500", "A fault of the server; its log says more"),
         ("503", "The database or an agent is not available; try again"),
         ("504", "It took too long"),
     ];
-    let parameters = operation.parameters.iter().flatten();
-    let has_parameters = parameters.into_iter().any(|parameter| match parameter {
-        RefOr::T(parameter) => {
-            matches!(parameter.parameter_in, ParameterIn::Path | ParameterIn::Query | ParameterIn::Header)
-        }
-        RefOr::Ref(_) => true,
-    });
-    if has_parameters || operation.request_body.is_some() {
-        all.push(("400", "The request cannot be read"));
-    }
-    let is_socket = operation.responses.responses.contains_key("101");
-    if !is_safe || is_socket {
-        all.push(("403", "From a page of another origin"));
+    if !needs_scope {
+        all.push(("403", "The request is a page's of another origin or came past the proxy that encrypts"));
     }
     if operation.request_body.is_some() {
         all.push(("408", "The body stopped coming"));

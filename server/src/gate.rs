@@ -71,6 +71,11 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
         Err(_) if needed == Needed::Nothing => None,
         Err(error) => return error.into_response(),
     };
+    if let Some(caller) = caller.as_ref().filter(|_| needed != Needed::Nothing)
+        && let Err(seconds) = take_one(&app, caller)
+    {
+        return answered(caller, too_many(seconds), &path);
+    }
     match (&caller, needed) {
         (Some(caller), Needed::Scope(scope)) if !caller.may(scope) => return refused(caller, scope, &path),
         (Some(caller), Needed::AdminOrPerson) if !caller.may(Scope::Admin) && caller.person().is_none() => {
@@ -84,10 +89,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     if let (Some(caller), Some(route)) = (&caller, &route)
         && let Err(error) = ownership::check(&app, caller, &method, route, &mut request).await
     {
-        return match is_for_programs(&path) {
-            true => error.into_response(),
-            false => shown_to(caller.viewer(), PageError(error).into_response()),
-        };
+        return answered(caller, error, &path);
     }
     let viewer = caller.as_ref().map(Caller::viewer).unwrap_or_default();
     if let Some(caller) = &caller {
@@ -229,10 +231,32 @@ fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     } else {
         format!("this needs a token of the scope {scope}, and the token {name:?} has the scope {has}")
     };
+    answered(caller, Error::Forbidden(detail), path)
+}
+
+/// A refusal, as a problem or as a page.
+fn answered(caller: &Caller, error: Error, path: &str) -> Response {
     match is_for_programs(path) {
-        true => Error::Forbidden(detail).into_response(),
-        false => shown_to(caller.viewer(), PageError(Error::Forbidden(detail)).into_response()),
+        true => error.into_response(),
+        false => shown_to(caller.viewer(), PageError(error).into_response()),
     }
+}
+
+/// Takes one of the requests that a token has a second; the seconds to wait when there is none left. What agents send is limited by
+/// its size (`inbox.rs`, `uploads.rs`).
+fn take_one(app: &App, caller: &Caller) -> Result<(), u64> {
+    match caller.token() {
+        Some(token) if caller.scope() != Some(Scope::Agent) => app.token_limit.take(token.id.as_str()),
+        _ => Ok(()),
+    }
+}
+
+fn too_many(seconds: u64) -> Error {
+    let detail = format!(
+        "too many requests with this token or of this person; ask again in {seconds} s (`lockstep serve --token-requests-per-second` \
+         sets how many are answered)"
+    );
+    Error::TooMany(detail, seconds)
 }
 
 /// The header that gives a browser its session, or takes it away.

@@ -67,9 +67,7 @@ fn too_many(seconds: u64) -> Response {
         "too many requests from this address; ask again in {seconds} s (`lockstep serve --requests-per-second` sets how many \
          are answered)"
     );
-    let mut response = Error::Refused(StatusCode::TOO_MANY_REQUESTS, detail).into_response();
-    response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
-    response
+    Error::TooMany(detail, seconds).into_response()
 }
 
 fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error> {

@@ -4,7 +4,7 @@
 use crate::{
     addresses::{Network, PublicUrl, forwarded_address, host_and_port},
     config::ServeConfig,
-    rate_limit::RateLimiter,
+    rate_limit::{RateLimiter, client_key},
     tls::{AgentTrust, ClientCertificate, ServerCertificate},
 };
 use axum::http::{HeaderMap, HeaderName, header};
@@ -55,7 +55,7 @@ pub(crate) struct Ingress {
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
     /// Requests in clear are taken from trusted proxies and this machine alone.
     proxy_only: bool,
-    limit: RateLimiter,
+    limit: RateLimiter<IpAddr>,
 }
 
 impl Ingress {
@@ -157,7 +157,7 @@ impl Ingress {
     /// Takes one of the address's requests; the seconds to wait when there is none left. Programs of this machine are not counted.
     pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
         let is_local = !peer.by_proxy && peer.transport.from.is_loopback();
-        if is_local { Ok(()) } else { self.limit.take(peer.address) }
+        if is_local { Ok(()) } else { self.limit.take(&client_key(peer.address)) }
     }
 
     /// Whether browsers are to use nothing but HTTPS for this host from now on: when they did, and its public URL says so.

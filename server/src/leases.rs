@@ -38,6 +38,8 @@ pub(crate) struct Leases {
 struct Lease {
     attempt: AttemptRef,
     holds: Vec<Hold>,
+    /// Its agents have been told, or will be by their welcome, that its ranks must end.
+    is_told: bool,
 }
 
 /// The slots of an attempt on one agent.
@@ -123,7 +125,25 @@ impl Leases {
         let until = Instant::now() + self.duration;
         let hold = |place| Hold { place, until, state: Held::Yes, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        self.by_job().insert(attempt.job.clone(), Lease { attempt, holds });
+        self.by_job().insert(attempt.job.clone(), Lease { attempt, holds, is_told: false });
+    }
+
+    /// The agents of an attempt were told that its ranks must end.
+    pub(crate) fn told_to_end(&self, attempt: &AttemptRef) {
+        if let Some(lease) = self.by_job().get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) {
+            lease.is_told = true;
+        }
+    }
+
+    /// Whether the agents of a job's attempt were told so.
+    pub(crate) fn is_told_to_end(&self, job: &JobId) -> bool {
+        self.by_job().get(job).is_some_and(|lease| lease.is_told)
+    }
+
+    /// Whether the ranks of a job's attempt have ended on one of its agents: the others follow.
+    pub(crate) fn is_ending(&self, job: &JobId) -> bool {
+        let leases = self.by_job();
+        leases.get(job).is_some_and(|lease| lease.holds.iter().any(|hold| hold.state != Held::Yes))
     }
 
     /// An attempt of a job holds no slots any more. A later attempt may: its hold stays.

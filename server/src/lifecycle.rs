@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     agent::CheckpointInfo,
     attempt::AttemptState,
-    job::{JobState, Parent},
+    job::{Job, JobState, Parent},
     reason::{Facts, Next, Reason, ReasonCode},
     stream::EventBody,
 };
@@ -76,6 +76,7 @@ fn go(
         _ if state.is_final() => {
             job.finished_at = Some(at);
             row.stop = None;
+            row.progress.over();
         }
         _ => {}
     }
@@ -119,18 +120,22 @@ pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refuse
     Ok(vec![go(row, JobState::Starting, None, None, at)?])
 }
 
+/// Whether a waiting job says why it waits, and not how its last attempt ended, which is more useful to a user who can only wait.
+pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
+    let goes_on = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
+    let never = *reason.code() == ReasonCode::UnreadableSpec;
+    match job.state {
+        JobState::Queued => never || job.attempt == 0 || !goes_on,
+        JobState::Restarting => never,
+        _ => false,
+    }
+}
+
 /// Why a job still waits; no event when it is what the job says already, or when the job says how its last attempt
 /// ended, which is more useful to a user who can only wait.
 pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
     let job = &mut row.job;
-    let goes_on = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
-    let never = *reason.code() == ReasonCode::UnreadableSpec;
-    let tells = match job.state {
-        JobState::Queued => never || job.attempt == 0 || !goes_on,
-        JobState::Restarting => never,
-        _ => false,
-    };
-    if !tells || job.reason.as_deref() == Some(reason.words()) {
+    if !tells_wait(job, reason) || job.reason.as_deref() == Some(reason.words()) {
         return Ok(Vec::new());
     }
     job.set_reason(Some(reason.clone()));

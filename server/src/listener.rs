@@ -274,14 +274,14 @@ impl Shared {
             .with_upgrades();
         let mut serving = pin!(serving);
         let mut stopping = pin!(stop.cancelled());
-        let mut told = false;
+        let mut is_asked = false;
         loop {
             tokio::select! {
                 // What goes wrong on a connection is its client's.
                 _ = serving.as_mut() => break,
                 () = connection.give_up.cancelled() => break,
-                () = &mut stopping, if !told => {
-                    told = true;
+                () = &mut stopping, if !is_asked => {
+                    is_asked = true;
                     serving.as_mut().graceful_shutdown();
                 }
             }

@@ -7,7 +7,7 @@ mod warnings;
 
 pub(crate) use minutes::{minute_of, point_of};
 pub(crate) use point::{GPU_METRICS, MACHINE_METRICS, Point, buckets};
-pub(crate) use warnings::{Looked, warnings};
+pub(crate) use warnings::{MachineState, warnings};
 
 use crate::store::MinuteRow;
 use jiff::Timestamp;

@@ -19,7 +19,8 @@ const OWN: (&str, &str) = ("local", "this machine");
 /// Id and name of the token of this machine's agent.
 const AGENT: (&str, &str) = ("local-agent", "this machine's agent");
 
-/// A server that accepts connections.
+/// A server that accepts connections; cheap to clone.
+#[derive(Clone)]
 pub struct Running {
     app: App,
 }
@@ -57,6 +58,12 @@ impl Running {
             true => Ok(format!("{url}/login?code={}", self.app.access.login_code(OWN.0, None)?)),
             false => Ok(url),
         }
+    }
+
+    /// Whether a link of [`Running::login_link`] can still sign a browser in.
+    pub fn is_good(&self, link: &str) -> bool {
+        let code = link.split_once("/login?code=").map(|(_, code)| code);
+        code.is_some_and(|code| self.app.access.has_login_code(code))
     }
 
     /// Sees to it that a file has a token with which this agent, and no other, may join; false when none is needed.

@@ -84,7 +84,7 @@ pub async fn serve(
     let router = build_router(app.clone());
     tokio::select! {
         () = listener::serve(listeners, app.clone(), router, limit, access_log) => {}
-        () = stop => {} // Someone is still downloading; they can go on with a range.
+        () = stop => {} // Someone is still downloading; they can continue with a range.
     }
     stopping.cancel();
     app.tasks.close();

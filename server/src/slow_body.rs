@@ -1,4 +1,4 @@
-//! Whoever sends a request's body must go on sending it: one that stops coming would hold its connection, and what its
+//! Whoever sends a request's body must continue to send it: one that stops coming would hold its connection, and what its
 //! handler holds, until the handler's time is over. And whoever sends more than is taken still reads why: a connection that is
 //! closed under a client which is sending shows it a broken pipe, and never the answer.
 

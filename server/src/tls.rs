@@ -165,20 +165,20 @@ impl ServerCertificate {
             tokio::time::sleep(every).await;
             let served = self.clone();
             // Files on a network may take their time.
-            if tokio::task::spawn_blocking(move || served.look()).await.is_err() {
-                tracing::error!("looking at the certificate's files failed");
+            if tokio::task::spawn_blocking(move || served.reload_if_changed()).await.is_err() {
+                tracing::error!("reading the certificate's files failed");
             }
         }
     }
 
-    fn look(&self) {
+    fn reload_if_changed(&self) {
         if let Some(own) = &self.own
             && let Err(error) = own.renew_if_due()
         {
             tracing::error!(error, "the server's certificate cannot be renewed");
         }
         if let Some(agents) = &self.agents {
-            agents.look();
+            agents.reload_if_changed();
         }
         let mut files = self.files();
         let now = stamp(&files.certificate, &files.key);

@@ -1,27 +1,60 @@
-//! Why each waiting job waits, as the newest round of dispatch found it. A job's own reason may say how its last attempt ended
-//! instead, which is worth more to whoever reads only one of them.
+//! Where each waiting job stands and why it waits, as the newest round of dispatch found it. A job's own reason may say how its last
+//! attempt ended instead, which is worth more to whoever reads only one of them.
 
-use lockstep_protocol::{job::JobId, reason::Reason};
+use crate::lifecycle;
+use lockstep_protocol::{
+    job::{Job, JobId, Waiting},
+    reason::Reason,
+};
 use std::{
-    collections::{HashMap, HashSet},
-    sync::{Mutex, PoisonError},
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 /// By job; nothing is stored, as the next round finds it again.
 #[derive(Debug, Default)]
-pub(crate) struct WaitReasons(Mutex<HashMap<JobId, Reason>>);
+pub(crate) struct WaitReasons(Mutex<HashMap<JobId, Waiting>>);
 
 impl WaitReasons {
+    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, Waiting>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn set(&self, job: &JobId, reason: Reason) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(job.clone(), reason);
+        let unplaced = Waiting { place: 0, reason: None };
+        self.lock().entry(job.clone()).or_insert(unplaced).reason = Some(reason);
     }
 
     pub(crate) fn of(&self, job: &JobId) -> Option<Reason> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(job).cloned()
+        self.lock().get(job).and_then(|waiting| waiting.reason.clone())
     }
 
-    /// Forgets jobs that do not wait any more.
-    pub(crate) fn keep(&self, waiting: &HashSet<JobId>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).retain(|job, _| waiting.contains(job));
+    /// Its place in the queue, from 1, as the newest round had it; none before its first round is over.
+    pub(crate) fn place(&self, job: &JobId) -> Option<u64> {
+        self.lock().get(job).map(|waiting| waiting.place).filter(|place| *place > 0)
+    }
+
+    /// The jobs that wait, in the order in which the round looked at them; others are forgotten.
+    pub(crate) fn keep(&self, queue: Vec<JobId>) {
+        let mut known = self.lock();
+        let mut before = std::mem::take(&mut *known);
+        let placed = queue.into_iter().zip(1..).map(|(job, place)| {
+            let reason = before.remove(&job).and_then(|waiting| waiting.reason);
+            (job, Waiting { place, reason })
+        });
+        *known = placed.collect();
+    }
+
+    /// Says in a waiting job where it stands, and why it waits as of now: how many slots are free is no event of a job, so what is stored
+    /// of that may be old.
+    pub(crate) fn tell(&self, job: &mut Job) {
+        if !job.state.is_waiting() {
+            return;
+        }
+        job.queue = self.lock().get(&job.id).filter(|waiting| waiting.place > 0).cloned();
+        let reason = job.queue.as_ref().and_then(|waiting| waiting.reason.clone());
+        if let Some(reason) = reason.filter(|reason| lifecycle::tells_wait(job, reason)) {
+            job.set_reason(Some(reason));
+        }
     }
 }

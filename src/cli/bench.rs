@@ -3,16 +3,14 @@
 mod pictures;
 
 use super::{output, wrong};
-use lockstep_protocol::spec::{LossScale, Precision};
+use lockstep_protocol::spec::{self, Precision};
 use lockstep_worker::{
     engine::{
-        GpuConfig,
-        bench::{self, Case},
+        Devices, Selection,
+        bench::{self, Case, OnDevice},
+        registry,
     },
-    gpu::{
-        devices::{self, Gpu, Usable},
-        libraries::{self, Which},
-    },
+    gpu::RankGpu,
     local_group::{self, Member, Met},
 };
 use serde_json::Value;
@@ -76,6 +74,16 @@ enum Number {
     Fp16,
 }
 
+impl Device {
+    fn asked(self) -> spec::Device {
+        match self {
+            Self::Auto => spec::Device::Auto,
+            Self::Cuda => spec::Device::Cuda,
+            Self::Cpu => spec::Device::Cpu,
+        }
+    }
+}
+
 impl Number {
     fn precision(self) -> Precision {
         match self {
@@ -107,10 +115,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             measured["threads"]
         ));
     }
-    let gpus = gpus(&args)?;
-    let cases = if args.cases.is_empty() { defaults(!gpus.is_empty())? } else { args.cases.clone() };
+    let devices = devices(&args)?;
+    let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
     for case in &cases {
-        let measured = if gpus.is_empty() { on_cpu(case, &args)? } else { on_gpus(case, &args, &gpus)? };
+        let measured =
+            if devices.is_empty() { on_cpu(case, &args)? } else { on_devices(case, &args, &devices)? };
         if args.json {
             output::line(measured.to_string())?;
             continue;
@@ -130,8 +139,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn defaults(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
-    let names: &[&str] = if on_gpus {
+fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
+    let names: &[&str] = if on_devices {
         &["resnet50:224:256", "resnet50:224:32", "resnet50:32:32", "resnet18c:32:512"]
     } else {
         &["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"]
@@ -139,29 +148,32 @@ fn defaults(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
     names.iter().map(|name| name.parse().map_err(|e: String| wrong(e))).collect()
 }
 
-/// The GPUs to use; none: the CPU.
-fn gpus(args: &Args) -> anyhow::Result<Vec<Gpu>> {
-    if args.device == Device::Cpu {
-        return match args.precision {
-            Number::Auto | Number::Fp32 => Ok(Vec::new()),
-            _ => Err(wrong("--precision: CPU ranks compute in fp32")),
-        };
+/// The devices to use, one a rank; none: the ranks share the CPU's cores.
+fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
+    let selection = Selection { device: args.device.asked(), ..Selection::default() };
+    let Devices { slots, hindrance } = registry::offer(selection).map_err(wrong)?;
+    if slots.is_empty() {
+        return Err(wrong(hindrance.unwrap_or_else(|| "there is no device to measure on".into())));
     }
-    let Usable { mut gpus, hindrance } = devices::usable(None).map_err(wrong)?;
-    let wanted = args.device == Device::Cuda || !matches!(args.precision, Number::Auto | Number::Fp32);
-    if gpus.is_empty() && wanted {
-        let why =
-            hindrance.unwrap_or_else(|| "there is no GPU on this machine; lockstep doctor says more".into());
-        return Err(wrong(why));
+    let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
+    let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
+    let backend = registry::device_of(first.as_ref(), args.device.asked()).backend;
+    if !matches!(args.precision, Number::Auto | Number::Fp32) && !backend.needs().half_precision {
+        let why = match (args.device, hindrance) {
+            (Device::Cpu, _) => "CPU ranks compute in fp32".into(),
+            (_, Some(why)) => why,
+            (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32".into(),
+        };
+        return Err(wrong(format!("--precision: {why}")));
     }
     if let Some(why) = hindrance {
         output::warn(format_args!("measuring the CPU: {why}"));
     }
-    if !gpus.is_empty() && gpus.len() < args.ranks as usize {
-        return Err(wrong(format!("--ranks {}: there are {} GPUs", args.ranks, gpus.len())));
+    if !devices.is_empty() && devices.len() < args.ranks as usize {
+        return Err(wrong(format!("--ranks {}: there are {} GPUs", args.ranks, devices.len())));
     }
-    gpus.truncate(args.ranks as usize);
-    Ok(gpus)
+    devices.truncate(args.ranks as usize);
+    Ok(devices)
 }
 
 fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
@@ -176,8 +188,8 @@ fn threads(args: &Args) -> u32 {
     args.threads.unwrap_or((cores / args.ranks).max(1))
 }
 
-/// A process a GPU.
-fn on_gpus(case: &Case, args: &Args, gpus: &[Gpu]) -> anyhow::Result<Value> {
+/// A process a device.
+fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
     let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
     let arguments: Vec<OsString> = [
         "bench".into(),
@@ -188,7 +200,7 @@ fn on_gpus(case: &Case, args: &Args, gpus: &[Gpu]) -> anyhow::Result<Value> {
     ]
     .map(OsString::from)
     .into();
-    let members = local_group::members(args.ranks, gpus)?;
+    let members = local_group::members_on(args.ranks, devices)?;
     let printed =
         local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
     Ok(serde_json::from_slice(&printed)?)
@@ -196,21 +208,19 @@ fn on_gpus(case: &Case, args: &Args, gpus: &[Gpu]) -> anyhow::Result<Value> {
 
 fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
-        return Err(wrong("a member of a group measures one case on its GPU"));
+        return Err(wrong("a member of a group measures one case on its device"));
     };
-    libraries::ready(Which::needed(member.world_size)).map_err(|e| anyhow::anyhow!(e))?;
+    let device = registry::device_of(Some(gpu), args.device.asked());
+    device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
     let Met { comm, store } = member.meet(PATIENCE)?;
-    let config = GpuConfig {
-        ordinal: gpu.ordinal,
+    let how = OnDevice {
+        device,
         precision: args.precision.precision(),
-        loss_scale: LossScale::Named("dynamic".into()),
         deterministic: args.deterministic,
+        sync_batch_norm: args.sync_batch_norm,
         store: store.clone(),
-        watchdog: None,
-        generation: 0,
     };
-    let measured = bench::run_gpu_rank(case, args.sync_batch_norm, comm.clone(), config)
-        .map_err(|e| anyhow::anyhow!(e))?;
+    let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;
     // The store ends with rank 0's process.
     comm.barrier()?;
     if member.rank == 0 { output::json(&measured) } else { Ok(()) }

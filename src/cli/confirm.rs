@@ -6,7 +6,7 @@ use std::{
     io::{self, BufRead, IsTerminal as _},
 };
 
-/// Goes on when `yes` is given or a person says yes to `question`.
+/// Continues when `yes` is given or a person says yes to `question`.
 ///
 /// # Errors
 /// Exit status 2: the answer is another (`kept` says what stays as it is), or nobody can be asked, and then with what to add.

@@ -222,7 +222,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
         }
         let under_way: Value = api.read(answer).await?;
         let number = |key: &str| under_way.get(key).and_then(Value::as_u64);
-        show(&bar, number("looked").zip(number("total")));
+        show(&bar, number("inspected").zip(number("total")));
     }
 }
 
@@ -232,15 +232,15 @@ fn inspection_bar() -> ProgressBar {
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn show(bar: &ProgressBar, looked: Option<(u64, u64)>) {
-    if let Some((looked, total)) = looked {
+fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
+    if let Some((done, total)) = inspected {
         bar.set_length(total);
-        bar.set_position(looked);
+        bar.set_position(done);
     }
 }
 
-/// Looks at files on this machine, and shows how far it is.
-pub(super) fn look(path: &Path) -> anyhow::Result<DatasetInfo> {
+/// Inspects files on this machine, and shows how far it is.
+pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
     // The index is found by this name.
     let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = inspection_bar();
@@ -268,7 +268,7 @@ fn is_path(name: &str) -> bool {
 
 fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     let info = if is_path(name) {
-        look(Path::new(name))?
+        inspect_files(Path::new(name))?
     } else {
         let api = server.api()?;
         block_on(find(&api, name))?.ok_or_else(|| unknown(name))?.info

@@ -2,6 +2,7 @@
 
 use super::{
     api::Api,
+    browser::Opened,
     bundled::PICTURES,
     init_tracing,
     local_agent::Slots,
@@ -33,6 +34,9 @@ pub(crate) struct Args {
     /// Exit when the job ends, with status 0 if it succeeded
     #[arg(long)]
     exit_when_done: bool,
+    /// Do not open the dashboard in a browser [default: on a terminal with a screen it is opened, signed in]
+    #[arg(long)]
+    no_open: bool,
     /// Data directory [default: lockstep-demo, or the next free of lockstep-demo-2 ...]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
@@ -51,6 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
         // Signs the browser in, once; `lockstep login-link` prints another.
         output::line(format_args!("dashboard: {}", server.login_link()?))?;
+        let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
             () = signals.next() => match args.exit_when_done {

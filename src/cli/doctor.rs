@@ -1,10 +1,10 @@
 //! `lockstep doctor`: what this machine has, and a real all-gather over rank processes.
 
+mod assessment;
 mod examined;
 mod hosts;
 mod peer;
 mod remote;
-mod verdict;
 
 use super::{init_tracing, output, wrong};
 use lockstep_server::tls::{ca, ends_soon, examine as examine_certificate};

@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return Err(there());
     }
     let path = data::canonical(&args.folder).map_err(|e| wrong(format!("{}: {e}", args.folder.display())))?;
-    let info = dataset::look(&path)?;
+    let info = dataset::inspect_files(&path)?;
     let text = job_file(&path, &info)?;
     if let Err(mistakes) = from_toml(&text) {
         let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();

@@ -3,9 +3,9 @@
 use super::{api::ServerArgs, block_on, output, watch};
 use lockstep_protocol::{Job, JobState};
 
-/// Which job.
+/// The job that a command is about.
 #[derive(clap::Args)]
-pub(crate) struct Which {
+pub(crate) struct JobSelector {
     /// Its id, the start of its id, or its name
     job: String,
     #[command(flatten)]
@@ -16,21 +16,21 @@ pub(crate) struct Which {
 #[derive(clap::Args)]
 pub(crate) struct PauseArgs {
     #[command(flatten)]
-    which: Which,
+    selector: JobSelector,
 }
 
 /// Resume a paused job; it ends with the weights of one that never paused
 #[derive(clap::Args)]
 pub(crate) struct ResumeArgs {
     #[command(flatten)]
-    which: Which,
+    selector: JobSelector,
 }
 
 /// Retry a failed or cancelled job from its newest checkpoint
 #[derive(clap::Args)]
 pub(crate) struct RetryArgs {
     #[command(flatten)]
-    which: Which,
+    selector: JobSelector,
 }
 
 /// Asks the server, and waits until the job stands still.
@@ -39,7 +39,7 @@ pub(crate) struct RetryArgs {
 /// Exit status 2 when there is no such job or it neither waits nor runs.
 pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
     let still = |job: &Job| job.state == JobState::Paused || job.state.is_final();
-    ask(&args.which, "pause", still)
+    ask(&args.selector, "pause", still)
 }
 
 /// Asks the server.
@@ -47,7 +47,7 @@ pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 when there is no such job or it is not paused.
 pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
-    ask(&args.which, "resume", |_| true)
+    ask(&args.selector, "resume", |_| true)
 }
 
 /// Asks the server.
@@ -55,16 +55,16 @@ pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2 when there is no such job or it is not over.
 pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
-    ask(&args.which, "retry", |_| true)
+    ask(&args.selector, "retry", |_| true)
 }
 
-fn ask(which: &Which, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
-    let api = which.server.api()?;
+fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
+    let api = selector.server.api()?;
     block_on(async {
-        let job = api.find_job(&which.job).await?;
+        let job = api.find_job(&selector.job).await?;
         let job: Job = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await?;
         let job = watch::until(&api, job, done).await?;
-        if which.server.json {
+        if selector.server.json {
             return output::json(&job);
         }
         let reason = job.reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();

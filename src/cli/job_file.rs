@@ -9,7 +9,10 @@ use lockstep_protocol::{
     spec::{apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 /// What the server takes as a specification, too.
 const JOB_FILE_BYTES: u64 = 1 << 20;
@@ -57,6 +60,25 @@ pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     }
     make_paths_absolute(&mut document);
     Ok(document)
+}
+
+/// Does for the jobs of a sweep, whose values are paths perhaps, what is done for a single one. A dataset that many of them have is asked for once.
+///
+/// # Errors
+/// As [`name_dataset`].
+pub(super) async fn resolve_all(api: &Api, documents: &mut [Value]) -> anyhow::Result<()> {
+    let mut known: HashMap<String, Value> = HashMap::new();
+    for document in documents {
+        make_paths_absolute(document);
+        let Some(given) = document.pointer("/data/dataset").map(Value::to_string) else { continue };
+        if let Some(name) = known.get(&given).cloned() {
+            document["data"]["dataset"] = name;
+        } else {
+            name_dataset(api, document, true).await?;
+            known.insert(given, document["data"]["dataset"].clone());
+        }
+    }
+    Ok(())
 }
 
 /// Looks for mistakes.

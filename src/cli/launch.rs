@@ -11,20 +11,23 @@ mod mpirun;
 pub(crate) mod node;
 mod slurm;
 pub(crate) mod ssh;
+mod tokens;
+mod uploads;
 
 use super::{
     api::{Api, ServerArgs},
     block_on, job_file, output, wrong,
 };
-use bundle::{Bundle, Node};
+use bundle::Bundle;
 pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
-use lockstep_protocol::{Job, JobSpec, access::Scope};
+use lockstep_protocol::{Job, JobSpec};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::Arc,
 };
+use uploads::Standing;
 
 /// Machines of a launch.
 pub(crate) const MOST_HOSTS: usize = 256;
@@ -32,8 +35,6 @@ pub(crate) const MOST_HOSTS: usize = 256;
 pub(crate) const MOST_SLOTS: u32 = 1024;
 /// `--dir`, from the home directory.
 const DEFAULT_DIR: &str = ".lockstep/launch";
-/// The agents' tokens are revoked when the launch has seen the job's end, and end after this time otherwise.
-const TOKEN_SECS: u64 = 30 * 24 * 3600;
 
 /// Start agents for one job by SSH, mpirun, Slurm or Kubernetes
 ///
@@ -175,7 +176,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let api = args.server.api()?;
     let args = Arc::new(args);
-    if let Some(document) = document.as_mut().filter(|_| !args.sweeps.is_empty()) {
+    if let Some(document) = document.as_ref().filter(|_| !args.sweeps.is_empty()) {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {
@@ -205,7 +206,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (Some(job), _) => job,
             (None, Some(document)) => {
                 job_file::name_dataset(&api, document, true).await?;
-                let job: Job = api.post("/jobs?launched=true", document).await?;
+                let job: Job = api.post_once("/jobs?launched=true", document).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }
@@ -227,20 +228,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// What waits or trains goes on without this command.
+/// What waits or trains continues without this command.
 #[derive(Debug)]
-struct GoesOn(String);
+struct Continues(String);
 
-impl std::fmt::Display for GoesOn {
+impl std::fmt::Display for Continues {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for GoesOn {}
-
-/// Longest wait for the last checkpoint of a job that is over.
-const LAST_UPLOAD: std::time::Duration = std::time::Duration::from_secs(3600);
+impl std::error::Error for Continues {}
 
 impl Launch {
     fn new(
@@ -273,69 +271,31 @@ impl Launch {
         }
     }
 
-    /// Makes an identity and a token for each agent.
-    async fn introduce(&mut self) -> anyhow::Result<()> {
-        let device = self.job.spec.parallel.device;
-        for (index, host) in self.hosts.iter().enumerate() {
-            let agent_id = uuid::Uuid::new_v4().simple().to_string();
-            let name = agent_name(&self.job, index, host);
-            let body = json!({
-                "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
-            });
-            let made: Value = self.api.post("/tokens", &body).await?;
-            let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
-            self.tokens.push(text("/id"));
-            self.bundle.nodes.push(Node {
-                name,
-                agent_id,
-                token: text("/secret"),
-                slots: host.slots.unwrap_or(1),
-                device,
-                gpus: host.devices.clone(),
-                env: host.env.clone(),
-            });
-        }
-        Ok(())
-    }
-
-    /// Once the job is over, waits until its checkpoints are on the server: the agents that upload them are those of this launch.
-    async fn uploaded(&self) {
-        let mut said = false;
-        let path = format!("/jobs/{}/checkpoints", self.job.id);
-        let began = std::time::Instant::now();
-        while began.elapsed() < LAST_UPLOAD {
-            let Ok(found) = self.api.get::<Value>(&path).await else { return };
-            let all = found.get("checkpoints").and_then(Value::as_array).cloned().unwrap_or_default();
-            let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);
-            if !all.iter().any(is_coming) {
-                return;
-            }
-            if !std::mem::replace(&mut said, true) {
-                output::warn("the job is over; its last checkpoint is still being uploaded to the server");
-            }
-            tokio::time::sleep(std::time::Duration::from_secs(1)).await;
-        }
-    }
-
     /// Once the job is over, the tokens are of no use. A job that this command submitted and no agent could be started for is cancelled.
     async fn finish(&self, done: anyhow::Result<()>) -> anyhow::Result<()> {
         let path = format!("/jobs/{}", self.job.id);
-        let Ok(job) = self.api.get::<Job>(&path).await else { return done };
-        let goes_on = done.as_ref().is_err_and(|error| error.is::<GoesOn>());
+        let job = match self.api.find::<Job>(&path).await {
+            Ok(Some(job)) => job,
+            Ok(None) => {
+                self.revoke().await;
+                return done;
+            }
+            Err(_) => return done,
+        };
+        let continues = done.as_ref().is_err_and(|error| error.is::<Continues>());
         let never_started =
-            done.is_err() && !goes_on && self.is_ours && job.attempt == 0 && !job.state.is_final();
+            done.is_err() && !continues && self.is_ours && job.attempt == 0 && !job.state.is_final();
         if never_started {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
             if cancelled.is_ok() {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
             }
         }
-        if never_started || job.state.is_final() {
-            for token in &self.tokens {
-                // It ends by itself later.
-                let _ =
-                    self.api.request(reqwest::Method::DELETE, &format!("/tokens/{token}"), None::<&()>).await;
-            }
+        // An agent that still brings a checkpoint needs its token, which ends by itself later.
+        let is_over =
+            job.state.is_final() && !matches!(self.standing().await, Ok(Standing::Uploading) | Err(_));
+        if never_started || is_over {
+            self.revoke().await;
         }
         done
     }
@@ -351,17 +311,6 @@ fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
     let folder = node::home().join(&args.dir).join(name);
     node::make_private_dir(&folder).map_err(|e| wrong(format!("--dir: {}: {e}", folder.display())))?;
     Ok(folder)
-}
-
-/// `launch-6f2c1a-0-node1`: unique among agents.
-fn agent_name(job: &Job, index: usize, host: &Host) -> String {
-    let id = job.id.as_str();
-    let short = &id[id.len().saturating_sub(6)..];
-    let host: String = host.name.chars().take(60).collect();
-    match host.as_str() {
-        "" => format!("launch-{short}-{index}"),
-        host => format!("launch-{short}-{index}-{host}"),
-    }
 }
 
 /// What `--dry-run` prints: no secret is in it.

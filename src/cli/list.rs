@@ -21,7 +21,7 @@ pub(crate) struct Args {
     /// Only jobs with this in their name, a tag or their notes
     #[arg(long, value_name = "TEXT")]
     search: Option<String>,
-    /// Only jobs whose settings are so, such as 'train.lr > 0.1' (may be repeated: all of them; = != < <= > >=)
+    /// Only jobs whose settings are so, such as 'lr > 0.1' (may be repeated: all of them; = != < <= > >=)
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name
@@ -39,8 +39,8 @@ pub(crate) struct Args {
     /// Only jobs submitted before this time
     #[arg(long, value_name = "TIME")]
     created_before: Option<String>,
-    /// In this order: created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, accuracy,
-    /// val_loss, val_accuracy, lr, best, or a key such as spec.train.lr; with - before it the largest first [default: -created]
+    /// In this order: created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, best or
+    /// another metric (the newest), tag:NAME, or a key such as spec.train.lr; with - before it the largest first [default: -created]
     #[arg(long, allow_hyphen_values = true)]
     sort: Option<String>,
     /// Groups in place of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with mean and standard deviation;
@@ -94,9 +94,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 fn row(job: &Job) -> [String; 8] {
-    let progress = match (job.step, job.total_steps) {
-        (_, 0) => String::new(),
-        (step, total) => format!("{} %", step * 100 / total),
+    let progress = match (&job.queue, job.step, job.total_steps) {
+        (Some(queue), ..) => format!("place {}", queue.place),
+        (None, _, 0) => String::new(),
+        (None, step, total) => format!("{} %", step * 100 / total),
     };
     [
         job.id.to_string(),

@@ -1,9 +1,8 @@
 //! `lockstep logs`: what the ranks of a job print.
 
 use super::{
-    api::{Api, ServerArgs, list},
+    api::{Api, PATIENCE, ServerArgs, list},
     block_on, output,
-    watch::PATIENCE,
 };
 use lockstep_protocol::{
     Job,

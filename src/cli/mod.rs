@@ -4,6 +4,7 @@ pub(crate) mod access;
 pub(crate) mod agent;
 pub(crate) mod api;
 pub(crate) mod bench;
+mod browser;
 mod bundled;
 pub(crate) mod ca;
 pub(crate) mod cancel;

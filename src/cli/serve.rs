@@ -1,20 +1,22 @@
 //! `lockstep serve`: the server, its dashboard, and an agent for this machine.
 
 use super::{
-    access, init_tracing,
+    access,
+    browser::Opened,
+    init_tracing,
     local_agent::{LocalAgent, Settings, Slots},
     oidc::OidcArgs,
     output, wrong,
 };
 use lockstep_server::{
-    AccessLogTo, AgentAuth, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
+    AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
     tls::{TlsSuites, TlsVersion},
 };
 use lockstep_worker::{agent::state_dir, engine::MOST_CPU_SLOTS};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -71,6 +73,10 @@ pub(crate) struct Args {
     /// Requests that an address of another machine may make a second; at once it may make ten times as many. 0: no limit
     #[arg(long, value_name = "N", default_value = "200")]
     requests_per_second: u32,
+    /// Requests a second with one token, or of one person who is signed in, from all addresses together, this machine's included;
+    /// at once ten times as many. Agents are not counted. 0: no limit
+    #[arg(long, value_name = "N", default_value = "1000")]
+    token_requests_per_second: u32,
     /// Write a line for each request into this file, or to standard output with -
     #[arg(long, value_name = "FILE")]
     access_log: Option<PathBuf>,
@@ -80,15 +86,22 @@ pub(crate) struct Args {
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
+    /// Who comes first of those whose jobs of one priority wait: owner, project (the one with the fewest slots in use) or off (the
+    /// job that was submitted first)
+    #[arg(long, value_name = "BY", default_value = "off")]
+    fair_share: FairShare,
     /// Seconds after a job's end until its points leave the event stream; its metrics are kept
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
     /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
+    /// Do not open the dashboard in a browser [default: on a terminal with a screen it is opened, signed in]
+    #[arg(long)]
+    no_open: bool,
     #[command(flatten)]
     oidc: OidcArgs,
-    /// Folder that datasets may come from, with everything below it; may be given several times [default: any folder, registered
+    /// Folder that datasets and files of weights may come from, with everything below it; may be given several times [default: any, named
     /// by admins alone where other machines reach the server]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
@@ -131,6 +144,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.trusted_proxies = args.trusted_proxy;
     config.insecure_http = args.insecure_http;
     config.requests_per_second = args.requests_per_second;
+    config.token_requests_per_second = args.token_requests_per_second;
     config.access_log = args.access_log.map(|path| match path.to_str() {
         Some("-") => AccessLogTo::Stdout,
         _ => AccessLogTo::File(path),
@@ -139,6 +153,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.no_auth = args.no_auth;
     config.oidc = args.oidc.config()?;
     config.dataset_roots = args.dataset_root;
+    config.fair_share = args.fair_share;
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),
@@ -156,6 +171,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // Once, within ten minutes; `lockstep login-link` prints another.
             output::line(format_args!("sign in: {}", server.login_link()?))?;
         }
+        let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
         if local_agent {
             server.advertise = args.advertise.or(server.advertise);
             server.start_agent(slots, false).await?;
@@ -268,6 +284,14 @@ impl Server {
     /// `http://127.0.0.1:PORT`, for programs of this machine.
     pub(crate) fn url(&self) -> String {
         format!("http://{}", self.local)
+    }
+
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    pub(crate) fn data_dir(&self) -> &Path {
+        &self.data_dir
     }
 
     /// The address that signs a browser in, once.

@@ -81,6 +81,13 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         None => job.state.to_string(),
     };
     lines.push(("state", state));
+    if let Some(queue) = &job.queue {
+        // Its state may tell how the last attempt ended instead.
+        let waits =
+            queue.reason.as_ref().map(Reason::words).filter(|words| job.reason.as_deref() != Some(*words));
+        let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
+        lines.push(("queue", format!("place {}{waits}", queue.place)));
+    }
     if job.project != DEFAULT_PROJECT {
         lines.push(("project", job.project.clone()));
     }
@@ -97,7 +104,7 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         lines.push(("forked from", format!("job {}, checkpoint {}", parent.job, parent.checkpoint)));
     }
     lines.push(("ranks", job.ranks.to_string()));
-    if let Some(Batch { batch_size, accumulate, global_batch_size }) = job.batch {
+    if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = if job.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", job.ranks) };
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));

@@ -60,7 +60,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
     if !args.sweeps.is_empty() {
-        return run_sweep(&args, document);
+        return run_sweep(&args, &document);
     }
     let own = from_json(&document).err().unwrap_or_default();
     let api = match args.server.api() {
@@ -95,12 +95,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Submits a job for each combination of the sweep's values.
-fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
+fn run_sweep(args: &Args, document: &Value) -> anyhow::Result<()> {
     let sweep = Sweep::parse(&args.sweeps)?;
     let api = args.server.api()?;
     block_on(async {
         let tag = sweep::new_tag();
-        let documents = sweep::prepare(&api, &args.job, &sweep, &mut document, &tag, false).await?;
+        let documents = sweep::prepare(&api, &args.job, &sweep, document, &tag, false).await?;
         let submitted = sweep::submit(&api, "/jobs", tag, &documents).await?;
         submitted.show(&api, args.server.json)
     })

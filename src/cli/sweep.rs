@@ -1,6 +1,7 @@
 //! Sweeps: a job file with a job for every combination of the values that some of its keys take.
 
 use super::{
+    WrongRequest,
     api::{Api, mistake},
     job_file, output, wrong,
 };
@@ -146,7 +147,8 @@ pub(crate) fn new_tag() -> String {
     format!("sweep-{}", &uuid::Uuid::new_v4().simple().to_string()[..8])
 }
 
-/// Job files for all combinations, checked here and by the server (`launched`: their agents are about to be started); a dataset that is a path gets its registered name.
+/// Job files for all combinations, checked here and by the server (`launched`: their agents are about to be started); a dataset that is a path, in
+/// the file or among the values, gets its registered name.
 ///
 /// # Errors
 /// Exit status 2 with every mistake on a line, one that many jobs have once; the server cannot be reached.
@@ -154,14 +156,14 @@ pub(crate) async fn prepare(
     api: &Api,
     path: &Path,
     sweep: &Sweep,
-    document: &mut Value,
+    document: &Value,
     tag: &str,
     launched: bool,
 ) -> anyhow::Result<Vec<Value>> {
+    let mut documents = sweep.documents(document, tag)?;
     // Nothing is registered for jobs that cannot be.
-    check(None, launched, path, &sweep.documents(document, tag)?).await?;
-    job_file::name_dataset(api, document, true).await?;
-    let documents = sweep.documents(document, tag)?;
+    check(None, launched, path, &documents).await?;
+    job_file::resolve_all(api, &mut documents).await?;
     check(Some(api), launched, path, &documents).await?;
     Ok(documents)
 }
@@ -192,7 +194,7 @@ pub(crate) async fn check(
     Err(wrong(job_file::mistaken(path, &lines.into_iter().collect::<Vec<_>>())))
 }
 
-/// Submits all jobs or none: those before one that is refused are cancelled.
+/// Submits all jobs or none: those before one that is refused are cancelled. One whose answer is lost is asked for again.
 ///
 /// # Errors
 /// Exit status 2 for a job that the server refuses; it cannot be reached.
@@ -204,32 +206,41 @@ pub(crate) async fn submit(
 ) -> anyhow::Result<Submitted> {
     let mut jobs: Vec<Job> = Vec::new();
     for document in documents {
-        match api.post(route, document).await {
+        match api.post_once(route, document).await {
             Ok(job) => jobs.push(job),
-            Err(error) if jobs.is_empty() => return Err(error),
             Err(error) => {
-                let mut left = Vec::new();
-                for job in &jobs {
-                    let cancelled: anyhow::Result<Value> =
-                        api.post(&format!("/jobs/{}/cancel", job.id), &json!({})).await;
-                    if cancelled.is_err() {
-                        left.push(job.id.as_str());
-                    }
-                }
-                let done = if left.is_empty() {
-                    "are cancelled".into()
-                } else {
-                    format!("are not all cancelled: {}", left.join(" "))
-                };
-                return Err(error.context(format!(
-                    "{} of {} jobs were submitted and {done}",
-                    jobs.len(),
-                    documents.len()
-                )));
+                let done = take_back(api, &tag, &jobs).await;
+                return Err(match (jobs.len(), error.is::<WrongRequest>()) {
+                    // None was there to be cancelled.
+                    (0, true) => error,
+                    (there, _) => error
+                        .context(format!("{there} of {} jobs were submitted and {done}", documents.len())),
+                });
             }
         }
     }
     Ok(Submitted { tag, jobs })
+}
+
+/// Cancels the sweep's jobs, also one of which the server has told nothing; what came of it.
+async fn take_back(api: &Api, tag: &str, jobs: &[Job]) -> String {
+    let tagged = api.all("/jobs", "jobs", &[("tag", tag.to_owned())], None).await;
+    let text = |job: &Value| job.get("id").and_then(Value::as_str).map(str::to_owned);
+    let mut ids: BTreeSet<_> = jobs.iter().map(|job| job.id.to_string()).collect();
+    let is_known = tagged.is_ok();
+    ids.extend(tagged.unwrap_or_default().iter().filter_map(text));
+    let mut left = Vec::new();
+    for id in ids {
+        let cancelled: anyhow::Result<Value> = api.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
+        if cancelled.is_err() {
+            left.push(id);
+        }
+    }
+    match (left.is_empty(), is_known) {
+        (true, true) => "are cancelled".into(),
+        (true, false) => format!("are cancelled, unless one more has the tag {tag}"),
+        (false, _) => format!("are not all cancelled: {}, and others with the tag {tag}", left.join(" ")),
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! `lockstep watch`: a job's progress, live.
 
 use super::{
-    api::{Api, ServerArgs},
+    api::{Api, PATIENCE, ServerArgs},
     block_on, output, sentence, wrong,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -28,8 +28,6 @@ pub(crate) struct Args {
 const LINE_EVERY: Duration = Duration::from_secs(2);
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
-/// How long a server may be away before watching it is given up.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Watches a job.
 ///

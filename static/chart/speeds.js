@@ -1,20 +1,35 @@
 // Step times as speeds. A bucket's speed is its pictures over its time, as the job's own is (protocol/src/throughput.rs): a mean
 // of the speeds of its steps would be another, higher number.
 
-function speeds(segment, pictures) {
-  const speed = (ms) => pictures * 1000 / ms, column = (name) => segment[name].subarray(0, segment.length).map(speed);
+function speeds(segment, until) {
+  const { length, steps, counts } = segment;
+  // Pictures of a step, by bucket: the last step of an epoch may have fewer than the others.
+  const apiece = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
+  const column = (name) => segment[name].subarray(0, length).map((ms, i) => apiece[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
     of: segment,
-    mean: column("mean"), min: column("max"), max: column("min"), lastValue: speed(segment.lastValue), smooth: (factor) => segment.smooth(factor).map(speed),
+    mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastStep) - until(segment.lastStep - 1)) * 1000 / segment.lastValue,
+    // Pictures are smoothed as their times are, so that an epoch's last step is no slower than it was.
+    smooth: (factor) => { const per = smoothed(apiece, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => per[i] * 1000 / ms); },
+  });
+}
+
+/** As `Segment.smooth`, of other values of the same buckets; where these have gaps. */
+function smoothed(values, { mean, counts }, factor) {
+  let sum = 0, weight = 0;
+  return values.map((v, i) => {
+    const keep = factor ** counts[i], gap = !Number.isFinite(mean[i]);
+    [sum, weight] = gap ? [sum, weight] : [sum * keep + v * (1 - keep), weight * keep + (1 - keep)];
+    return gap ? NaN : sum / weight;
   });
 }
 
 export class Speeds {
-  /** `base`: a series of `step_ms`. `pictures`: of one step, over all ranks. */
-  constructor(base, pictures) { Object.assign(this, { base, pictures, rank: null }); }
+  /** `base`: a series of `step_ms`. `until(n)`: pictures of the steps 1 to n, over all ranks. */
+  constructor(base, until) { Object.assign(this, { base, until, rank: null }); }
 
-  get segments() { return this.base.segments.map((segment) => speeds(segment, this.pictures)); }
+  get segments() { return this.base.segments.map((segment) => speeds(segment, this.until)); }
 
   /** The same of another part of the run. */
-  over(base) { return new Speeds(base, this.pictures); }
+  over(base) { return new Speeds(base, this.until); }
 }

@@ -36,29 +36,7 @@ export class View extends EventTarget {
 
   /** Places of a segment's buckets on the axis. */
   places(segment) {
-    return this.axis === "time" ? this.#times(segment) : segment.steps;
-  }
-
-  /** Seconds of training before each bucket's end: `step_ms` summed, over earlier attempts too. */
-  #times(segment) {
-    const out = new Float64Array(segment.length);
-    const clock = this.clock();
-    let start = 0;
-    for (const c of clock.segments) {
-      if (c.attempt < segment.attempt) { start += total(c); continue; }
-      if (c.attempt > segment.attempt) break;
-      let i = 0, at = start, step = c.length ? c.steps[0] - c.counts[0] : 0, pace = c.length ? c.mean[0] : 0;
-      for (let k = 0; k < segment.length; k++) {
-        while (i < c.length && c.steps[i] <= segment.steps[k]) {
-          if (Number.isFinite(c.mean[i])) pace = c.mean[i];
-          at += (c.steps[i] - step) * pace / 1000;
-          step = c.steps[i++];
-        }
-        out[k] = at + Math.max(0, segment.steps[k] - step) * pace / 1000;
-      }
-      return out;
-    }
-    return out.fill(start);
+    return this.axis === "time" ? times(segment, this.clock()) : segment.steps;
   }
 
   /** The step at a place on the axis, as near as the clock knows. */
@@ -76,6 +54,27 @@ export class View extends EventTarget {
     }
     return step;
   }
+}
+
+/** Seconds of training before each bucket's end: `step_ms` summed, over earlier attempts too. `clock`: the series of `step_ms` of rank 0. */
+export function times(segment, clock) {
+  const out = new Float64Array(segment.length);
+  let start = 0;
+  for (const c of clock.segments) {
+    if (c.attempt < segment.attempt) { start += total(c); continue; }
+    if (c.attempt > segment.attempt) break;
+    let i = 0, at = start, step = c.length ? c.steps[0] - c.counts[0] : 0, pace = c.length ? c.mean[0] : 0;
+    for (let k = 0; k < segment.length; k++) {
+      while (i < c.length && c.steps[i] <= segment.steps[k]) {
+        if (Number.isFinite(c.mean[i])) pace = c.mean[i];
+        at += (c.steps[i] - step) * pace / 1000;
+        step = c.steps[i++];
+      }
+      out[k] = at + Math.max(0, segment.steps[k] - step) * pace / 1000;
+    }
+    return out;
+  }
+  return out.fill(start);
 }
 
 function total(segment) {

@@ -2,13 +2,14 @@
 // lowest and the highest.
 
 import { clock, count, percent, rate, value } from "../numbers.js";
+import { serverNow } from "../page.js";
 import { written } from "../settings.js";
 import { settings } from "./names.js";
-import { took } from "./tables.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
+const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date(serverNow()).toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
 /** Key in the address, name, value of a job, how it is written. */
-const RESULTS = [
+export const RESULTS = [
   ["loss", "loss", (j) => j.last.loss, value], ["val_loss", "val. loss", (j) => j.last.val_loss, value], ["accuracy", "accuracy", (j) => j.last.accuracy, percent],
   ["val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent], ["best", "best accuracy", (j) => j.best?.value, percent],
   ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "time", took, clock],

@@ -1,7 +1,7 @@
 // A chart for each chosen metric, with a line a job (the mean over its ranks) or a line and a band a group of jobs.
 
 import { titleOf } from "./names.js";
-import { ask, byId, serverNow, text } from "../page.js";
+import { ask, byId, text } from "../page.js";
 import { cut, middle } from "../cut.js";
 import { bytes, clock, count, millis, percent, rate, value } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
@@ -9,7 +9,7 @@ import { saveMenu, tools } from "../chart/export.js";
 import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
-import { View } from "../chart/view.js";
+import { times, View } from "../chart/view.js";
 import { pictures } from "../job/facts.js";
 import { groups, mean } from "./grouped.js";
 
@@ -30,6 +30,8 @@ export const METRICS = {
 const EACH = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"]);
 /** A ring at every value: measured now and then. */
 const RINGS = /^val_/;
+/** What times are told by: rank 0's `step_ms`, as on a job's own page. */
+const CLOCK = "clock";
 
 export class Curves {
   metrics = [];
@@ -40,6 +42,8 @@ export class Curves {
   #known = new Map();
   #charts = new Map();
   #means = new Map();
+  /** By job, how often there was more than had been read. */
+  #news = new Map();
   #asked = 0;
   #scale = "linear";
   #smoothing = 0;
@@ -93,7 +97,7 @@ export class Curves {
   /** The mean of a group, computed anew when what it is of has changed. */
   #mean(id, metric, jobs) {
     const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
-    const now = `${this.axis}:${this.band}:${jobs.map((job) => this.#known.get(`${job.id}:${metric}`)?.read ?? 0)}`;
+    const now = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
     if (known?.now === now) return known.series;
     const series = mean(parts, (segment) => this.#places(segment), this.band);
     this.#means.set(key, { now, series });
@@ -101,7 +105,7 @@ export class Curves {
   }
 
   /** There are newer points of a job than those that were read. */
-  changed(id) { for (const [key, known] of this.#known) if (key.startsWith(`${id}:`)) known.stale = true; }
+  changed(id) { this.#news.set(id, (this.#news.get(id) ?? 0) + 1); }
 
   #places(segment) {
     if (this.axis === "step") return segment.steps;
@@ -109,9 +113,8 @@ export class Curves {
     const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.of ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
     if (!job) return segment.steps;
     if (this.axis === "epoch") return segment.steps.map((s) => s / (job.steps_per_epoch || 1));
-    // Time as the whole run took it: steps are as long as each other, near enough to compare by.
-    const secs = job.started_at ? (Date.parse(job.finished_at ?? new Date(serverNow()).toISOString()) - Date.parse(job.started_at)) / 1000 : 0;
-    return segment.steps.map((s) => s * secs / Math.max(1, job.step));
+    // Of its own attempts: neither pauses nor the steps of a fork's parent took it any time.
+    return times(segment, this.#series(job, CLOCK));
   }
 
   setMetrics(metrics) {
@@ -121,7 +124,7 @@ export class Curves {
     byId("curves").dataset.charts = String(metrics.length);
   }
 
-  setAxis(axis) { this.axis = axis; this.view.axis = axis === "time" ? "time" : "step"; this.view.setZoom(null); this.invalidate(); }
+  setAxis(axis) { this.axis = axis; this.view.axis = axis === "time" ? "time" : "step"; this.view.setZoom(null); this.invalidate(); if (axis === "time" && this.jobs().length) this.draw(); }
   setScale(scale) { this.#scale = scale; for (const chart of this.#charts.values()) chart.scale = scale; this.invalidate(); }
   setSmoothing(factor) { this.#smoothing = factor; for (const chart of this.#charts.values()) chart.smoothing = factor; this.invalidate(); }
   setGroups(by, band) { Object.assign(this, { groupBy: by, band }); this.#means.clear(); this.#legend(); this.invalidate(); }
@@ -130,23 +133,26 @@ export class Curves {
   async draw() {
     const mine = ++this.#asked;
     this.#legend();
-    await Promise.all(this.metrics.flatMap((metric) => this.jobs().map((job) => this.#read(job, metric))));
+    const wanted = this.axis === "time" ? [...this.metrics, CLOCK] : this.metrics;
+    await Promise.all(wanted.flatMap((metric) => this.jobs().map((job) => this.#read(job, metric))));
     this.#legend();
     if (mine === this.#asked) this.invalidate();
   }
 
   async #read(job, metric) {
-    const key = `${job.id}:${metric}`, known = this.#known.get(key), chart = this.#charts.get(metric);
-    if ((known && !known.stale) || !chart) return;
-    const speeds = metric === "images_per_second";
-    const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${speeds ? "step_ms" : metric}${speeds ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
-    if (!answer) return;
+    const key = `${job.id}:${metric}`, known = this.#known.get(key), chart = metric === CLOCK ? this.chart : this.#charts.get(metric);
+    // What comes while it is read may not be in the answer.
+    const news = this.#news.get(job.id) ?? 0;
+    if (known?.news === news || !chart) return;
+    const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
+    const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : metric}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
+    if (!answer || this.#known.get(key)?.news > news) return;
     const each = EACH.has(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
     const attempts = Map.groupBy(answer.series, (s) => s.attempt);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
       if (each) series.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps); else series.load(attempt, ranks[0], answer.exact, answer.bucket_steps);
     }
-    this.#known.set(key, { job: job.id, read: (known?.read ?? 0) + 1, series: speeds ? new Speeds(series, pictures(job)) : series });
+    this.#known.set(key, { job: job.id, news, read: (known?.read ?? 0) + 1, series: speeds ? new Speeds(series, pictures(job)) : series });
   }
 
   #legend() {

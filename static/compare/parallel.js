@@ -1,6 +1,7 @@
 // Parallel coordinates: an axis for every setting that differs and for what came of it, a line a job. Dragging along an axis
 // selects the jobs that cross it there.
 
+import { text } from "../page.js";
 import { titleOf } from "./names.js";
 import { columns } from "./columns.js";
 
@@ -22,7 +23,7 @@ export class Parallel {
   #drag = null;
 
   constructor(root, jobs, colour, selection) {
-    Object.assign(this, { root, jobs, colour, selection });
+    Object.assign(this, { root, jobs, colour, selection, note: root.closest(".card").querySelector(".card-head .small") });
     new ResizeObserver(() => { if (this.jobs().length) this.draw(); }).observe(root);
     selection.addEventListener("change", () => { if (this.jobs().length) this.draw(); });
     root.addEventListener("pointerdown", (event) => this.#begin(event));
@@ -97,6 +98,10 @@ export class Parallel {
       }));
     });
     this.root.replaceChildren(svg);
+    // On a phone a scroll bar is not shown until it is used.
+    const more = width > this.root.clientWidth + 1;
+    this.root.parentElement.classList.toggle("more-beside", more);
+    text(this.note, `one line a job; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);
     if (focused) [...svg.querySelectorAll("[data-axis]")].find((node) => node.dataset.axis === focused)?.focus({ preventScroll: true });
   }
 }

@@ -1,19 +1,16 @@
 // Results to sort by, and settings side by side.
 
 import { settings, titleOf } from "./names.js";
-import { byId, serverNow, text } from "../page.js";
+import { RESULTS } from "./columns.js";
+import { byId, text } from "../page.js";
 import { cut } from "../cut.js";
-import { clock, count, percent, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { written } from "../settings.js";
 
-export const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date(serverNow()).toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
 /** Name, number to sort by, how it is written. */
-const COLUMNS = [
-  ["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v],
-  ["loss", (j) => j.last.loss ?? NaN, value], ["val. accuracy", (j) => j.last.val_accuracy ?? NaN, percent], ["best accuracy", (j) => j.best?.value ?? NaN, percent],
-  ["images/s", (j) => j.images_per_second ?? NaN, rate], ["steps", (j) => j.step, count], ["time", took, clock],
-];
+const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
+/** What is newest is not final yet. */
+const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
 
 export class Tables {
   #all = false;
@@ -41,7 +38,7 @@ export class Tables {
   }
 
   #results() {
-    const [key, way] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(([name]) => name === key) ?? COLUMNS[4];
+    const [key, way] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(([name]) => name === key) ?? COLUMNS.find(([name]) => name === "best accuracy");
     const order = this.jobs().toSorted((a, b) => {
       const [x, y] = [column[1](a), column[1](b)];
       if (typeof x === "string") return x.localeCompare(y) * (way === "up" ? 1 : -1);
@@ -70,8 +67,8 @@ export class Tables {
         if (i > 1) cell.className = "num";
         if (!i) cell.append(this.#swatch(job)); else text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : words(v));
         if (typeof v === "number") cell.title = String(v);
-        // What is newest is not final yet.
-        if (["loss", "val. accuracy"].includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(Object.assign(document.createElement("small"), { className: "muted", textContent: " so far" }));
+        cell.dataset.column = name;
+        if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(Object.assign(document.createElement("small"), { className: "muted", textContent: " so far" }));
         row.append(cell);
       });
       const cell = document.createElement("td"), button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "Leave out" });

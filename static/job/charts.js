@@ -10,7 +10,7 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { View } from "../chart/view.js";
 import { pictures } from "./facts.js";
-import { ALL, GROUPS, MACHINE, OTHERS, quantity, short, shortPercent } from "./names.js";
+import { ALL, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
 /** Between two questions while the reader turns a wheel; the first is asked at once. */
@@ -26,14 +26,14 @@ export class Charts {
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
     // Nothing is drawn twice: drawing waits until their history is here.
-    const xName = () => ({ epoch: "epoch", time: "training time" }[view.axis] ?? "optimizer step"), empty = () => this.#empty();
+    const xName = () => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[view.axis] ?? "optimizer step"), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
     const of = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", yName: () => "loss (cross-entropy)", format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), of(shown)) }),
+      loss: make("loss", { label: "Loss of each rank", yName: () => named("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), of(shown)) }),
       accuracy: make("accuracy", {
-        label: "Accuracy in training and validation", yName: () => "accuracy (%)", format: percent, limits: [0, 1], tick: shortPercent,
+        label: "Accuracy in training and validation", yName: () => named("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
@@ -41,14 +41,14 @@ export class Charts {
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: make("speed", {
-        label: "Images a second, of all ranks", yName: () => "images/s", format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
+        label: "Images a second, of all ranks", yName: () => named("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", yName: () => OTHERS[this.other][0].toLowerCase(), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
+      lr: make("lr", { label: "Another metric", yName: () => named(this.other), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const [label, format] = OTHERS[name];
-      this.all[name] = make(name, { label, yName: () => label.toLowerCase(), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
+      this.all[name] = make(name, { label, yName: () => named(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
     }
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());
@@ -133,9 +133,10 @@ export class Charts {
 
   /** A line a machine, by the rank that reports it. */
   #perMachine(name) {
-    const { metrics } = this;
-    const reporting = metrics.ranksOf(name);
-    return reporting.map((rank) => ({ label: reporting.length > 1 ? `machine of rank ${rank}` : "machine", colour: colourOf(rank), series: metrics.of(name, rank) }));
+    const { metrics } = this, { agents } = this.job(), reporting = metrics.ranksOf(name);
+    // Machines are told in the order of their ranks. Of attempts on other machines, only the rank is known.
+    const machine = (i, rank) => (agents.length === reporting.length ? agents[i] : reporting.length > 1 ? `machine of rank ${rank}` : "machine");
+    return reporting.map((rank, i) => ({ label: machine(i, rank), colour: colourOf(rank), series: metrics.of(name, rank) }));
   }
 
   /** What a panel draws. `lines`: `mean` or `ranks`. */

@@ -23,7 +23,7 @@ export class Classify {
     const all = this.checkpoints.sorted, wanted = this.choice.value || all.find((c) => c.best)?.id;
     this.choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === wanted)));
     this.choice.disabled = byId("classify-files").disabled = !all.length;
-    if (!all.length) text(byId("classify-status"), "No checkpoint yet. Pictures can be classified as soon as there is one.");
+    if (!all.length) text(byId("classify-status"), "No checkpoint yet. Classes can be predicted as soon as there is one.");
   }
 
   choose(id) { this.choice.value = id; }
@@ -31,7 +31,7 @@ export class Classify {
   async #send(files) {
     const status = byId("classify-status");
     if (!files.length) return;
-    text(status, `Classifying ${plural(files.length, "picture")} …`);
+    text(status, `Predicting ${plural(files.length, "picture")} …`);
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {

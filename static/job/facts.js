@@ -9,10 +9,14 @@ const QUIET_MS = 15_000;
 
 export const isFinal = (state) => FINAL.includes(state);
 
-/** Pictures of one step over all ranks. */
+/** Pictures of the steps 1 to `n`, over all ranks, as a function: `pictures_until` of protocol/src/throughput.rs. */
 export function pictures({ batch, spec: { train, parallel } }) {
-  if (batch) return batch.global_batch_size;
-  return train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : (train.batch_size ?? 32) * train.accumulate * parallel.ranks;
+  const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : (train.batch_size ?? 32) * train.accumulate * parallel.ranks);
+  const epoch = batch?.epoch_samples;
+  if (!epoch || !whole) return (n) => n * whole;
+  // The last step of an epoch has what is left over.
+  const steps = Math.ceil(epoch / whole);
+  return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
 }
 
 export class Facts {

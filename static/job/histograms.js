@@ -32,6 +32,8 @@ export class Histograms {
   #timer = 0;
   #asked = 0;
   #step = null;
+  /** Something came while the panel was not shown. */
+  #behind = false;
   /** The newest step is what the reader looks at. */
   follows = true;
   kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
@@ -58,8 +60,16 @@ export class Histograms {
 
   /** The server has another step. */
   more() {
-    if (!this.#opened || byId("histograms-panel").hidden) return;
+    if (!this.#opened) return;
+    if (byId("histograms-panel").hidden) { this.#behind = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, AGAIN_MS);
+  }
+
+  /** The panel is looked at again: it has what came while it was not. */
+  again() {
+    if (!this.#behind) return;
+    this.#behind = false;
+    this.#load();
   }
 
   #choose(layer) {

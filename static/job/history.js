@@ -9,7 +9,7 @@ const short = (id) => id.slice(id.indexOf("-") + 1);
 const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
 
 /** Title and further words of an entry. */
-function told(entry) {
+function described(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
     case "forked": return ["Forked", from(entry.checkpoint)];
@@ -28,7 +28,7 @@ function ended({ reason, rank, step, state, next_checkpoint }) {
   if (reason) parts.push(reason.words);
   if (rank != null && !reason?.words.includes(`rank ${rank}`)) parts.push(`rank ${rank}`);
   if (step != null && !reason?.words.includes(`step ${step}`)) parts.push(`${state === "succeeded" ? "after" : "at"} step ${count(step)}`);
-  if (next_checkpoint) parts.push(`the next attempt went on from ${short(next_checkpoint)}`);
+  if (next_checkpoint) parts.push(`the next attempt continued from ${short(next_checkpoint)}`);
   return parts.join("; ");
 }
 
@@ -46,6 +46,11 @@ export class History {
   /** After a change of the job's state. */
   async load() {
     const mine = ++this.#asked, history = await ask(`/api/v1/jobs/${this.job}/history`);
+    for (let next = history.next_cursor; next && mine === this.#asked;) {
+      const more = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(next)}`);
+      history.entries.push(...more.entries);
+      next = more.next_cursor;
+    }
     if (mine !== this.#asked) return;
     this.#seen = true;
     this.queue = history.queue;
@@ -58,10 +63,10 @@ export class History {
   get known() { return this.#seen; }
 
   #relatives({ parent, forks }) {
-    const box = byId("lineage"), relative = ({ job, name, state, checkpoint }) => {
+    const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
-        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: from(checkpoint) }));
+        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? moment(at) : "");
     };
     box.hidden = !parent && !forks.length;
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
@@ -72,13 +77,18 @@ export class History {
   }
 }
 
+function moment(at) {
+  const day = new Date(at), today = day.toDateString() === new Date().toDateString();
+  return make("time", { dateTime: at, title: at, textContent: `${today ? "" : `${day.toLocaleDateString()} `}${timeOfDay(at).slice(0, 8)}` });
+}
+
 function row(entry, i, all) {
-  const [title, words] = told(entry), at = new Date(entry.at), line = make("li", {});
+  const [title, words] = described(entry), at = new Date(entry.at), line = make("li", {});
   line.dataset.what = entry.what;
   if (entry.attempt) line.dataset.attempt = entry.attempt;
   if (entry.state) line.dataset.state = entry.state;
   if (entry.reason) line.dataset.code = entry.reason.code;
-  const today = at.toDateString() === new Date().toDateString(), time = make("time", { dateTime: entry.at, title: entry.at, textContent: `${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(entry.at).slice(0, 8)}` });
+  const time = moment(entry.at);
   const what = make("div", {}, make("b", { textContent: title }));
   if (entry.who) what.append(make("span", { className: "small", textContent: ` by ${entry.who}` }));
   if (entry.what === "ended") {

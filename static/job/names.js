@@ -50,6 +50,26 @@ export function quantity(name) {
   return name.endsWith("_bytes_per_second") ? "bytes/s" : "bytes";
 }
 
+const UNITS = {
+  loss: "cross-entropy", accuracy: "%", "gradient norm": "L2", time: "ms", utilisation: "%", power: "W", temperature: "°C", "bytes/s": "bytes/s", bytes: "bytes",
+};
+const withUnit = (words, of) => (UNITS[of] && UNITS[of] !== words ? `${words} (${UNITS[of]})` : words);
+
+/** A metric as the name of an axis, with its unit: `step time (ms)`. */
+export function named(name) {
+  const [label] = ALL[name], words = /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
+  return withUnit(words, quantity(name));
+}
+
+/** The axes of a chart of several metrics, each by its metric, or by what all of its metrics measure. */
+export function axesNamed(names) {
+  const sides = [...new Set(names.map(quantity))];
+  return sides.map((side, i) => {
+    const own = names.filter((name) => quantity(name) === side);
+    return `${own.length === 1 ? named(own[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
+  }).join(" · ");
+}
+
 /** What one of the numbers that people write is on the axis of a metric: accuracies and utilisations are written in percent. */
 export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 

@@ -20,13 +20,16 @@ export class PanelForm {
       line.className = "inline";
       line.append(Object.assign(document.createElement("input"), { type: "checkbox", value: name }), label);
     }
+    field("smoothing").addEventListener("input", () => this.#tellSmoothing());
   }
+
+  #tellSmoothing() { text(field("smoothing-value"), Number(field("smoothing").value) ? field("smoothing").value : "off"); }
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
   /** Asks for a panel; `put(panel)` stores it, null removes it, and what it answers gets the focus. */
   open(panel, put) {
-    const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false };
+    const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
     text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
     text(field("error"), "");
     field("remove").hidden = !panel;
@@ -38,7 +41,10 @@ export class PanelForm {
     for (const group of field("metrics").querySelectorAll("fieldset")) group.hidden = ![...group.querySelectorAll("label")].some((line) => !line.hidden);
     field("lines").value = now.lines;
     field("scale").value = now.log ? "log" : "lin";
-    field("smoothing").value = String(now.smoothing);
+    // Stored as a float of 32 bits.
+    field("smoothing").value = String(Number(now.smoothing.toPrecision(6)));
+    this.#tellSmoothing();
+    field("robust").checked = now.robust;
     for (const end of ["min", "max"]) field(end).value = now[`y_${end}`] === undefined ? "" : Number((now[`y_${end}`] / unitOf(now.metrics[0])).toPrecision(12));
     field("columns").value = String(now.columns);
     field("rows").value = String(now.rows);
@@ -72,7 +78,7 @@ export class PanelForm {
     const title = field("name").value.trim() || metrics.map((name) => ALL[name][0]).join(", ").slice(0, 80).trim();
     return {
       title, metrics, lines: field("lines").value, columns: Number(field("columns").value), rows: Number(field("rows").value),
-      smoothing: Number(field("smoothing").value), log: field("scale").value === "log", ...ends,
+      smoothing: Number(field("smoothing").value), robust: field("robust").checked, log: field("scale").value === "log", ...ends,
     };
   }
 }

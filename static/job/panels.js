@@ -5,7 +5,7 @@ import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { PanelForm, said as problem } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
-import { ALL, axisOf, quantity } from "./names.js";
+import { ALL, axesNamed, axisOf, quantity } from "./names.js";
 
 /** As in protocol/src/limits.rs. */
 const MOST = 24;
@@ -72,11 +72,13 @@ export class Panels {
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.draw(root, {
-      label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => sides.join(" · "), layers: () => this.charts.panelLayers(panel),
+      label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesNamed(panel.metrics), layers: () => this.charts.panelLayers(panel),
       onNote: (words) => note(said, words),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";
+    chart.robust = panel.robust;
+    if (chart.second) chart.second.robust = panel.robust;
     chart.ends = [panel.y_min ?? null, panel.y_max ?? null];
     chart.marks = this.charts.all.loss.marks;
     this.charts.all[key] = chart;

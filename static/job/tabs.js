@@ -6,9 +6,9 @@ import { read, write } from "../address.js";
 export class Tabs {
   #opened = new Set();
 
-  /** `opened`: by panel's name, what is to be done when it is first opened. */
-  constructor(opened) {
-    this.opened = opened;
+  /** `opened`: by panel's name, what is to be done when it is first opened; `again`: each time after that. */
+  constructor(opened, again = {}) {
+    Object.assign(this, { opened, again });
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => this.show(tab.dataset.tab));
@@ -48,7 +48,7 @@ export class Tabs {
     }
     byId("log-controls").hidden = name !== "log";
     write({ tab: name === "log" ? "" : name });
-    if (this.#opened.has(name)) return;
+    if (this.#opened.has(name)) return void this.again[name]?.();
     this.#opened.add(name);
     this.opened[name]?.();
   }

@@ -1,19 +1,24 @@
 // The columns of the list: its own, and any setting, metric or tag. What is chosen stands in the address and is kept for the
 // next visit.
 
-import { byId } from "../page.js";
-import { count, percent, value } from "../numbers.js";
-import { flat, setting, written } from "../settings.js";
+import { count, rate } from "../numbers.js";
+import { ask, byId, Problem, sentence, text } from "../page.js";
+import { dotted, flat, setting, written } from "../settings.js";
+import { ALL } from "../job/names.js";
+import { readMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
 /** Name in the address, label. */
 const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
+/** Every metric that a job reports, the newest value, and what else a job has. */
 const METRICS = {
-  val_loss: ["Validation loss", (j) => j.last.val_loss, value], val_accuracy: ["Validation accuracy", (j) => j.last.val_accuracy, percent],
-  accuracy: ["Training accuracy", (j) => j.last.accuracy, percent], lr: ["Learning rate now", (j) => j.last.lr, value],
-  step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
+  ...Object.fromEntries(Object.entries(ALL).map(([name, [words, format]]) => [name, [words, (j) => j.last[name], format]])),
+  accuracy: ["Training accuracy", (j) => j.last.accuracy, ALL.accuracy[1]], lr: ["Learning rate now", (j) => j.last.lr, ALL.lr[1]],
+  images_per_second: ["Images/s", (j) => j.images_per_second, rate], step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
   owner: ["Owner", (j) => j.owner, String], project: ["Project", (j) => j.project, String],
 };
+/** In every answer. */
+const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
 /** More would be a page of its own. */
 const MOST = 12;
 const KEPT = "columns";
@@ -25,6 +30,8 @@ const keep = (words) => { try { if (words === USUAL) localStorage.removeItem(KEP
 
 export class Columns {
   #extra = [];
+  /** Metrics that jobs were read with. */
+  #read = [];
 
   /** `refill()`: writes every row again. `known()`: jobs and tags that there are, for what is offered. */
   constructor({ refill, known }) {
@@ -39,10 +46,18 @@ export class Columns {
       boxes.append(line);
     }
     const add = byId("column-add");
-    byId("column-form").addEventListener("submit", (event) => {
+    this.error = Object.assign(document.createElement("p"), { className: "error" });
+    this.error.setAttribute("role", "alert");
+    byId("column-form").after(this.error);
+    byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
-      const key = add.value.trim();
-      if (!key || this.#extra.includes(key) || this.#extra.length >= MOST) return;
+      const [job] = this.known().jobs, words = add.value.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? dotted(job.spec, words) : words;
+      text(this.error, "");
+      if (!key || this.#extra.includes(key)) return;
+      if (this.#extra.length >= MOST) return text(this.error, `There are ${MOST} columns; remove one first.`);
+      const wrong = await mistake(key);
+      if (wrong) return text(this.error, wrong);
+      if (this.#extra.includes(key)) return;
       this.#extra.push(key);
       add.value = "";
       this.#choose();
@@ -99,7 +114,11 @@ export class Columns {
       button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
       return button;
     }));
-    this.refill();
+    const wanted = this.#extra.filter((key) => key in ALL && !ALWAYS.includes(key)), more = wanted.some((name) => !this.#read.includes(name));
+    this.#read = wanted;
+    readMetrics(wanted);
+    this.refill(more && this.drawn);
+    this.drawn = true;
   }
 
   /** The cells of a row that are not the list's own. */
@@ -128,6 +147,14 @@ export class Columns {
     for (const job of jobs.slice(0, 50)) for (const [key] of flat(job.spec)) if (key !== "name") keys.add(key);
     for (const tag of tags) keys.add(`tag:${tag}`);
     byId("column-keys").replaceChildren(...[...keys].map((key) => Object.assign(document.createElement("option"), { value: key, label: METRICS[key]?.[0] ?? "" })));
+  }
+}
+
+/** What is wrong with the key of a column: the server knows every setting. */
+async function mistake(key) {
+  if (key in METRICS || key.startsWith("tag:")) return "";
+  try { await ask(`/api/v1/jobs?limit=1&fields=id&sort=${encodeURIComponent(`spec.${key}`)}`); return ""; } catch (error) {
+    return error instanceof Problem && error.status === 400 ? `There is no metric “${key}” either. ${error.message}` : sentence(error);
   }
 }
 

@@ -2,9 +2,10 @@
 // jobs stand below it once it is opened. What is open stands in the address.
 
 import { ask, Problem, serverNow, text } from "../page.js";
-import { age, count, percent, plural, rate, value } from "../numbers.js";
+import { ALL } from "../job/names.js";
+import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
-import { filter, parameters } from "./query.js";
+import { alsoRead, filter, parameters } from "./query.js";
 import { groupedBy, inWords, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
@@ -12,9 +13,9 @@ import { order } from "./sort.js";
 /** Groups and jobs read at a time; groups that may be open; how often they are read again while jobs change. */
 const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000;
 /** Columns of the list, and how a mean of theirs is written. */
-const WRITTEN = { loss: value, best: percent, speed: rate, val_loss: value, val_accuracy: percent, accuracy: percent, lr: value };
+const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
-const NUMBERS = ["val_loss", "val_accuracy", "accuracy", "lr", "step", "epoch", "attempt", "ranks"];
+const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
 /** Orders of the list that groups have no mean for. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
@@ -204,7 +205,7 @@ export class Groups {
   /** The jobs of a group: its first ones again, or those behind them. */
   async #openJobs(one, further) {
     const limit = further ? JOBS : Math.min(MOST, Math.max(JOBS, one.rows.length));
-    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit]]);
+    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
     if (further) given.set("cursor", one.cursor);
     one.toggle.setAttribute("aria-expanded", "true");
     const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
@@ -251,6 +252,11 @@ export class Groups {
       }
     }
     this.readSoon();
+  }
+
+  /** Writes the rows of a job again. */
+  again(job) {
+    for (const { rows } of this.#shown.values()) for (const row of rows) if (row.dataset.id === job.id) this.fill(row, job);
   }
 
   readSoon() {

@@ -1,5 +1,5 @@
-// What narrows the list in addition to states and the search: conditions on settings, days, and what a link brought. Each is shown as a
-// chip that takes it away.
+// What narrows the list in addition to states and the search: conditions on settings, project, tags, owner, days, and what a link brought.
+// Each is shown as a chip that takes it away.
 
 import { ask, byId, text } from "../page.js";
 import { read } from "../address.js";
@@ -8,6 +8,8 @@ import { condition, filter } from "./query.js";
 
 /** As in server/src/handlers/jobs/conditions.rs. */
 const MOST = 10;
+/** As many as a job may have: protocol/src/labels.rs. */
+const MOST_TAGS = 20;
 
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 /** A field of a menu with its label above it. */
@@ -38,14 +40,14 @@ export class Narrow {
   /** `change(values)`: writes values into the address and reads the list again. */
   constructor(change, keys) {
     this.change = change;
-    const input = make("input", { id: "condition", placeholder: "train.lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
+    const input = make("input", { id: "condition", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
     input.setAttribute("list", "condition-keys");
     const list = make("datalist", { id: "condition-keys" });
     const form = make("form", {}, field("A setting: = != < <= > >=", input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const found = condition(input.value), { conditions } = filter();
-      if (!found?.value) return text(error, "Write a setting, a sign and a value, such as train.lr > 0.1.");
+      if (!found?.value) return text(error, "Write a setting, a sign and a value, such as lr > 0.1.");
       if (found.value.includes(",")) return text(error, "A value has no comma.");
       if (conditions.length >= MOST) return text(error, `There are ${MOST} conditions; remove one first.`);
       text(error, "");
@@ -56,15 +58,22 @@ export class Narrow {
     this.to = make("input", { type: "date", id: "to-day" });
     this.from.addEventListener("change", () => change({ created_after: begins(this.from.value, 0) }));
     this.to.addEventListener("change", () => change({ created_before: begins(this.to.value, 1) }));
-    this.owner = make("select", { id: "owner" });
-    this.owner.addEventListener("change", () => change({ owner: this.owner.value }));
-    this.#owners([]);
-    this.menu = menu("Filter", "narrow", form, list, error, field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
+    const select = (id, chosen) => {
+      const node = make("select", { id });
+      node.addEventListener("change", () => chosen(node.value));
+      return node;
+    };
+    this.owner = select("owner", (owner) => change({ owner }));
+    this.project = select("project", (project) => change({ project }));
+    // A tag is one more: those that are chosen are chips.
+    this.tag = select("tag", (tag) => { if (tag) this.addTag(tag); this.#offer("tag", []); });
+    for (const by of ["owner", "project", "tag"]) this.#offer(by, []);
+    this.menu = menu("Filter", "narrow", form, list, error, field("Project", this.project), field("Tag", this.tag), field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
     this.menu.addEventListener("toggle", () => {
       if (!this.menu.open) return;
       list.replaceChildren(...keys().map((value) => make("option", { value })));
-      // Whose jobs there are to see, those with the most first.
-      ask("/api/v1/jobs/groups?by=owner&sort=-jobs&limit=1000").then(({ groups }) => this.#owners(groups), () => {});
+      // What jobs there are to see, those with the most first.
+      for (const by of ["owner", "project", "tag"]) ask(`/api/v1/jobs/groups?by=${by}&sort=-jobs&limit=1000`).then(({ groups }) => { this.known[by] = groups; this.#offer(by, groups); }, () => {});
     });
     this.chips = make("div", { className: "chips", id: "chips", hidden: true });
     document.querySelector(".filter-row").after(this.chips);
@@ -74,21 +83,35 @@ export class Narrow {
     this.draw();
   }
 
-  #owners(groups) {
-    const { owner } = filter(), known = groups.filter(({ values: [name] }) => name !== null).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
-    if (owner && !known.some(({ value }) => value === owner)) known.unshift(new Option(owner, owner));
-    this.owner.replaceChildren(new Option("anybody", ""), ...known);
-    this.owner.value = owner;
+  known = { owner: [], project: [], tag: [] };
+
+  /** What can be chosen, each with how many jobs it has. */
+  #offer(by, groups) {
+    const now = filter(), chosen = by === "tag" ? "" : now[by], any = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
+    const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && now.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
+    if (chosen && !known.some(({ value }) => value === chosen)) known.unshift(new Option(chosen, chosen));
+    this[by].replaceChildren(new Option(any, ""), ...known);
+    this[by].value = chosen;
+  }
+
+  /** Jobs with this tag, too. */
+  addTag(tag) {
+    const { tags } = filter();
+    if (tags.includes(tag)) return;
+    if (tags.length >= MOST_TAGS) return text(this.problem, `There are ${MOST_TAGS} tags; remove one first.`);
+    this.change({ tag: [...tags, tag].join(",") });
   }
 
   draw() {
-    const { conditions, after, before, owner } = filter(), chips = [];
+    const { conditions, after, before, owner, project, tags } = filter(), chips = [];
     const chip = (words, values, what = "filter") => {
       const button = make("button", { type: "button", className: "quiet", textContent: `${words} ×` });
       button.setAttribute("aria-label", `Remove the ${what} ${words}`);
       button.addEventListener("click", () => { this.change(values()); this.menu.querySelector("summary").focus(); });
       chips.push(button);
     };
+    if (project) chip(`project ${project}`, () => ({ project: "" }));
+    for (const tag of tags) chip(`tagged ${tag}`, () => ({ tag: filter().tags.filter((other) => other !== tag).join(",") }));
     if (owner) chip(`of ${owner}`, () => ({ owner: "" }));
     for (const words of conditions) {
       const { key, sign, value } = condition(words) ?? { key: words, sign: "", value: "" };
@@ -101,7 +124,7 @@ export class Narrow {
     if (before) chip(`until ${until(before) || before}`, () => ({ created_before: "" }));
     this.chips.hidden = !chips.length;
     this.chips.replaceChildren(...chips);
-    if (this.owner.value !== owner) this.#owners([]);
+    for (const by of ["owner", "project", "tag"]) this.#offer(by, this.known[by]);
     this.from.value = day(after);
     this.to.value = before ? until(before) : "";
   }

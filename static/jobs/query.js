@@ -52,9 +52,14 @@ export const parameters = ({ states, text, owner, tags, project, conditions, aft
   state: states.join(","), q: text, owner, project, tag: tags.join(","), where: conditions.join(","), created_after: after, created_before: before,
 }).filter(([, v]) => v);
 
+let metrics = "";
+/** Metrics that are asked for, besides those that every answer has: of the columns that are shown. */
+export const readMetrics = (names) => { metrics = names.join(","); };
+export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
+
 /** One part of what matches, after `cursor` (what the part before gave as `next`). */
 export async function part(filter, cursor, limit) {
-  const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit]]);
+  const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...alsoRead()]);
   if (cursor) given.set("cursor", cursor);
   const { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
   return { jobs, next };

@@ -2,6 +2,7 @@
 
 import { byId, note, serverNow, text } from "../page.js";
 import { cut } from "../cut.js";
+import { waits } from "./queue.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
 /** Tags that a row shows, besides how many more there are. */
@@ -26,7 +27,7 @@ export function fill(row, job) {
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
   note(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
-  cut(at("reason"), job.reason ?? "");
+  cut(at("reason"), [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · "));
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
   text(at("progress"), progress(job));

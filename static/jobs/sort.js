@@ -1,6 +1,7 @@
 // The order of the list: a click on a column's head sorts by it, another one turns it round. It stands in the address.
 
 import { read } from "../address.js";
+import { ALL } from "../job/names.js";
 import { setting } from "../settings.js";
 
 /** The order without one in the address. */
@@ -11,35 +12,38 @@ const OWN = {
   "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
 };
 /** Columns that people add and that are sorted by their own name; settings are by `spec.` and theirs. */
-const METRICS = { val_loss: false, val_accuracy: true, accuracy: true, lr: true, step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false };
+const METRICS = {
+  ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
+};
 
 export const order = () => read("sort") || USUAL;
 const VALUES = {
   created: (j) => j.created_at, started: (j) => j.started_at, finished: (j) => j.finished_at, best: (j) => j.best?.value,
-  speed: (j) => j.images_per_second, priority: (j) => j.spec.priority,
+  speed: (j) => j.images_per_second, images_per_second: (j) => j.images_per_second, priority: (j) => j.spec.priority,
 };
 
 /** What a job is sorted by: whether it has changed, and the job with it may have another place. */
 export function key(job) {
   const by = order().replace(/^-/, "");
+  if (by.startsWith("tag:")) return job.tags.includes(by.slice(4));
   const value = by.startsWith("spec.") ? setting(job.spec, by.slice(5)) : VALUES[by] ? VALUES[by](job) : job[by] ?? job.last[by];
-  return value ?? null;
+  return Array.isArray(value) ? value.join() : value ?? null;
 }
 
-/** What a head sorts by and whether the largest come first; none for what has no order: tags, and settings of several values. */
-function sortOf(th, jobs) {
+/** What a head sorts by and whether the largest come first: of a tag those that have it, of settings with several values their text. */
+function sortOf(th) {
   const own = Object.keys(OWN).find((name) => th.classList.contains(name)), extra = th.dataset.key;
   if (own) return OWN[own];
-  if (!extra || extra.startsWith("tag:")) return null;
-  if (extra in METRICS) return [extra, METRICS[extra]];
-  return [...jobs].some((job) => typeof (setting(job.spec, extra) ?? 0) === "object") ? null : [`spec.${extra}`, false];
+  if (!extra) return null;
+  if (extra.startsWith("tag:")) return [extra, true];
+  return extra in METRICS ? [extra, METRICS[extra]] : [`spec.${extra}`, false];
 }
 
 /** Makes a button of every head that jobs can be sorted by. `choose(sort)` is called with the new order. */
-export function drawHeads(row, jobs, choose) {
+export function drawHeads(row, choose) {
   const now = order();
   for (const th of row.cells) {
-    const sort = sortOf(th, jobs);
+    const sort = sortOf(th);
     if (!sort) continue;
     let button = th.querySelector("button");
     if (!button) {

@@ -3,19 +3,19 @@
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/bench/access.mjs [--jobs 1000] [--points 1000000] [--rounds 15]
 //
-// An admin has signed in with a password: of all people, only admins get the page that --no-auth shows. In each round every page is opened once from each server, and the two take turns at being
-// first. Printed are medians, and the ratio of the medians. tests/bench/access.py measures single requests.
+// An admin has signed in with a password, and so has a member: for members the server looks whose everything is, and admins get the page that
+// --no-auth shows. In each round every page is opened once by each, and who is first changes. Printed are medians, and what they are of the
+// median without authentication. tests/bench/access.py measures single requests.
 
 import { cp, mkdtemp } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join as path } from "node:path";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
-import { CHROMIUM, TestServer, until } from "../browser/test-server.mjs";
+import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { join, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
 const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, PART = 500;
-const PASSWORD = "a password of ten letters";
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling"];
 const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
 
@@ -45,16 +45,6 @@ async function fill(server) {
   return id;
 }
 
-/** A browser's context in which an admin has signed in. */
-async function signIn(browser, server) {
-  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
-  if (!server.auth) return context;
-  await server.ask("/people", { name: "ada", role: "admin", password: PASSWORD });
-  const answer = await context.request.post(`${server.url}/login`, { form: { name: "ada", password: PASSWORD }, headers: { origin: server.url }, maxRedirects: 0 });
-  if (answer.status() !== 303) throw new Error(`signing in: ${answer.status()}`);
-  return context;
-}
-
 const painted = (page) => until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
 
 /** What is measured, each in a new tab. */
@@ -75,7 +65,7 @@ const cases = (job) => ({
     return page.evaluate(async () => {
       const start = performance.now();
       let cursor = "";
-      do { cursor = (await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json()).next; } while (cursor);
+      do { cursor = (await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json()).next_cursor; } while (cursor);
       return performance.now() - start;
     });
   },
@@ -105,22 +95,28 @@ try {
     servers.push(await TestServer.open({ dataset: false, agent: false, auth, dir }));
   }
   browser = await chromium.launch({ executablePath: CHROMIUM, args });
+  const [asks, open] = servers;
+  const who = [["an admin", asks, "admin"], ["a member", asks, "member"], ["without", open]];
   const contexts = [];
-  for (const server of servers) contexts.push(await signIn(browser, server));
-  console.log("| what | with | without | ratio | n |\n|---|---|---|---|---|");
+  for (const [, server, role] of who) {
+    contexts.push(await browser.newContext({ viewport: { width: 1440, height: 1000 } }));
+    if (role) await signIn(contexts.at(-1), server, role);
+  }
+  console.log("| what | an admin | a member | without | ratio, admin | ratio, member | n |\n|---|---|---|---|---|---|---|");
   for (const [what, measure] of Object.entries(cases(job))) {
-    const took = [[], []];
+    const took = who.map(() => []);
     for (let round = 0; round <= ROUNDS; round++) {
-      for (const which of round % 2 ? [0, 1] : [1, 0]) {
+      for (let turn = 0; turn < who.length; turn++) {
+        const which = (round + turn) % who.length;
         const page = await contexts[which].newPage();
-        const ms = await measure(page, servers[which]);
-        // The first round warms both.
+        const ms = await measure(page, who[which][1]);
+        // The first round warms all.
         if (round) took[which].push(ms);
         await page.close();
       }
     }
-    const [asks, open] = took.map(median);
-    console.log(`| ${what} | ${asks.toFixed(1)} ms | ${open.toFixed(1)} ms | ${(asks / open).toFixed(3)} | ${ROUNDS} |`);
+    const [admin, member, without] = took.map(median), ms = [admin, member, without].map((v) => `${v.toFixed(1)} ms`).join(" | ");
+    console.log(`| ${what} | ${ms} | ${(admin / without).toFixed(3)} | ${(member / without).toFixed(3)} | ${ROUNDS} |`);
   }
 } finally {
   await browser?.close();

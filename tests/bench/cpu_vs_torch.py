@@ -3,7 +3,7 @@
     cargo build --release
     python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3] [--cases resnet50:32:32]
 
-The same work on both sides: forward, backward and a momentum-SGD update on made-up pictures that are
+The same work on both sides: forward, backward and a momentum-SGD update on synthetic pictures that are
 already in memory, float32, channels last, the median of 10 steps after 3 warm-up steps; each side's best
 round counts. Then ours again as 2 ranks of half the threads, on the same global batch. Needs torch and
 torchvision; prints a table.

@@ -1,9 +1,13 @@
 // How quick the dashboard is with much data: a real server, a real Chromium, the browser's own clock.
 //
-//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--lines 10000000]
+//   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--many 10000] [--lines 10000000] [--as nobody]
+//
+// With --as admin or --as member, the server asks who somebody is, the made-up agent has a token, and a person of that role has signed in.
 //
 // 1. A list of a thousand jobs, one of them running, with a server and a browser of its own: from navigation to the list
 //    drawn (n = 15; in a new tab, whose process Chromium starts meanwhile, and from another page), and all of them as JSON.
+//    Then ten thousand jobs, copies of one in the SQLite file (needs python3): sorted by a setting (n = 15), and, once all are loaded,
+//    the frames while a wheel scrolls them, in ticks of 120 pixels, and while they are jumped through.
 // 2. A job of 8 ranks with a million losses each, told through the agents' websocket: from navigation to the first
 //    chart drawn (n = 15), and from the end of a zoom to the finer drawing (n = 15).
 // 3. A job of 8 ranks that tells five metrics, 100 points of each a second and rank: frames a second, memory.
@@ -12,14 +16,23 @@
 
 import { execFileSync } from "node:child_process";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
-import { CHROMIUM, TestServer, until } from "../browser/test-server.mjs";
+import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { join, spec } from "../browser/agent.mjs";
 
 const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
-const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
+const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), MANY = option("many", 10_000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
+const AS = process.argv.includes("--as") ? process.argv[process.argv.indexOf("--as") + 1] : "nobody";
+if (!["nobody", "admin", "member"].includes(AS)) throw new Error(`--as ${AS}: nobody, admin or member`);
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling", "--enable-precise-memory-info"];
 const quantile = (values, q) => values.toSorted((a, b) => a - b)[Math.min(values.length - 1, Math.floor(q * values.length))];
 const row = (what, values, unit = "ms") => console.log(`| ${what} | ${quantile(values, 0.5).toFixed(0)} ${unit} | ${Math.min(...values).toFixed(0)} to ${Math.max(...values).toFixed(0)} ${unit} | ${values.length} |`);
+
+/** A context of whoever looks at the pages. */
+async function reader(browser, server) {
+  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  if (AS !== "nobody") await signIn(context, server, AS);
+  return context;
+}
 
 /** Writes lines as the store does: a log event a line, of eight ranks in turn. */
 const FILL = `
@@ -81,10 +94,10 @@ async function logs() {
 }
 
 async function list() {
-  const server = await TestServer.open({ dataset: false, agent: false });
+  const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    const agent = await join(other, server, RANKS), context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+    const agent = await join(other, server, RANKS), context = await reader(browser, server);
     const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
       const attempt = await window.it.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
@@ -99,7 +112,7 @@ async function list() {
       await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
       listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
       fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
-      json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next; } while (cursor); return n && performance.now() - start; }));
+      json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next_cursor; } while (cursor); return n && performance.now() - start; }));
       await page.goto(`${server.url}/machines`, { waitUntil: "load" });
       await page.click('nav a[href="/jobs"]');
       await until("the list is told again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
@@ -116,9 +129,80 @@ async function list() {
   }
 }
 
+const COPY = `
+import sqlite3, sys
+path, job, many = sys.argv[1], sys.argv[2], int(sys.argv[3])
+db = sqlite3.connect(path, timeout=30)
+db.execute("""WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+    INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, created_at, finished_at, last_seq)
+    SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, project, json_set(spec, '$.train.lr', (i * 7919 % 10007) / 10007.0), ranks,
+        json_set(last, '$.loss', (i * 31 % 1009) / 1009.0), created_at - i * 1000, created_at, 1 FROM jobs, n WHERE jobs.id = ?""", (many, job))
+db.commit()
+`;
+
+/** Ten thousand jobs: sorted by a setting, and scrolled. */
+async function many() {
+  const server = await TestServer.open({ dataset: false, agent: false });
+  const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
+  try {
+    await join(other, server, 1);
+    const { id } = await server.ask("/jobs", spec("first", 2, 100));
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await until("it is over", async () => (await server.job(id)).state === "cancelled");
+    execFileSync("python3", ["-c", COPY, `${server.dir}/lockstep.db`, id, String(MANY)]);
+    const asked = [], clicked = [], told = MANY.toLocaleString("en");
+    for (let i = 0; i < N; i++) {
+      const from = performance.now();
+      await server.ask(`/jobs?sort=${i % 2 ? "-" : ""}spec.train.lr&limit=50`);
+      asked.push(performance.now() - from);
+    }
+    const page = await (await browser.newContext({ viewport: { width: 1440, height: 1000 } })).newPage();
+    await page.goto(`${server.url}/jobs?q=many&columns=loss,train.lr`);
+    await until("they are listed", () => page.evaluate(() => document.querySelectorAll("#rows tr").length >= 50));
+    for (let i = 0; i < N; i++) {
+      clicked.push(await page.evaluate(() => new Promise((done) => {
+        const rows = document.getElementById("rows"), first = rows.firstElementChild, from = performance.now();
+        new MutationObserver((_, watch) => { if (rows.firstElementChild === first) return; watch.disconnect(); requestAnimationFrame(() => done(performance.now() - from)); }).observe(rows, { childList: true });
+        document.querySelector("th[data-key='train.lr'] button").click();
+      })));
+    }
+    row(`${told} jobs: GET /jobs sorted by train.lr, 50 of them`, asked);
+    row("the same: a click on the column's head until its rows are drawn", clicked);
+    await page.evaluate(async (all) => {
+      const rows = document.getElementById("rows");
+      while (rows.childElementCount < all) { scrollTo(0, document.documentElement.scrollHeight); await new Promise(requestAnimationFrame); }
+    }, MANY);
+    const frames = async (act) => {
+      await page.evaluate(() => {
+        window.took = [];
+        let before = performance.now();
+        const tick = (now) => { window.took.push(now - before); before = now; window.ticking = requestAnimationFrame(tick); };
+        window.ticking = requestAnimationFrame(tick);
+      });
+      await act();
+      return page.evaluate(() => { cancelAnimationFrame(window.ticking); return window.took; });
+    };
+    await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight / 2));
+    await page.mouse.move(720, 600);
+    const wheel = await frames(async () => { for (let i = 0; i < 200; i++) { await page.mouse.wheel(0, i < 100 ? 120 : -120); await new Promise((done) => setTimeout(done, 25)); } });
+    const jumps = await frames(() => page.evaluate(async () => {
+      const height = document.documentElement.scrollHeight;
+      for (let n = 0; n < 200; n++) { scrollTo(0, Math.abs(height - 2 * height * n / 200)); await new Promise(requestAnimationFrame); }
+    }));
+    row("the same, all loaded: a frame while a wheel scrolls, 200 ticks of 120 pixels", wheel);
+    console.log(`| the 95th of 100 of these | ${quantile(wheel, 0.95).toFixed(0)} ms | | |`);
+    row("the same: a frame while they are jumped through, 5,800 pixels at a time", jumps);
+    console.log(`| the 95th of 100 of these | ${quantile(jumps, 0.95).toFixed(0)} ms | | |`);
+  } finally {
+    await Promise.all([browser.close(), other.close()]);
+    await server.close();
+  }
+}
+
 console.log("| what | median | from to | n |\n|---|---|---|---|");
 await list();
-const server = await TestServer.open({ dataset: false, agent: false });
+if (MANY) await many();
+const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
 let agent, context;
 try {
@@ -142,7 +226,7 @@ try {
   }, [id, POINTS, RANKS]);
   console.error(`filled in ${((Date.now() - filled) / 1000).toFixed(0)} s`);
 
-  context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
+  context = await reader(browser, server);
   const opened = [], zoomed = [];
   for (let i = 0; i < N; i++) {
     const page = await context.newPage();

@@ -85,14 +85,16 @@ function inPage() {
     #stored = new Map();
     #waiting = [];
 
-    constructor(slots, info) {
+    /** `gpus`: its slots are GPUs, whatever this machine has. */
+    constructor(slots, info, gpus = false) {
       const socket = this.socket = new WebSocket(`ws://${location.host}/api/v1/agent/socket`);
       socket.binaryType = "arraybuffer";
       this.ready = new Promise((done, failed) => { this.welcomed = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
       socket.onopen = () => this.say({
         type: "hello", protocol: 5, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
         machine: { hostname: "made-up", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
-        slots: Array.from({ length: slots }, (_, index) => ({ index, device: "cpu", name: "a made-up core", memory_bytes: 0 })),
+        slots: Array.from({ length: slots }, (_, index) => (gpus
+          ? { index, device: "cuda", name: "a made-up GPU", memory_bytes: 80e9, uuid: `GPU-made-up-${index}` } : { index, device: "cpu", name: "a made-up core", memory_bytes: 0 })),
       });
       socket.onmessage = ({ data }) => this.#hear(decode(data), info);
     }
@@ -142,11 +144,14 @@ const INFO = {
 };
 
 /** Joins `server` with `slots` made-up slots and registers the dataset `made-up`. Answers the page it runs in. */
-export async function join(browser, server, slots) {
-  const page = await (await browser.newContext()).newPage();
+export async function join(browser, server, slots, { gpus = false } = {}) {
+  // Its websocket has the headers of the context, as all that its page sends.
+  const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "made-up" })).secret;
+  const context = await browser.newContext(secret ? { extraHTTPHeaders: { authorization: `Bearer ${secret}` } } : {});
+  const page = await context.newPage();
   await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
-  await page.evaluate(([n, info]) => { window.it = new window.agent.Agent(n, info); return window.it.ready; }, [slots, INFO]);
+  await page.evaluate(([n, info, gpus]) => { window.it = new window.agent.Agent(n, info, gpus); return window.it.ready; }, [slots, INFO, gpus]);
   const known = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");
   if (!known) await server.ask("/datasets", { name: "made-up", path: "/made-up" });
   return page;

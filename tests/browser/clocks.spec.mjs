@@ -97,6 +97,10 @@ describe("a connection that dies without a word", () => {
       ]);
     }
   }, [job.id, RANKS, first, last]);
+  const finish = async (job, step) => {
+    await agent.evaluate(async ([id, step]) => window.it.end(await window.it.attempt(id), step), [job.id, step]);
+    await until("it is over", async () => (await server.job(job.id)).state === "succeeded");
+  };
   /** A page whose clock the test moves, live, over the line that the test cuts. */
   async function reading(at) {
     const page = await browser.page({ url: line.url }, "/docs", { expected: [/WebSocket/] });
@@ -141,6 +145,62 @@ describe("a connection that dies without a word", () => {
     await page.clock.runFor(50_000);
     await until("the new job", async () => (await page.locator("#rows").innerText()).includes("came while nobody heard"));
     assert.ok(await page.evaluate(() => window.sameDocument) && job.id, "without being loaded again");
+    await page.end();
+  });
+
+  test("under the list: a job that ended meanwhile far down says so", async () => {
+    const job = await running("far down"), rest = Array.from({ length: 60 }, (_, n) => (spec(`above ${n}`, RANKS, 10)));
+    for (const body of rest) await server.ask("/jobs", body).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
+    const page = await reading("/jobs"), row = page.locator(`#rows tr[data-id="${job.id}"]`);
+    await until("the reader has come to it", async () => { await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return row.isVisible(); });
+    assert.equal(await row.getAttribute("data-state"), "running");
+    assert.ok(await page.locator("#rows tr").evaluateAll((all, id) => all.findIndex((tr) => tr.dataset.id === id) >= 50, job.id), "it is further down than the first part");
+    line.forget();
+    await finish(job, 20);
+    await page.clock.runFor(50_000);
+    await until("it says that it is over", async () => (await row.getAttribute("data-state")) === "succeeded");
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await page.end();
+  });
+
+  test("under Compare: a job that ended meanwhile has its last points", async () => {
+    const job = await running("compared"), page = await reading(`/compare?jobs=${job.id}&metric=loss,images_per_second`);
+    const points = (metric) => page.evaluate((metric) => window.lockstep.charts[metric].snapshot().map((s) => s.points).join(), metric);
+    await until("its first points are drawn", async () => (await points("loss")) === "10");
+    line.forget();
+    await tell(job, 11, 20);
+    await finish(job, 20);
+    await page.clock.runFor(50_000);
+    await until("all of them are", async () => (await points("loss")) === "20");
+    await until("and its end is told", async () => /succeeded/.test(await page.locator("#results").textContent()));
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await page.end();
+  });
+
+  test("under a job's page, with more missed than is sent again: its panels and ranks are those of now", async () => {
+    const job = await running("far behind"), page = await reading(`/jobs/${job.id}`), tab = (name) => page.getByRole("tab", { name, exact: true });
+    for (const name of ["Histograms", "Network"]) assert.equal(await tab(name).isVisible(), false);
+    line.forget();
+    await agent.evaluate(async (id) => {
+      const attempt = await window.it.attempt(id), at = new Date().toISOString();
+      const counts = Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)), layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts };
+      await window.it.report(attempt, 0, [
+        { type: "network", layers: [{ name: "conv1", kind: "conv 3x3", output_shape: [16, 8, 8], parameters: 432, time_us: 10.5 }] },
+        { type: "histograms", step: 10, layers: [layer] },
+        { type: "rank", rank: 1, report: { status: "evaluating", step: 10, epoch: 1, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
+      ]);
+      for (let part = 0; part < 25; part++) await window.it.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => ({ type: "log", rank: 0, lines: [{ number: 1000 * part + i + 100, at, text: "one of very many" }] })));
+    }, job.id);
+    await tell(job, 11, 20);
+    await page.clock.runFor(50_000);
+    for (let rank = 0; rank < RANKS; rank++) await until(`every loss of rank ${rank}`, async () => (await losses(page))[`rank ${rank}`]?.points === 20);
+    for (const name of ["Histograms", "Network"]) await until(`${name} is offered`, () => tab(name).isVisible());
+    await until("the rank's report is the newest", async () => /a device of now/.test(await page.locator("#ranks li").nth(1).textContent()));
+    await tab("Histograms").click();
+    await until("they are shown", () => page.locator("#histogram-rows tr").first().isVisible());
+    await tab("Network").click();
+    await until("it is shown", () => page.locator("#network-rows tr").first().isVisible());
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
     await page.end();
   });
 

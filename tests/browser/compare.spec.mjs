@@ -17,7 +17,7 @@ const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => wind
 const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Points of a job whose loss is `base` everywhere, as given so that means are known. */
-const train = (of, base, from, to) => report(of, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("val_loss", [to], () => base + 1)] }]);
+const train = (of, base, from, to) => report(of, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => base + 1)] }]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -28,6 +28,7 @@ before(async () => {
     const { id } = await server.ask("/jobs", { ...body, tags }), of = await attempt(id);
     await report(of, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
     await train(of, loss, 1, 50);
+    await report(of, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
     made.push({ id, of, name });
   }
   for (const { id, of } of made.slice(0, 2)) {
@@ -49,7 +50,7 @@ describe("charts", () => {
     const page = await browser.page(server, where());
     await drawn(page);
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), ["loss (cross-entropy)"]);
-    await page.getByRole("button", { name: "val. loss" }).click();
+    await page.locator("button[data-metric=val_loss]").click();
     await page.locator("#more-metrics").selectOption("grad_norm");
     assert.equal(address(page).get("metric"), "loss,val_loss,grad_norm");
     await page.reload();
@@ -181,7 +182,7 @@ describe("the selection", () => {
     await page.locator("#scatter").scrollIntoViewIfNeeded();
     const plot = await page.locator("#scatter").boundingBox();
     const drag = async (from, to) => { await page.mouse.move(plot.x + from[0] * plot.width, plot.y + from[1] * plot.height); await page.mouse.down(); await page.mouse.move(plot.x + to[0] * plot.width, plot.y + to[1] * plot.height, { steps: 5 }); await page.mouse.up(); };
-    await drag([0.1, 0.7], [0.5, 0.9]);
+    await drag([0.05, 0.7], [0.5, 0.9]);
     assert.equal(await selected(page), "f", "both brushes count");
     assert.equal(await page.locator("#parallel .brush").count(), 3, "what the scatter brushed is brushed on its axes, too");
     await page.getByRole("button", { name: "Clear", exact: true }).click();
@@ -225,6 +226,38 @@ describe("the selection", () => {
     const rows = (await saved("CSV")).toString().trim().split("\n");
     assert.equal(rows[0], "id,name,train.lr,loss");
     assert.equal(rows[1], `${made[0].id},fast,0.4,1`);
+    await page.end();
+  });
+});
+
+describe("results", () => {
+  test("have a column for each that has an axis, validation loss among them, and sort by it", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "time"]);
+    assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
+    const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
+    await sort.click();
+    const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));
+    assert.deepEqual(await values(), [6, 4, 2]);
+    await sort.click();
+    assert.deepEqual(await values(), [2, 4, 6]);
+    await page.end();
+  });
+
+  test("have axes that are all in sight on a screen, and on a phone a hint says that there are more", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    const note = page.locator("section", { has: page.locator("#parallel-title") }).locator(".card-head .small");
+    const hidden = () => page.locator("#parallel").evaluate((root) => root.parentElement.scrollWidth - root.parentElement.clientWidth);
+    for (const width of [1440, 1920]) {
+      await page.setViewportSize({ width, height: 900 });
+      await until(`all axes are in sight at ${width}`, async () => (await hidden()) <= 0);
+      assert.doesNotMatch(await note.textContent(), /scroll/);
+    }
+    await page.setViewportSize({ width: 390, height: 900 });
+    await until("it scrolls on a phone, and says so", async () => (await hidden()) > 0 && /scroll sideways for all \d+ axes/.test(await note.textContent()));
+    assert.ok(await page.locator(".more-beside").isVisible(), "with a shadow at the side");
     await page.end();
   });
 });

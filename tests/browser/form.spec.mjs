@@ -123,7 +123,7 @@ describe("the form", () => {
     assert.ok(await page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     await page.getByLabel("Name", { exact: true }).fill("nothing");
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
-    await page.getByRole("button", { name: "Register" }).click();
+    await page.getByRole("button", { name: "Add", exact: true }).click();
     await until("the folder is named as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
     await page.end();
   });

@@ -6,6 +6,7 @@ import { copyFile, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promi
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
+import { fits, picture, readable } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 let server, browser, job, dir;
@@ -65,6 +66,18 @@ describe("a model", () => {
     await until("each is answered", async () => (await page.locator("#classify-results > li").count()) === 4);
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
+    for (const width of [390, 1024, 1440, 1920]) {
+      await page.setViewportSize({ width, height: 1000 });
+      await fits(page, `cards at ${width}`);
+      await readable(page, `cards at ${width}`);
+      const boxes = await cards.evaluateAll((all) => all.map((card) => ({ card: card.getBoundingClientRect().toJSON(), cut: [...card.querySelectorAll("p, b, meter, .error")].filter((node) => node.getBoundingClientRect().right > card.getBoundingClientRect().right + 1).length })));
+      for (const [i, { card, cut }] of boxes.entries()) {
+        assert.equal(cut, 0, `something stands out of card ${i} at ${width}`);
+        for (const { card: other } of boxes.slice(i + 1)) assert.ok(card.right <= other.left + 1 || other.right <= card.left + 1 || card.bottom <= other.top + 1 || other.bottom <= card.top + 1, `cards overlap at ${width}`);
+      }
+      assert.ok(await cards.nth(3).getByText("notes.png", { exact: true }).isVisible(), `the unreadable one is named at ${width}`);
+      await picture(page, `classified-${width}`);
+    }
     const binary = process.env.LOCKSTEP_BIN ?? new URL("../../target/release/lockstep", import.meta.url).pathname;
     const said = JSON.parse(execFileSync(binary, ["predict", "--server", server.url, "--data-dir", server.dir, "--job", job.id, "--json", ...files.map((f) => f.file)]));
     for (let i = 0; i < 3; i++) {
@@ -143,7 +156,7 @@ describe("data", () => {
     const page = await browser.page(server, "/datasets");
     await page.getByLabel("Name", { exact: true }).fill("pets");
     await page.getByLabel("Folder on the training machine").fill(folder);
-    await page.getByRole("button", { name: "Register" }).click();
+    await page.getByRole("button", { name: "Add", exact: true }).click();
     const card = page.locator("[data-dataset=pets]");
     await until("it is registered", () => card.isVisible());
     await card.locator(".broken summary").click();
@@ -159,7 +172,7 @@ describe("data", () => {
     await page.getByLabel("Folder on the training machine").fill(new URL("../../assets/fashion-mnist", import.meta.url).pathname);
     await until("what is there is told", async () => /Found idx: [\d,]+ train.*28 × 28, 10 classes/.test(await page.locator("#add-status").textContent()));
     await page.getByLabel("Name", { exact: true }).fill("again");
-    await page.getByRole("button", { name: "Register" }).click();
+    await page.getByRole("button", { name: "Add", exact: true }).click();
     await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
     await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();

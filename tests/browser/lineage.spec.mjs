@@ -14,7 +14,15 @@ describe("a fork", () => {
     const parent = await server.submit({ name: "the parent", ranks: 1, train: { steps: 24 } });
     await over(parent.id);
     const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
+    // Its page is open when it is forked, and hears of it.
+    const open = await browser.page(server, `/jobs/${parent.id}?tab=history`);
+    await until("it is live", async () => (await open.locator("#live").textContent()) === "live");
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: checkpoint.id, set: { name: "the fork", "train.steps": 48, "parallel.ranks": 1 } });
+    const { owner } = await server.job(fork.id);
+    assert.ok(owner, "somebody made it");
+    await until("its parent's open page names it, and who made it", async () => (await open.locator("#lineage li", { hasText: "the fork" }).textContent()).includes(`by ${owner}`));
+    assert.match(await open.locator('#history-rows li[data-what="submitted"]').textContent(), new RegExp(`Submitted by ${owner}`));
+    await open.end();
     await over(fork.id);
     const { series } = await server.ask(`/jobs/${fork.id}/metrics?name=step_ms&ranks=0`), times = series.at(-1).mean;
     const own = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
@@ -26,6 +34,8 @@ describe("a fork", () => {
     assert.ok(Math.abs(Number(words.replaceAll(",", "")) / speed - 1) < 0.01, words);
     const link = panel.getByRole("link", { name: "the parent" });
     await until("it names where it comes from", () => link.isVisible());
+    assert.match(await page.locator('#history-rows li[data-what="forked"]').textContent(), new RegExp(`Forked by ${owner}from checkpoint`));
+    assert.ok(await page.locator("#lineage li time").first().isVisible(), "and when");
     await link.click();
     await page.waitForURL(new RegExp(parent.id));
     await page.getByRole("tab", { name: "History" }).click();
@@ -35,6 +45,20 @@ describe("a fork", () => {
     await until("Compare tells the same", async () => (await row.locator("td").allTextContents()).includes(words));
     await page.goto(`${server.url}/jobs`);
     await until("and so does the list", async () => (await page.locator(`tr[data-id="${fork.id}"] [data-f=speed]`).textContent()) === words);
+    await page.end();
+  });
+
+  test("and a pause are told with who asked for them", async () => {
+    const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
+    await until("it trains", async () => (await server.job(id)).step > 0);
+    await server.ask(`/jobs/${id}/pause`, {});
+    await until("it is paused", async () => (await server.job(id)).state === "paused");
+    await server.ask(`/jobs/${id}/cancel`, {});
+    const { owner } = await server.job(id), told = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
+    for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
+      await until(`${words} is told`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
+      assert.ok((await told(what)).includes(`${words} by ${owner}`), await told(what));
+    }
     await page.end();
   });
 });

@@ -153,16 +153,36 @@ describe("a page that stays open", () => {
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
     await until("its scripts have run", () => page.locator("#keys").isVisible());
-    await page.keyboard.press("?");
     await page.getByRole("button", { name: "Notify me when jobs end" }).click();
     await until("the choice is kept", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
-    await page.getByRole("button", { name: "Close" }).click();
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.elsewhere = true; });
     await end(job, 10);
     await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0);
     assert.deepEqual((await page.evaluate(() => window.told)).map(([title]) => title), ["while you are away: succeeded"]);
     await page.end();
+  });
+
+  test("says why there are no notifications, and what would change that", async () => {
+    const hindered = [
+      ["the browser was told not to", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
+      ["the page came over plain HTTP from elsewhere", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine alone.*--tls-own-ca/],
+    ];
+    for (const [why, make, words] of hindered) {
+      const page = await browser.page(server, "/machines");
+      await page.context().addInitScript(make);
+      for (const path of ["/jobs", "/compare", "/datasets", "/machines"]) {
+        await page.goto(server.url + path);
+        const button = page.getByRole("button", { name: "Notify me when jobs end" });
+        await button.click();
+        const dialog = page.getByRole("dialog", { name: "No notifications" });
+        await until(why, () => dialog.isVisible());
+        assert.match(await dialog.innerText(), words);
+        await page.keyboard.press("Escape");
+        assert.ok(await button.isVisible(), "it is still off");
+      }
+      await page.end();
+    }
   });
 
   test("has every line and checkpoint after it was away for more events than it reads one by one", async () => {

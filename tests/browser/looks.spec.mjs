@@ -5,7 +5,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { fits, picture, readable } from "./looks.mjs";
+import { clean, fits, picture, readable } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 const WIDTHS = [390, 1024, 1440, 1920], THEMES = ["light", "dark"];
@@ -64,6 +64,7 @@ async function look(where, path, name, ready) {
       await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
       await fits(page, `${name} at ${width}, ${colorScheme}`);
       await readable(page, `${name} at ${width}, ${colorScheme}`);
+      await clean(page, `${name} at ${width}, ${colorScheme}`);
       await picture(page, `${name}-${width}-${colorScheme}`);
     }
     await page.end();

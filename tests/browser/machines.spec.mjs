@@ -30,7 +30,10 @@ describe("machines", () => {
     assert.match(await gauge(page, "Disk"), /^\d+ % [\d.]+ [GMT]B free of/);
     await until("the job holds both slots", async () => (await page.locator(".slots .busy").count()) === 2);
     assert.match(await page.locator(".slots .busy").nth(1).innerText(), /long-name\s*rank 1/);
-    await until("a line is drawn", async () => (await page.locator('[data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
+    const slots = () => page.locator(".slots .busy").evaluateAll((all) => all.map((slot) => slot.innerText));
+    await until("each slot says what its rank takes of the CPUs and the memory", async () => (await slots()).every((words) => /use\s*\d+ %/.test(words) && /memory\s*[\d.]+ [MG]B/.test(words)) || Promise.reject(new Error((await slots()).join())));
+    assert.equal(await page.locator(".slots .gauges", { hasText: "temperature" }).count(), 0, "a share of cores has none");
+    await until("a line is drawn", async () => (await page.locator('.machine > .gauges [data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
     const wanted = page.waitForResponse((answer) => answer.url().includes("points=96"));
     await page.getByRole("button", { name: "24 h" }).click();
     assert.equal((await wanted).status(), 200);
@@ -78,6 +81,8 @@ describe("machines", () => {
     assert.deepEqual(await page.locator('#other-metric optgroup[label="Machine"] option').allInnerTexts(),
       ["CPU utilisation", "Memory in use", "Disk in use", "Read from disk", "Written to disk", "Network received", "Network sent"]);
     await until("it is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
+    const { agents: [{ name }] } = await server.ask("/agents");
+    assert.deepEqual([...new Set(await page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => line.label)))], [name], "its line has the machine's name");
     await page.end();
   });
 });

@@ -127,8 +127,8 @@ describe("many jobs", () => {
     await until("a mistake is named", async () => /1 to 100 characters/.test(await page.locator("#note-status").textContent()));
     await page.locator("#project-name").click();
     await until("its project's jobs", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
-    await page.locator("#project-filter").click();
-    await until("and all", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#project-filter").isVisible()));
+    await page.getByRole("button", { name: "Remove the filter project vision" }).click();
+    await until("and all", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#chips").isVisible()));
     await page.end();
     await list.end();
   });
@@ -236,7 +236,7 @@ describe("a job's page", () => {
   test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
     const page = await browser.page(server, `/jobs/${done[1].id}`);
     await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
-    await page.getByLabel("Smoothing").fill("0.6");
+    await page.locator("#smooth").fill("0.6");
     for (const name of ["log", "epoch", "mean"]) await page.getByRole("button", { name, exact: true }).click();
     await page.getByRole("button", { name: "rank 1" }).click();
     await page.evaluate(() => window.lockstep.view.setZoom([10, 40]));
@@ -303,8 +303,9 @@ describe("the keyboard", () => {
     await page.keyboard.press("Escape");
     await page.getByRole("dialog").waitFor({ state: "hidden" });
     await page.keyboard.press("/");
-    assert.equal(await page.evaluate(() => document.activeElement.id), "search");
+    await until("the search has the focus", () => page.evaluate(() => document.activeElement.id === "search"));
     await page.keyboard.press("Escape");
+    await until("it has no longer", () => page.evaluate(() => document.activeElement.id !== "search"));
     await page.keyboard.press("g");
     await page.keyboard.press("m");
     await page.waitForURL(/\/machines$/);

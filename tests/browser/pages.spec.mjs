@@ -138,7 +138,7 @@ describe("a chart", () => {
     await page.keyboard.press("0");
     assert.equal(await page.evaluate(() => window.lockstep.view.zoom), null);
 
-    await page.getByLabel("Smoothing").fill("0.6");
+    await page.locator("#smooth").fill("0.6");
     assert.equal(await page.evaluate(() => window.lockstep.charts.loss.smoothing), 0.6);
     for (const name of ["log", "epoch", "time"]) {
       await page.getByRole("button", { name, exact: true }).click();

@@ -27,7 +27,7 @@ async function running(name) {
     await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     for (let rank = 0; rank < 2; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [
       column("loss", (s) => window.agent.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agent.noise(s)), column("data_ms", (s) => 3.5 + window.agent.noise(s + rank)),
-      ...(rank ? [] : [column("lr", (s) => 0.1 * Math.cos(s / 50)), column("memory_used_bytes", (s) => 3.5e9 + s * 1e6)]),
+      ...(rank ? [] : [column("grad_norm", (s) => (s === 30 ? 90.5 : 1.5 + window.agent.noise(s))), column("lr", (s) => 0.1 * Math.cos(s / 50)), column("memory_used_bytes", (s) => 3.5e9 + s * 1e6)]),
     ] }]);
     const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
     const layers = [layer("conv1", "conv 3x3", [16, 32, 32], 432, 310.5), layer("bn1", "batch_norm", [16, 32, 32], 32, 55.5)];
@@ -91,7 +91,12 @@ describe("panels", () => {
     await page.getByRole("button", { name: "Edit Loss and rate" }).click();
     await dialog.getByLabel("Lines").selectOption("ranks");
     await dialog.getByLabel("Axis").selectOption("log");
-    await dialog.getByLabel("Smoothed by").fill("0.5");
+    const slider = dialog.getByRole("slider", { name: "Smoothing" });
+    assert.equal(await dialog.locator("#panel-smoothing-value").textContent(), "off");
+    await slider.focus();
+    for (let n = 0; n < 50; n++) await slider.press("ArrowRight");
+    assert.equal(await dialog.locator("#panel-smoothing-value").textContent(), "0.5");
+    await dialog.getByLabel("ignore outliers").check();
     await dialog.getByLabel("From", { exact: true }).fill("0.5");
     await dialog.getByLabel("To", { exact: true }).fill("4");
     await dialog.getByLabel("Width").selectOption("2");
@@ -100,8 +105,8 @@ describe("panels", () => {
     await until("a line a rank", async () => (await lines(page, 0))?.map(([label]) => label).join() === "loss, rank 0,loss, rank 1,learning rate");
     await page.reload();
     await until("and stays so", async () => (await lines(page, 0))?.length === 3);
-    const { y_min, y_max, log, smoothing } = (await server.ask(`/jobs/${job.id}/panels`)).panels[0];
-    assert.deepEqual({ y_min, y_max, log, smoothing }, { y_min: 0.5, y_max: 4, log: true, smoothing: 0.5 });
+    const { y_min, y_max, log, smoothing, robust } = (await server.ask(`/jobs/${job.id}/panels`)).panels[0];
+    assert.deepEqual({ y_min, y_max, log, smoothing, robust }, { y_min: 0.5, y_max: 4, log: true, smoothing: 0.5, robust: true });
     await until("its axis is fixed", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); const { y } = all[key]; return y?.kind === "log" && y.low === 0.5 && y.high === 4; }));
     const box = await page.locator("#custom-grid .panel").boundingBox(), grid = await page.locator("#custom-grid").boundingBox();
     assert.ok(Math.abs(box.width / grid.width - 2 / 3) < 0.02 && box.height > 380, JSON.stringify(box));
@@ -110,6 +115,26 @@ describe("panels", () => {
     await dialog.getByRole("button", { name: "Remove" }).click();
     await until("it is gone", async () => (await titles(page)).length === 0 && (await stored()).length === 0);
     await page.end();
+  });
+
+  test("leave outliers out, and are saved with axes that have units", async () => {
+    const put = (robust) => fetch(`${server.url}/api/v1/jobs/${job.id}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels: [panel("Both", ["grad_norm", "step_ms"], { robust })] }) });
+    const high = {};
+    for (const robust of [false, true]) {
+      assert.ok((await put(robust)).ok);
+      const page = await open();
+      high[robust] = await until("it is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
+      if (robust) {
+        const card = page.locator("#custom-grid .panel");
+        await card.locator("summary", { hasText: "Save" }).click();
+        const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
+        const svg = await readFile(await file.path(), "utf8");
+        for (const words of ["gradient norm (L2) · step time (ms) (right)", "optimizer step"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+      }
+      await page.end();
+    }
+    assert.ok(high.false > 90 && high.true < 10, `the axis ends at ${high.true} without outliers, at ${high.false} with them`);
+    assert.ok((await fetch(`${server.url}/api/v1/jobs/${job.id}/panels`, { method: "DELETE" })).ok);
   });
 
   test("are moved with arrow keys and with the pointer", async () => {

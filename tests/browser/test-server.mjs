@@ -10,7 +10,7 @@ import { dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
-const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
+export const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
 export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
 export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -37,26 +37,30 @@ export const freePort = () => new Promise((done, failed) => {
 
 /** A running server, its dataset registered. */
 export class TestServer {
-  /** Without an agent the tests make one up, in a page: pages have no agent's token, so such a server asks nobody for one, unless `auth`
-   *  says so. `dir`: a data directory that there is; `close` removes it. */
-  static async open({ dataset = true, agent = true, auth = agent, slots = 2, options = [], dir } = {}) {
-    const server = new TestServer();
-    Object.assign(server, { agent, auth, slots, options, headers: {} });
-    server.dir = dir ?? await mkdtemp(join(tmpdir(), "lockstep-browser-"));
-    server.port = await freePort();
-    server.url = `http://127.0.0.1:${server.port}`;
-    server.output = "";
-    await server.start();
-    if (dataset) await server.register();
-    return server;
+  /** Without an agent the tests make one up, in a page, and such a server asks nobody for a token unless `auth` says so. `dir`: a data
+   *  directory that there is; `close` removes it. */
+  static open(options = {}) { return new this().open(options); }
+
+  async open({ dataset = true, agent = true, auth = agent, slots = 2, options = [], dir, port } = {}) {
+    Object.assign(this, { agent, auth, slots, options, headers: {} });
+    this.dir = dir ?? await mkdtemp(join(tmpdir(), "lockstep-browser-"));
+    this.port = port ?? await freePort();
+    this.url = `http://127.0.0.1:${this.port}`;
+    this.output = "";
+    await this.start();
+    if (dataset) await this.register();
+    return this;
   }
+
+  /** How the tests' own requests go. */
+  fetch(url, options) { return fetch(url, options); }
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
       { stdio: ["ignore", "pipe", "pipe"] });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
-    await until("the server answers", () => this.process.exitCode === null && fetch(`${this.url}/readyz`).then((r) => r.ok))
+    await until("the server answers", () => this.process.exitCode === null && this.fetch(`${this.url}/readyz`).then((r) => r.ok))
       .catch((error) => { throw new Error(`${error.message}\n${this.output}`); });
     if (this.auth) {
       this.token = (await readFile(join(this.dir, "token"), "utf8")).trim();
@@ -66,7 +70,7 @@ export class TestServer {
   }
 
   async ask(path, body) {
-    const answer = await fetch(`${this.url}/api/v1${path}`, body === undefined ? { headers: this.headers }
+    const answer = await this.fetch(`${this.url}/api/v1${path}`, body === undefined ? { headers: this.headers }
       : { method: "POST", headers: { ...this.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
     const content = await answer.json();
     assert.ok(answer.ok, `${path}: ${answer.status} ${JSON.stringify(content)}`);
@@ -76,12 +80,14 @@ export class TestServer {
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
   /** A small job: `train` and the rest are laid over it. */
-  submit({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
-    return this.ask("/jobs", {
+  spec({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
+    return {
       name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02, ...data },
       train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" }, ...rest,
-    });
+    };
   }
+
+  submit(changes) { return this.ask("/jobs", this.spec(changes)); }
 
   job(id) { return this.ask(`/jobs/${id}`); }
 
@@ -150,6 +156,16 @@ export class Browser {
   }
 
   close() { return this.chromium.close(); }
+}
+
+const PASSWORD = "a password of ten letters";
+
+/** Makes a person with this role, and signs it in by its password in a browser's context. */
+export async function signIn(context, server, role) {
+  const name = `${role}-${Date.now()}`;
+  await server.ask("/people", { name, role, password: PASSWORD });
+  const answer = await context.request.post(`${server.url}/login`, { form: { name, password: PASSWORD }, headers: { origin: server.url }, maxRedirects: 0 });
+  assert.equal(answer.status(), 303, `signing in as ${role}`);
 }
 
 /** What the loss chart holds: `{ "rank 0": { points, step, value }, ... }`, over all attempts. */

@@ -1,99 +1,160 @@
-// The dashboard as a team reaches it: https, through nginx, its websocket live. The certificate is one of `lockstep ca issue`, and
-// Chromium is told that this one is to be trusted, by its public key.
+// The dashboard as a team reaches it: https by certificates of files, by those of the server's own CA, and through nginx with the
+// configuration of docs/team.md. Chromium trusts the CA because it was imported as docs/team.md says.
 
 import assert from "node:assert/strict";
 import { execFileSync, spawn } from "node:child_process";
-import { createHash, X509Certificate } from "node:crypto";
-import { readFile, writeFile } from "node:fs/promises";
+import { mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { request } from "node:https";
+import { tmpdir } from "node:os";
 import { join as path } from "node:path";
-import { after, before, describe, test } from "node:test";
+import { describe, test } from "node:test";
 import { chromium } from "playwright-core";
-import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, TestServer, freePort, losses, until } from "./test-server.mjs";
+import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, ROOT, TestServer, freePort, losses, until } from "./test-server.mjs";
 
 const HOST = "lockstep.example.org";
-let server, outside, nginx, site;
 
-before(async () => {
-  const port = await freePort();
-  server = await TestServer.open({ options: ["--trusted-proxy", "127.0.0.1", "--public-url", `https://${HOST}:${port}`] });
-  const at = (name) => path(server.dir, name);
-  const ca = (...args) => execFileSync(BINARY, ["ca", ...args, "--data-dir", server.dir], { stdio: "pipe" });
-  ca("init");
-  ca("issue", HOST, "--output", server.dir);
-  await writeFile(at("nginx.conf"), `
-    daemon off; master_process off; error_log stderr; pid ${at("nginx.pid")};
+/** A server that programs of this machine reach over TLS, as `HOST`. */
+class TlsServer extends TestServer {
+  fetch(url, { method = "GET", headers = {}, body } = {}) {
+    return new Promise((done, failed) => {
+      const options = { method, headers: { ...headers, host: new URL(this.site).host }, servername: HOST, ca: this.authority };
+      const sent = request(url.replace("http://", "https://"), options, async (answer) => {
+        let text = "";
+        for await (const part of answer.setEncoding("utf8")) text += part;
+        done({ ok: answer.statusCode < 300, status: answer.statusCode, json: async () => JSON.parse(text) });
+      });
+      sent.on("error", failed).end(body);
+    });
+  }
+}
+
+const ca = (dir, ...args) => execFileSync(BINARY, ["ca", ...args, "--data-dir", dir], { stdio: "pipe" });
+
+/** An authority that is not the server's, and a certificate of it for `HOST`. */
+async function issue(dir) {
+  await mkdir(dir, { recursive: true });
+  ca(dir, "init");
+  ca(dir, "issue", HOST, "--output", dir);
+  return { authority: path(dir, "ca/ca.crt"), certificate: path(dir, `${HOST}.crt`), key: path(dir, `${HOST}.key`) };
+}
+
+/** The block of docs/team.md, for a port of one's own and with these certificates; each thing that is replaced has to be there. */
+async function nginxConfig(dir, { certificate, key }, port, server) {
+  let block = (await readFile(path(ROOT, "docs/team.md"), "utf8")).match(/```nginx\n(.*?)```/s)[1];
+  for (const [theirs, ours] of [
+    ["listen 443 ssl;", `listen 127.0.0.1:${port} ssl;`],
+    [`/etc/letsencrypt/live/${HOST}/fullchain.pem`, certificate],
+    [`/etc/letsencrypt/live/${HOST}/privkey.pem`, key],
+    ["http://127.0.0.1:7070", `http://127.0.0.1:${server}`],
+  ]) {
+    assert.equal(block.split(theirs).length, 2, `docs/team.md has once: ${theirs}`);
+    block = block.replace(theirs, ours);
+  }
+  const temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"].map((name) => `${name}_temp_path ${path(dir, name)};`).join(" ");
+  return `daemon off; master_process off; error_log stderr; pid ${path(dir, "nginx.pid")};
     events { worker_connections 256; }
-    http {
-      access_log off;
-      client_body_temp_path ${at("body")}; proxy_temp_path ${at("proxy")}; fastcgi_temp_path ${at("fastcgi")};
-      uwsgi_temp_path ${at("uwsgi")}; scgi_temp_path ${at("scgi")};
-      map $http_upgrade $connection_upgrade { default upgrade; '' close; }
-      server {
-        listen 127.0.0.1:${port} ssl;
-        ssl_certificate ${at(`${HOST}.crt`)};
-        ssl_certificate_key ${at(`${HOST}.key`)};
-        location / {
-          proxy_pass http://127.0.0.1:${server.port};
-          proxy_http_version 1.1;
-          proxy_set_header Host $http_host;
-          proxy_set_header Upgrade $http_upgrade;
-          proxy_set_header Connection $connection_upgrade;
-          proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
-          proxy_set_header X-Forwarded-Proto $scheme;
-          proxy_buffering off;
-        }
-      }
-    }`);
-  nginx = spawn("nginx", ["-p", server.dir, "-c", at("nginx.conf"), "-e", "stderr"], { stdio: ["ignore", "ignore", "pipe"] });
-  let said = "";
-  nginx.stderr.on("data", (text) => { said += text; });
-  nginx.ended = new Promise((done) => nginx.once("exit", done));
-  const key = new X509Certificate(await readFile(at(`${HOST}.crt`))).publicKey.export({ type: "spki", format: "der" });
-  outside = new Browser();
-  outside.chromium = await chromium.launchPersistentContext(at("profile"), {
-    executablePath: CHROMIUM, viewport: { width: 1440, height: 1000 },
-    args: [...CHROMIUM_ARGS, `--host-resolver-rules=MAP ${HOST} 127.0.0.1`, `--ignore-certificate-errors-spki-list=${createHash("sha256").update(key).digest("base64")}`],
+    http { access_log off; ${temporary}\n${block}}`;
+}
+
+/** What each way needs: options of `serve`, the file of the authority, and what has to run beside. */
+const WAYS = {
+  "certificates of files": async (dir, port) => {
+    const { authority, certificate, key } = await issue(path(dir, "elsewhere"));
+    return { options: ["--tls-cert", certificate, "--tls-key", key, "--public-url", `https://${HOST}:${port}`], authority };
+  },
+  "the server's own CA": async (dir, port) => {
+    ca(dir, "init");
+    return { options: ["--tls-own-ca", "--public-url", `https://${HOST}:${port}`], authority: path(dir, "ca/ca.crt") };
+  },
+  "nginx before it": async (dir, port) => {
+    const files = await issue(path(dir, "elsewhere")), front = await freePort();
+    const config = path(dir, "nginx.conf");
+    await writeFile(config, await nginxConfig(dir, files, front, port));
+    const nginx = spawn("nginx", ["-p", dir, "-c", config, "-e", "stderr"], { stdio: ["ignore", "ignore", "inherit"] });
+    nginx.ended = new Promise((done) => nginx.once("exit", done));
+    return { options: ["--trusted-proxy", "127.0.0.1", "--public-url", `https://${HOST}:${front}`], authority: files.authority, front, nginx };
+  },
+};
+
+/** A Chromium of its own home, with the authority imported by the command of docs/team.md. */
+async function browserThatTrusts(authority, home) {
+  await mkdir(path(home, ".pki/nssdb"), { recursive: true });
+  const env = { ...process.env, HOME: home };
+  const docs = await readFile(path(ROOT, "docs/team.md"), "utf8");
+  const command = docs.match(/Chrome on Linux: `(certutil\s[^`]+)`/)[1].replaceAll("\n", " ");
+  execFileSync("bash", ["-c", `certutil -d sql:$HOME/.pki/nssdb -N --empty-password && ${command.replace("lockstep-ca.crt", `'${authority}'`)}`], { env, stdio: "pipe" });
+  const browser = new Browser();
+  browser.chromium = await chromium.launchPersistentContext(path(home, "profile"), {
+    executablePath: CHROMIUM, viewport: { width: 1440, height: 1000 }, env, args: [...CHROMIUM_ARGS, `--host-resolver-rules=MAP ${HOST} 127.0.0.1`],
   });
-  site = { url: `https://${HOST}:${port}` };
-  await until("nginx answers", async () => {
-    assert.equal(nginx.exitCode, null, said);
-    const page = await outside.chromium.newPage();
-    try { return (await page.goto(`${site.url}/healthz`)).ok(); } finally { await page.close(); }
-  }, 20_000);
-});
-after(async () => {
-  await outside?.chromium?.close();
-  nginx?.kill();
-  await nginx?.ended;
-  await server?.close();
-});
+  return browser;
+}
 
-describe("through nginx and TLS", () => {
-  test("a job's page is live, its form submits, and the browser calls the way secure", async () => {
-    const job = await server.submit({ name: "far away", train: { steps: 100_000 } });
-    const { url: link } = await server.ask("/login-links", {});
-    assert.ok(link.startsWith(`${site.url}/`), `a link that leads here: ${link}`);
+for (const [way, prepare] of Object.entries(WAYS)) {
+  describe(`TLS by ${way}`, () => {
+    test("a browser signs in, sees a job live, and uses the interface", async (t) => {
+      const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), home = await mkdtemp(path(tmpdir(), "lockstep-home-"));
+      t.after(() => rm(home, { recursive: true, force: true, maxRetries: 5 }));
+      const port = await freePort();
+      const { options, authority, front, nginx } = await prepare(dir, port);
+      t.after(async () => { nginx?.kill(); await nginx?.ended; });
+      const site = { url: `https://${HOST}:${front ?? port}` };
+      const server = new (front ? TestServer : TlsServer)();
+      Object.assign(server, { site: site.url, authority: await readFile(authority) });
+      t.after(() => server.close());
+      await server.open({ options, dir, port });
+      const outside = await browserThatTrusts(authority, home);
+      t.after(() => outside.close());
 
-    const page = await outside.chromium.newPage();
-    page.faults = [];
-    outside.watch(page, site, []);
-    const sockets = [];
-    page.on("websocket", (socket) => sockets.push(socket.url()));
-    await page.goto(link);
-    const [cookie] = await outside.chromium.cookies();
-    assert.deepEqual([cookie.secure, cookie.httpOnly, cookie.sameSite], [true, true, "Lax"], "the session's cookie");
-    const answer = await page.goto(`${site.url}/jobs/${job.id}`);
-    assert.equal(answer.headers()["strict-transport-security"], "max-age=31536000");
-    assert.equal(await page.evaluate(() => window.isSecureContext), true);
-    const drawn = await until("it is drawn", async () => (await losses(page))["rank 0"]?.points);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    assert.ok(sockets.length > 0 && sockets.every((url) => url.startsWith(`wss://${HOST}:`)), sockets.join(" "));
-    await until("what comes is drawn", async () => (await losses(page))["rank 0"]?.points > drawn + 20);
+      // The link that `serve` prints.
+      const link = server.output.match(/sign in: (\S+)/)[1];
+      assert.ok(link.startsWith(`${site.url}/`), `a link that leads here: ${link}`);
+      const page = await outside.chromium.newPage();
+      page.faults = [];
+      outside.watch(page, site, []);
+      const sockets = [];
+      page.on("websocket", (socket) => sockets.push(socket.url()));
+      await page.goto(link);
+      assert.equal(new URL(page.url()).pathname, "/jobs", "signed in");
+      const [cookie] = await outside.chromium.cookies();
+      assert.deepEqual([cookie.secure, cookie.httpOnly, cookie.sameSite], [true, true, "Lax"], "the session's cookie");
 
-    // A request that changes something, of our own page.
-    const status = await page.evaluate(async (id) => (await fetch(`/api/v1/jobs/${id}/cancel`, { method: "POST" })).status, job.id);
-    assert.ok(status < 300, String(status));
-    assert.deepEqual(page.faults, [], "what the page did wrong");
-    await page.close();
+      // The interface, by what the page itself may send.
+      const api = (method, at, body) => page.evaluate(async ([method, at, body]) => {
+        const answer = await fetch(`/api/v1${at}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
+        return { status: answer.status, content: await answer.json().catch(() => null) };
+      }, [method, at, body]);
+      const made = await api("POST", "/jobs", server.spec({ name: "far away", train: { steps: 100_000 } }));
+      assert.equal(made.status, 201, JSON.stringify(made.content));
+      const { id } = made.content;
+      const listed = await api("GET", "/jobs?fields=id,name");
+      assert.deepEqual([listed.status, listed.content.jobs], [200, [{ id, name: "far away" }]]);
+
+      const answer = await page.goto(`${site.url}/jobs/${id}`);
+      assert.equal(answer.headers()["strict-transport-security"], "max-age=31536000");
+      assert.equal(await page.evaluate(() => window.isSecureContext), true);
+      const drawn = await until("it is drawn", async () => (await losses(page))["rank 0"]?.points);
+      await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+      assert.ok(sockets.length > 0 && sockets.every((url) => url.startsWith(site.url.replace("https", "wss"))), sockets.join(" "));
+      await until("what comes is drawn", async () => (await losses(page))["rank 0"]?.points > drawn + 20);
+
+      const cancelled = await api("POST", `/jobs/${id}/cancel`);
+      assert.ok(cancelled.status < 300, JSON.stringify(cancelled));
+      await until("the page shows it", async () => (await page.locator("#state").textContent()) === "cancelled");
+      assert.deepEqual(page.faults, [], "what the page did wrong");
+    });
   });
+}
+
+test("a browser that has not imported the authority opens nothing", async (t) => {
+  const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), port = await freePort();
+  const { options, authority } = await WAYS["the server's own CA"](dir, port);
+  const server = new TlsServer();
+  Object.assign(server, { site: `https://${HOST}:${port}`, authority: await readFile(authority) });
+  t.after(() => server.close());
+  await server.open({ options, dir, port, dataset: false });
+  const browser = await chromium.launch({ executablePath: CHROMIUM, args: [...CHROMIUM_ARGS, `--host-resolver-rules=MAP ${HOST} 127.0.0.1`] });
+  t.after(() => browser.close());
+  const page = await browser.newPage();
+  await assert.rejects(page.goto(`${server.site}/login`), /ERR_CERT_AUTHORITY_INVALID/);
 });

@@ -63,7 +63,7 @@ describe("a job", () => {
     await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
-    await until("Compare says so, too", async () => (await compare.locator("#results tr td").nth(4).textContent()) === words);
+    await until("Compare says so, too", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
     await until("the list and the page agree on the time left", async () => {
       const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
       return b.includes(`${a} left`);
@@ -72,12 +72,12 @@ describe("a job", () => {
     assert.ok(Math.abs(drawn.max - 1600) < 0.1 && Math.abs(drawn.min - 16000 / 60) < 0.1, `a point is its step's own speed: ${JSON.stringify(drawn)}`);
     assert.match(await compare.locator("#results").textContent(), /so far/, "the loss of a job that runs is not its last");
 
-    // Its history: why, which rank, and from where the next attempt went on.
+    // Its history: why, which rank, and from where the next attempt continued.
     await page.getByRole("tab", { name: "History" }).click();
     const row = page.locator('#history-rows li[data-what="ended"][data-attempt="1"]');
     await until("the first attempt's end is told", () => row.isVisible());
     const ended = await row.textContent();
-    for (const part of ["Attempt 1 failed", "rank 1 was killed by signal 9", "the next attempt went on from 1-290"]) assert.ok(ended.includes(part), `${part} in ${ended}`);
+    for (const part of ["Attempt 1 failed", "rank 1 was killed by signal 9", "the next attempt continued from 1-290"]) assert.ok(ended.includes(part), `${part} in ${ended}`);
     assert.deepEqual(await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what)), ["submitted", "started", "ended", "started"]);
     assert.deepEqual(await page.evaluate(() => [...window.lockstep.charts.loss.marks]), [[2, "rank 1 was killed by signal 9 at step 300"]]);
 
@@ -126,8 +126,8 @@ describe("a chart", () => {
     await card.getByLabel("to", { exact: true }).fill("2.5");
     await card.getByLabel("to", { exact: true }).press("Enter");
     await until("the range is as asked for", async () => (await axis()).join() === "0.5,2.5");
-    await page.getByLabel("Smoothing").fill("0.85");
-    await page.getByLabel("Smoothing").dispatchEvent("change");
+    await page.locator("#smooth").fill("0.85");
+    await page.locator("#smooth").dispatchEvent("change");
     const address = new URL(page.url());
     assert.deepEqual(["loss-range", "loss-outliers", "smooth"].map((k) => address.searchParams.get(k)), ["0.5~2.5", "no", "0.85"]);
     const tab = await page.tab(address.pathname + address.search);
@@ -165,7 +165,7 @@ describe("the list", () => {
     }
     const name = row(a).locator("[data-f=name]");
     assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
-    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "osine-seed-7");
+    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "cut between two words");
     assert.equal(await row(a).locator("[data-f=reason]").getAttribute("title"), path);
 
     await page.locator("#columns > summary").click();
@@ -228,7 +228,7 @@ describe("jobs side by side", () => {
     assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), three.second, "also in the list");
     await page.locator("button[data-settings=all]").click();
     assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "what differs comes first");
-    await page.getByRole("button", { name: "val. loss" }).click();
+    await page.locator("button[data-metric=val_loss]").click();
     await until("validation loss is drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,2");
     await steps(jobs[2].of, 2, 51, 60);
     await report(jobs[2].of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);

@@ -62,7 +62,7 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let id = server.submit(&often).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
     judge(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training went on");
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
@@ -73,7 +73,7 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
         });
         assert!(response, "{point}: {}", logged.stdout);
     }
-    row.passed("training went on, the log says so each time");
+    row.passed("training continued, the log says so each time");
     server.stop().await;
 }
 
@@ -199,7 +199,7 @@ async fn the_database_s_disk_is_full_for_a_while() {
         judge(&server, &id, steps, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1);
         assert!((2..5).all(|time| struck(time).exists()), "{point} was reached each time");
-        row.passed("reports waited, training went on");
+        row.passed("reports waited, training continued");
         server.stop().await;
     }
 }

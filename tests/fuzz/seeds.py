@@ -34,10 +34,11 @@ def packed(value):
     return b"\xdf" + struct.pack(">I", len(value)) + pairs
 
 
-ATTEMPT = {"job": "01k0000000000000000000000a", "attempt": 1, "token": 7}
+ATTEMPT = {"job": "01k0000000000000000000000a", "attempt": 1, "fencing_token": "7." + "0123456789abcdef" * 2}
 AT = "2026-01-01T00:00:00Z"
+# AttemptEvent of protocol/src/agent/events.rs, a record of each kind.
 EVENTS = [
-    {"type": "running", "total_steps": 100, "steps_per_epoch": 10, "start_step": 0},
+    {"type": "running", "total_steps": 100, "steps_per_epoch": 10, "start_step": 0, "train_samples": 1000},
     {"type": "metrics", "rank": 0, "columns": [{"name": "loss", "steps": [1, 2], "values": [2.3, 2.2]}]},
     {"type": "log", "rank": 0, "lines": [{"number": 1, "at": AT, "text": "step 1"}]},
     {"type": "rank", "rank": 0, "report": {"status": "training", "step": 1, "epoch": 1, "step_ms": 1.5, "all_reduce_ms": 0.5,
@@ -45,25 +46,58 @@ EVENTS = [
     {"type": "checkpoint", "epoch": 1, "step": 10, "val_accuracy": 0.5, "val_loss": 1.5, "best": True, "size_bytes": 1000},
     {"type": "checkpoint_removed", "epoch": 1, "step": 10},
     {"type": "evaluation", "epoch": 1, "step": 10, "samples": 100, "accuracy": 0.5, "loss": 1.5, "secs": 0.1},
+    {"type": "histograms", "step": 10,
+     "layers": [{"name": "conv1.weight", "kind": "weight", "min": -1.0, "max": 1.0, "counts": [1] * 64}]},
+    {"type": "network",
+     "layers": [{"name": "conv1", "kind": "conv 3x3", "output_shape": [16, 32, 32], "parameters": 432, "time_us": 1.5}]},
     {"type": "precision_fallback", "step": 3, "what": "gradient"},
     {"type": "rank_failed", "rank": 0, "step": 3, "reason": "gone", "code": "rank_killed", "retriable": True, "secondary": False},
     {"type": "ended", "how": "succeeded", "step": 100},
+    {"type": "ended", "how": "stopped"},
     {"type": "ended", "how": "failed", "reason": {"code": "rank_killed", "words": "gone"}, "retriable": True},
+    {"type": "ended", "how": "secondary", "reason": {"code": "rank_killed", "words": "gone"}},
 ]
-SLOT = {"index": 0, "device": "cpu", "name": "a core", "memory_bytes": 0}
-MACHINE = {"hostname": "h", "cpu": "c", "cores": 2, "memory_bytes": 1, "disk_free_bytes": 1, "version": "0"}
-MESSAGES = [
-    {"type": "hello", "protocol": 1, "agent_id": "a", "name": "a", "machine": MACHINE, "slots": [SLOT], "attempts": [ATTEMPT],
+SLOT = {"index": 0, "device": "cuda", "name": "NVIDIA H200", "memory_bytes": 1, "uuid": "GPU-0"}
+MACHINE = {"hostname": "h", "cpu": "c", "cores": 2, "memory_bytes": 1, "disk_free_bytes": 1, "version": "0", "address": "10.0.0.1",
+           "interface": "eth0", "network_id": "boot net"}
+SAMPLE = {"at": AT, "cpus": 2.0, "host_cpus": 2, "cpu_utilization": 0.5, "load": 1.0, "memory_used_bytes": 1, "memory_bytes": 2,
+          "host_memory_bytes": 2, "disk_used_bytes": 1, "disk_bytes": 2, "disk_read_bytes_per_second": 1,
+          "disk_written_bytes_per_second": 1, "network_received_bytes_per_second": 1, "network_sent_bytes_per_second": None,
+          "gpus": [{"slot": 0, "utilization": 0.5, "memory_used_bytes": 1, "temperature_celsius": 40.0, "power_watts": None}]}
+SPEC = {"name": "a", "data": {"dataset": "d"}, "model": {"arch": "resnet20"}}
+START = {"attempt": ATTEMPT, "spec": SPEC, "dataset_path": "/d", "world_size": 2, "ranks": [[0, 0]], "master_addr": "10.0.0.1",
+         "master_port": 0, "secret": "ab", "job_dir": None, "resume": "1-10", "network": {"address": "10.0.0.1", "interface": "eth0"},
+         "files": {"mark": None, "dataset": None, "pretrained": None}}
+ACKNOWLEDGED = {"attempt": ATTEMPT, "source": {"rank": 0}, "records": 3, "watched": True}
+# FromAgent and ToAgent of protocol/src/agent.rs, a message of each kind. protocol/tests/seeds.rs reads them.
+FROM_AGENT = [
+    {"type": "hello", "protocol": 5, "agent_id": "a", "name": "a", "machine": MACHINE, "slots": [SLOT], "attempts": [ATTEMPT],
      "only_job": None},
     {"type": "heartbeat", "attempts": [ATTEMPT]},
     {"type": "report", "attempt": ATTEMPT, "source": {"rank": 0}, "first": 0, "events": EVENTS},
-    {"type": "answer", "request": 1, "answer": {"Err": "no"}},
+    {"type": "report", "attempt": ATTEMPT, "source": "agent", "first": 0, "events": []},
+    {"type": "reply", "id": 1, "reply": {"Err": "no"}},
+    {"type": "reply", "id": 2, "reply": {"Ok": {"type": "progress", "inspected": [1, 2]}}},
+    {"type": "reply", "id": 3, "reply": {"Ok": {"type": "files", "there": [True]}}},
+    {"type": "sample", **SAMPLE},
+    {"type": "findings", "findings": [{"problem": True, "text": "a driver is missing"}]},
+    {"type": "ready", "attempt": ATTEMPT, "port": 4000},
     {"type": "leaving", "reason": "stop"},
     {"type": "part", "message": 1, "last": True, "bytes": b"\x81\xa4type\xa9heartbeat"},
+]
+TO_AGENT = [
     {"type": "welcome", "heartbeat_secs": 2.0, "lease_secs": 30.0, "revoked": [ATTEMPT], "server_lock": None,
-     "acknowledged": [{"attempt": ATTEMPT, "source": {"rank": 0}, "records": 3}]},
+     "takes_samples": True, "acknowledged": [ACKNOWLEDGED]},
+    {"type": "refused", "reason": "r"},
+    {"type": "heartbeat_ack"},
+    {"type": "ack", **ACKNOWLEDGED},
+    {"type": "start", **START},
+    {"type": "launch", "attempt": ATTEMPT, "master_port": 4000},
     {"type": "stop", "attempt": ATTEMPT, "reason": "r", "patient": True},
-    {"type": "ask", "request": 1, "question": {"type": "dataset", "path": "/x"}},
+    {"type": "request", "id": 1, "request": {"type": "inspect_dataset", "path": "/x"}},
+    {"type": "request", "id": 2, "request": {"type": "inspect_progress", "path": "/x"}},
+    {"type": "request", "id": 3, "request": {"type": "has_files", "paths": ["/x"]}},
+    {"type": "part", "message": 1, "last": True, "bytes": b"\x81\xa4type\xadheartbeat_ack"},
 ]
 
 
@@ -98,8 +132,10 @@ def main(to):
     keep("job_file", "json", b'{"name":"a","data":{"dataset":"d","validation":0.1},"train":{"epochs":2,"milestones":[1]},"model":{"arch":"resnet20"}}')
     keep("job_file", "toml", b'name = "a"\n[data]\ndataset = "d"\nmean = [0.5]\n[train]\nlr = 0.1\nloss_scale = "dynamic"\nmilestones = [1, 2]\n')
     keep("fork", "set", b'train.lr=0.1\ntrain.milestones=[1,2]\ndata.mean=[0.5]\nname="b"\ntrain.epochs=null\na.b.c.d=1\n')
-    for number, message in enumerate(MESSAGES):
-        keep("frames", f"message-{number}", packed(message))
+    for number, message in enumerate(FROM_AGENT):
+        keep("frames", f"from-agent-{number}", packed(message))
+    for number, message in enumerate(TO_AGENT):
+        keep("frames", f"to-agent-{number}", packed(message))
     for number, event in enumerate(EVENTS):
         keep("frames", f"event-{number}", packed(event))
     keep("model_file", "one", model())

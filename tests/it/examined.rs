@@ -97,7 +97,7 @@ async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() 
     let good = pair(&report, one, two);
     let version = findings(good, "Lockstep");
     assert!(version.len() == 1 && version[0].0 == "problem" && version[0].1.contains("0.0.1 on"), "{good:#}");
-    assert_eq!(good["verdict"], "problem");
+    assert_eq!(good["grade"], "problem");
     for way in ["to_a", "to_b"] {
         assert!(good[way]["round_trip_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{good:#}");
         assert!(good[way]["bytes_per_second"].as_f64().is_some_and(|speed| speed > 20e6), "{good:#}");
@@ -155,7 +155,7 @@ async fn a_host_that_does_not_answer_leaves_the_others_measured() {
         "{host:?}"
     );
     assert_eq!(report["pairs"].as_array().map(Vec::len), Some(1), "{report:#}");
-    assert_ne!(pair(&report, &one, &three)["verdict"], "problem", "{report:#}");
+    assert_ne!(pair(&report, &one, &three)["grade"], "problem", "{report:#}");
 
     let done = room.doctor(&[&one], "/nowhere/lockstep");
     assert!(

@@ -1,5 +1,7 @@
 //! The commands that README.md and docs/ show, run as they stand there: blocks of code that are marked `sh`. What cannot run on the
-//! machine of a test is listed with the reason.
+//! machine of a test is listed with the reason. Servers get free ports (`serving.rs`), and a launch is shown (`--dry-run`).
+
+mod serving;
 
 use crate::{
     pictures,
@@ -7,6 +9,7 @@ use crate::{
     specs,
 };
 use serde_json::json;
+use serving::Serving;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -18,24 +21,6 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
     (
-        "lockstep serve ...",
-        "stands for the command of another page and needs a provider of that name; oidc.rs of the server's tests has one",
-    ),
-    (
-        "lockstep serve",
-        "takes port 7070 and certificates of a real name; tls.rs and each other test start it on a free port",
-    ),
-    (
-        "export LOCKSTEP_SERVER=https://machine",
-        "there is no machine of that name; tls.rs has clients that trust a CA file",
-    ),
-    ("lockstep agent --server https://machine", "as above; tls.rs joins an agent over TLS"),
-    (
-        "lockstep token create --scope agent --agent node-1 --server https",
-        "there is no server at that address; join.rs types the commands of the page Machines, these among them",
-    ),
-    ("lockstep agent --server https://10.0.0.5", "as above; join.rs joins a second agent"),
-    (
         "lockstep download cifar-resnet18",
         "needs the ten epochs of a ResNet-18, minutes on two cores; commands.rs downloads",
     ),
@@ -43,16 +28,17 @@ const NOT_HERE: &[(&str, &str)] = &[
         "lockstep agent ...",
         "stands for the command of the lines before; elsewhere.rs has agents with options like these",
     ),
-    ("lockstep ca", "there is no CA before a server has made one; mutual_tls.rs issues and revokes"),
-    ("lockstep launch", "there are no machines of these names; launch.rs launches by SSH, mpirun and Slurm"),
-    ("kubectl ", "there is no cluster here; launch/pods.rs launches against an API server of its own"),
+    (
+        "kubectl ",
+        "there is no cluster here; tests/deploy/check.py holds the file against Kubernetes' schemas",
+    ),
     ("torchrun ", "there are no machines of these names; train/launchers.rs has the variables that it sets"),
     ("mpirun ", "as above; launch.rs starts it"),
     ("srun ", "as above; launch.rs starts it"),
     ("msrun ", "as above; train/launchers.rs has the variables that it sets"),
     (
         "lockstep train job.toml --rank-table",
-        "needs a table of one's own machines; train/launchers.rs has some",
+        "trains the ten epochs of a ResNet-18; train/launchers.rs trains smaller jobs by a table",
     ),
     ("RANK_ID=3 lockstep train", "as above"),
     (
@@ -60,6 +46,10 @@ const NOT_HERE: &[(&str, &str)] = &[
         "needs torchvision's weights; finetune.rs runs the same three commands with small ones",
     ),
 ];
+
+/// Two ranks of this machine, as the README's job has.
+const RANK_TABLE: &str = r#"{"version": "1.0", "server_count": "1", "status": "completed", "server_list": [{"server_id": "127.0.0.1",
+    "device": [{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}]}"#;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -114,26 +104,60 @@ fn stage(folder: &Path, readme: &str) {
     }
 }
 
-/// Runs what a block has, but for what is not to run here.
-fn run(server: &Server, folder: &Path, page: &str, block: &str, passed_over: &mut [bool]) {
-    let mut script = String::from(
-        "set -eu -o pipefail\ntrap 'echo \"this failed: $BASH_COMMAND\" >&2' ERR\n\
-         curl() { command curl --fail-with-body --silent --show-error \"${@//http:\\/\\/127.0.0.1:7070/$LOCKSTEP_SERVER}\"; }\n\
-         JOB=$(lockstep list --json | grep -o -m 1 'j[0-9a-z]\\{26\\}' | head -n 1 || true)\n",
-    );
-    for line in block.lines() {
-        match NOT_HERE.iter().position(|(begin, _)| line.starts_with(begin)) {
-            Some(found) => passed_over[found] = true,
-            None => {
-                // The other way to do what the lines before have done.
-                if line.starts_with("# the same") {
-                    script += "lockstep dataset remove --yes imagenet\nrm -r ~/imagenet-256\n";
-                }
-                script += line;
-                script.push('\n');
-            }
-        }
+/// A launch that shows what it would start; its words after `--` are another program's.
+fn shown(line: &str) -> String {
+    let (command, comment) = line.split_once(" # ").unwrap_or((line, ""));
+    match command.split_once(" -- ") {
+        Some((own, theirs)) => format!("{own} --dry-run -- {theirs}"),
+        None => format!("{} --dry-run # {comment}", command.trim_end()),
     }
+}
+
+/// Runs what a block has, but for what is not to run here.
+async fn run(
+    (server, serving): (&Server, &mut Serving),
+    folder: &Path,
+    page: &str,
+    block: &str,
+    passed_over: &mut [bool],
+) {
+    let mut script = String::new();
+    // Of the server that an example has started, if lines are for that one.
+    let mut token = None;
+    for line in block.lines() {
+        if let Some(found) = NOT_HERE.iter().position(|(begin, _)| line.starts_with(begin)) {
+            passed_over[found] = true;
+            continue;
+        }
+        if Serving::runs(line) {
+            run_script(server, token.as_deref(), folder, page, &std::mem::take(&mut script));
+            serving.run(line).await;
+            continue;
+        }
+        // The other way to do what the lines before have done.
+        if line.starts_with("# the same") {
+            script += "lockstep dataset remove --yes imagenet\nrm -r ~/imagenet-256\n";
+        }
+        let line = match serving.here(line).await {
+            Some(line) => {
+                token = Some(serving.token_file());
+                line
+            }
+            None if line.starts_with("lockstep launch") => shown(line),
+            None => line.to_owned(),
+        };
+        script += &line;
+        script.push('\n');
+    }
+    run_script(server, token.as_deref(), folder, page, &script);
+}
+
+fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, lines: &str) {
+    let script = format!(
+        "set -eu -o pipefail\ntrap 'echo \"this failed: $BASH_COMMAND\" >&2' ERR\n\
+         curl() {{ command curl --fail-with-body --silent --show-error \"${{@//http:\\/\\/127.0.0.1:7070/$LOCKSTEP_SERVER}}\"; }}\n\
+         JOB=$(lockstep list --json | grep -o -m 1 'j[0-9a-z]\\{{26\\}}' | head -n 1 || true)\n{lines}"
+    );
     let bin = Path::new(LOCKSTEP).parent().expect("a folder").display().to_string();
     let path = std::env::var("PATH").unwrap_or_default();
     let mut command = Command::new("bash");
@@ -142,12 +166,15 @@ fn run(server: &Server, folder: &Path, page: &str, block: &str, passed_over: &mu
         .env("PATH", format!("{bin}:{path}"))
         .env("HOME", folder.join("home"))
         .env("TOKEN", server.token());
+    if let Some(token) = token {
+        command.env("LOCKSTEP_TOKEN_FILE", token);
+    }
     command.env("LOCKSTEP_CACHE", folder.join("cache")).stdin(std::process::Stdio::null());
     let ended = Finished::of(&mut command);
     assert_eq!(
         ended.status, 0,
         "{page}: an example does not do what it says. Mend it, or list its first words in tests/it/examples.rs with the reason why it \
-         cannot run here.\n{block}\nstdout:\n{}\nstderr:\n{}",
+         cannot run here.\n{lines}\nstdout:\n{}\nstderr:\n{}",
         ended.stdout, ended.stderr
     );
 }
@@ -172,14 +199,18 @@ async fn examples_run_as_they_are_written() {
         .await;
     server.succeeded(&id).await;
     fs::write(folder.join("model.safetensors"), server.last_model(&id).await).expect("weights");
-    Finished::of(lockstep().args(["ca", "init"]).current_dir(&folder)).ok();
+    let ca = Finished::of(lockstep().args(["ca", "init"]).current_dir(&folder));
+    fs::write(folder.join("lockstep-ca.crt"), ca.ok()).expect("the authority");
+    fs::write(folder.join("table.json"), RANK_TABLE).expect("a table");
+    std::os::unix::fs::symlink(root().join("deploy"), folder.join("deploy")).expect("the tree's manifests");
+    let mut serving = Serving::new(&folder);
 
     let mut passed_over = vec![false; NOT_HERE.len()];
     for page in pages() {
         let text = fs::read_to_string(&page).expect("a page");
         let page = page.strip_prefix(root()).expect("below the root").display().to_string();
         for block in blocks(&text, "sh") {
-            run(&server, &folder, &page, &block, &mut passed_over);
+            run((&server, &mut serving), &folder, &page, &block, &mut passed_over).await;
             // Nothing that a block has left runs while the next one does.
             for job in server.get("/jobs?limit=100").await["jobs"].as_array().expect("jobs") {
                 if !crate::server::state_of(job).is_final() {
@@ -189,6 +220,7 @@ async fn examples_run_as_they_are_written() {
             }
         }
     }
+    serving.stop();
     let stale: Vec<_> =
         NOT_HERE.iter().zip(&passed_over).filter(|(_, used)| !**used).map(|(entry, _)| entry.0).collect();
     assert_eq!(stale, [] as [&str; 0], "no page has these any more: take them off the list");

@@ -101,7 +101,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint() {
     every_step_is_there(&server, &id).await;
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
-        "going on from a checkpoint gives the weights of never having stopped, bit for bit"
+        "continuing from a checkpoint gives the weights of never having stopped, bit for bit"
     );
     // Why the first attempt ended is kept, for programs and people, now that the second has succeeded.
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;

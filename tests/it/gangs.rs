@@ -247,7 +247,7 @@ async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
     let goes_on = async |machines: &Machines| {
         let step = number(&machines.server.job(&id).await["step"]);
         let more = |job: &Value| number(&job["step"]) > step + 20;
-        let job = machines.server.job_when(&id, "it goes on", more).await;
+        let job = machines.server.job_when(&id, "it continues", more).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("running"), 1), "{job:#}");
     };
     machines.trains(&id).await;
@@ -304,7 +304,9 @@ async fn two_large_jobs_wait_for_all_their_slots_in_order_and_are_not_overtaken(
         let waits = events["events"].as_array().expect("events").iter().filter(|e| e["state"] == "queued");
         assert!(waits.count() <= 2, "a slot that becomes free is no event: {events:#}");
     }
-    assert!(started.is_sorted(), "in the order of the queue: {started:?}");
+    // The last one may have the slot that the second leaves, even before the machine that the second waits for is free.
+    assert!(started[0] <= started[1], "in the order of the queue: {started:?}");
+    assert!(started[0] <= started[2], "one free slot is kept for the first, which needs all: {started:?}");
     machines.stop().await;
 }
 

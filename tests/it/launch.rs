@@ -2,6 +2,7 @@
 
 mod batch;
 mod pods;
+mod pods_ends;
 mod pods_faults;
 
 use crate::{
@@ -47,9 +48,14 @@ fn short(name: &str) -> Value {
 
 /// `lockstep launch`, with its agents' folders in the test's.
 pub(crate) fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
+    launch_by(server, LOCKSTEP, args, options)
+}
+
+/// As [`launch`], with another program on the machines.
+fn launch_by(server: &Server, program: &str, args: &[&str], options: &[String]) -> Command {
     let mut command = lockstep();
     command.current_dir(server.folder().path()).envs(server.for_clients());
-    command.arg("launch").args(args).args(["--program", LOCKSTEP, "--dir"]);
+    command.arg("launch").args(args).args(["--program", program, "--dir"]);
     command.arg(server.folder().path().join("launch")).arg("--").args(options);
     command
 }

@@ -61,7 +61,7 @@ async fn a_paused_job_frees_its_slots_and_goes_on_to_the_same_weights() {
     assert_eq!(number(&job["attempt"]), 2);
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
-        "going on gives the weights of never having stopped, bit for bit"
+        "continuing gives the weights of never having stopped, bit for bit"
     );
     let events = stored(&server, &id).await;
     let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();

@@ -57,18 +57,34 @@ fn cryptography() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
-/// A client that shows a token.
+/// A client that shows a token. The server ends connections that are silent for half a minute: the client does so before.
 pub(crate) fn client(token: &str) -> reqwest::Client {
     cryptography();
     let mut headers = reqwest::header::HeaderMap::new();
     headers.insert("authorization", format!("Bearer {token}").parse().expect("a header"));
-    reqwest::Client::builder().default_headers(headers).timeout(SOON).build().expect("an HTTP client")
+    reqwest::Client::builder()
+        .default_headers(headers)
+        .timeout(SOON)
+        .pool_idle_timeout(Duration::from_secs(10))
+        .build()
+        .expect("an HTTP client")
 }
 
 /// The program, on nobody's terminal, with no environment of the person who runs the tests.
 pub(crate) fn lockstep() -> Command {
+    by_itself(Command::new(LOCKSTEP))
+}
+
+/// As [`lockstep`], as a shell at a terminal starts it: what runs in a background that ignores Ctrl-C passes that on to all it starts.
+pub(crate) fn lockstep_that_can_be_interrupted() -> Command {
+    let mut command = Command::new("env");
+    command.args(["--default-signal=INT", LOCKSTEP]);
+    by_itself(command)
+}
+
+/// Without what the environment of the tests says.
+fn by_itself(mut command: Command) -> Command {
     cryptography();
-    let mut command = Command::new(LOCKSTEP);
     command.stdin(Stdio::null());
     for name in [
         "LOCKSTEP_DATABASE",

@@ -1,19 +1,22 @@
 //! The real program where others reach it: its own certificates, agents and commands over https, and nginx before it.
 
+mod nginx;
 pub(crate) mod serve;
+mod ways;
 
 use crate::{
     pictures,
     server::{Finished, Folder, SOON, free_port, lockstep, turn},
     specs,
 };
+use nginx::Nginx;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use serve::{Serve, listens, trusting};
 use std::{
     fs,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 use tokio_tungstenite::{Connector, tungstenite};
@@ -223,66 +226,17 @@ fn certificates_are_issued_for_others() {
     assert!(!verify("other.example").status.success());
 }
 
-/// nginx in a folder of its own.
-struct Nginx(Child);
-
-impl Nginx {
-    fn start(folder: &Path, port: u16, server: u16) -> Self {
-        let conf = format!(
-            "daemon off; master_process off; error_log stderr; pid {dir}/nginx.pid;
-             events {{ worker_connections 256; }}
-             http {{
-               access_log off;
-               client_body_temp_path {dir}; proxy_temp_path {dir}; fastcgi_temp_path {dir}; uwsgi_temp_path {dir};
-               scgi_temp_path {dir};
-               map $http_upgrade $connection_upgrade {{ default upgrade; '' close; }}
-               server {{
-                 listen 127.0.0.1:{port} ssl;
-                 server_name lockstep.example.org;
-                 ssl_certificate {dir}/lockstep.example.org.crt;
-                 ssl_certificate_key {dir}/lockstep.example.org.key;
-                 client_max_body_size 32m;
-                 location / {{
-                   proxy_pass http://127.0.0.1:{server};
-                   proxy_http_version 1.1;
-                   proxy_set_header Host $host;
-                   proxy_set_header Upgrade $http_upgrade;
-                   proxy_set_header Connection $connection_upgrade;
-                   # What nginx adds for a client that is not on this machine.
-                   proxy_set_header X-Forwarded-For '$http_x_forwarded_for, 198.51.100.7';
-                   proxy_set_header X-Forwarded-Proto $scheme;
-                   proxy_read_timeout 1h;
-                   proxy_buffering off;
-                 }}
-               }}
-             }}",
-            dir = folder.display()
-        );
-        let path = folder.join("nginx.conf");
-        fs::write(&path, conf).expect("a file");
-        let log = fs::File::create(folder.join("nginx.log")).expect("a log");
-        let mut command = Command::new("nginx");
-        command.arg("-p").arg(folder).arg("-c").arg(&path).arg("-e").arg("stderr").stderr(log);
-        Self(command.spawn().expect("nginx, which tests/run installs"))
-    }
-}
-
-impl Drop for Nginx {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[tokio::test]
 async fn nginx_terminates_tls_before_it() {
+    let port = free_port();
+    let public = format!("https://lockstep.example.org:{port}");
     let serve = Serve::start(
         &[
             "--no-local-agent",
             "--trusted-proxy",
             "127.0.0.1",
             "--public-url",
-            "https://lockstep.example.org/",
+            &public,
             "--requests-per-second",
             "3",
             "--access-log",
@@ -291,7 +245,7 @@ async fn nginx_terminates_tls_before_it() {
         listens,
     )
     .await;
-    assert!(serve.log().contains("dashboard: https://lockstep.example.org"), "{}", serve.log());
+    assert!(serve.log().contains(&format!("dashboard: {public}")), "{}", serve.log());
     let folder = Folder::new();
     let ca = |args: &[&str]| {
         let mut command = lockstep();
@@ -299,16 +253,11 @@ async fn nginx_terminates_tls_before_it() {
     };
     ca(&["init"]).ok();
     ca(&["issue", "lockstep.example.org"]).ok();
-    let port = free_port();
-    let _nginx = Nginx::start(folder.path(), port, serve.port);
-    let start = Instant::now();
-    while !listens(port).await {
-        let said = fs::read_to_string(folder.path().join("nginx.log")).unwrap_or_default();
-        assert!(start.elapsed() < SOON, "{said}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    // What nginx adds for a client that is not on this machine.
+    let add = ("$proxy_add_x_forwarded_for", "'$http_x_forwarded_for, 198.51.100.7'");
+    let _nginx = Nginx::start(folder.path(), "lockstep.example.org", port, serve.port, &[add]).await;
     let trusted = trusting(&folder.path().join("lockstep-data/ca/ca.crt"));
-    let url = |path: &str| format!("https://lockstep.example.org:{port}{path}");
+    let url = |path: &str| format!("{public}{path}");
     let client = reqwest::Client::builder()
         .tls_backend_preconfigured((*trusted).clone())
         .default_headers(serve.bearer())
@@ -319,7 +268,7 @@ async fn nginx_terminates_tls_before_it() {
     assert_eq!(page.status(), StatusCode::OK);
     assert_eq!(page.headers()["strict-transport-security"], "max-age=31536000");
     // A form of our own page, and one of somebody else's.
-    for (origin, status) in [("https://lockstep.example.org", 422), ("https://evil.example", 403)] {
+    for (origin, status) in [(public.as_str(), 422), ("https://evil.example", 403)] {
         let spec = specs::short("x", "none", 1, 1);
         let post = client
             .post(url("/api/v1/jobs"))
@@ -331,12 +280,12 @@ async fn nginx_terminates_tls_before_it() {
         assert_eq!(post.status().as_u16(), status, "{origin}");
     }
     // The dashboard's websocket, through TLS and nginx.
-    for (origin, fine) in [("https://lockstep.example.org", true), ("https://evil.example", false)] {
+    for (origin, fine) in [(public.as_str(), true), ("https://evil.example", false)] {
         let mut request = tungstenite::client::IntoClientRequest::into_client_request(format!(
             "wss://127.0.0.1:{port}/api/v1/stream"
         ))
         .expect("a request");
-        request.headers_mut().insert("host", "lockstep.example.org".parse().expect("a host"));
+        request.headers_mut().insert("host", format!("lockstep.example.org:{port}").parse().expect("a host"));
         request.headers_mut().extend(serve.bearer());
         request.headers_mut().insert("origin", origin.parse().expect("an origin"));
         // The name in the certificate is the public one, not the address that the test connects to.

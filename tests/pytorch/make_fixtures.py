@@ -554,7 +554,7 @@ def mixing_and_average():
 
 
 def looking():
-    """Probabilities, confusion matrix and loss of a made-up model on made-up grey pictures of one byte a pixel."""
+    """Probabilities, confusion matrix and loss of a synthetic model on synthetic grey pictures of one byte a pixel."""
     arch, count, side = "resnet20", 200, 16
     mean, std = np.float32(0.4), np.float32(0.3)
     model = build(arch, 10, "cifar", 1).double().eval()

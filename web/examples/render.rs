@@ -41,6 +41,7 @@ fn sample(
         failure: None,
         project: "default".into(),
         tags: Vec::new(),
+        queue: None,
         notes: None,
         parent: None,
         owner: Some("ada".into()),

@@ -225,7 +225,7 @@ impl JobRow {
                     project => format!(" · {project}"),
                 }
             ),
-            reason: job.reason.clone().unwrap_or_default(),
+            reason: waiting(job),
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
             progress: progress(job),
@@ -237,6 +237,12 @@ impl JobRow {
             created_at: job.created_at.to_string(),
         }
     }
+}
+
+/// Why it is in its state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.
+fn waiting(job: &Job) -> String {
+    let place = job.queue.as_ref().map(|queue| format!("place {} in the queue", queue.place));
+    [place, job.reason.clone()].into_iter().flatten().collect::<Vec<_>>().join(" · ")
 }
 
 /// How far a job is, in words: `epoch 3 of 10 · 0:12 left`.

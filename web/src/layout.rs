@@ -17,7 +17,7 @@ pub(crate) fn assets() -> &'static str {
     ASSETS.get().map_or("/static", String::as_str)
 }
 
-/// The server's clock, by which pages tell ages: that of a reader's machine may be off.
+/// The server's clock, by which pages count ages: that of a reader's machine may be off.
 pub(crate) fn now() -> jiff::Timestamp {
     jiff::Timestamp::now()
 }

@@ -129,9 +129,12 @@ impl AgentCard {
         gauges::of_machine(self.sample.as_ref())
     }
 
-    fn gpu_gauges(&self, slot: &Slot) -> [Gauge; 4] {
-        let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|gpu| gpu.slot == slot.index);
-        gauges::of_gpu(sample, slot.memory_bytes)
+    fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
+        let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
+        let all = gauges::of_slot(sample, slot.memory_bytes);
+        // A share of CPU cores has no temperature of its own.
+        let shown = if slot.uuid.is_some() { all.len() } else { 2 };
+        all.into_iter().take(shown).collect()
     }
 
     fn status(&self, now: Timestamp) -> String {

@@ -22,14 +22,14 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
     T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
     T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
-    T* copied = product + TILE_ROWS * APART(REDUCED);  // two tiles of x and the shortcut, each thread's own pieces apart
-    float* wide = (float*)(copied + 16 * TILE);       // scale and bias, of both
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and the shortcut, by thread
+    float* coefficients = (float*)(copied + 16 * TILE);    // scale and bias, of both
     Value value = value_of_thread(REDUCED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
     // Two tiles are on their way at any time: a thread copies what it will use itself.
-    auto copy_wide = [&](u32 tile, u32 turn) {
+    auto copy_expanded = [&](u32 tile, u32 turn) {
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
@@ -42,14 +42,14 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         copies_end();
     };
     for (u32 n = warp; n < REDUCED; n += 16) copy_aside(piece(kept, 64, n, lane), p.weights + n * EXPANDED + lane * 8, true);
-    copy_wide(blockIdx.x, 0);
-    copy_wide(blockIdx.x + gridDim.x, 1);
+    copy_expanded(blockIdx.x, 0);
+    copy_expanded(blockIdx.x + gridDim.x, 1);
     if (t < EXPANDED) {
-        wide[t] = p.scale[t];
-        wide[EXPANDED + t] = p.bias[t];
+        coefficients[t] = p.scale[t];
+        coefficients[EXPANDED + t] = p.bias[t];
         if (ADD == 2) {
-            wide[2 * EXPANDED + t] = p.shortcut_scale[t];
-            wide[3 * EXPANDED + t] = p.shortcut_bias[t];
+            coefficients[2 * EXPANDED + t] = p.shortcut_scale[t];
+            coefficients[3 * EXPANDED + t] = p.shortcut_bias[t];
         }
     }
     __syncthreads();
@@ -65,11 +65,11 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         {
             Apply<ADD> f;
             f.floor = 0;
-            load_channels(wide, lane, f.scale);
-            load_channels(wide + EXPANDED, lane, f.bias);
+            load_channels(coefficients, lane, f.scale);
+            load_channels(coefficients + EXPANDED, lane, f.bias);
             if (ADD == 2) {
-                load_channels(wide + 2 * EXPANDED, lane, f.shortcut_scale);
-                load_channels(wide + 3 * EXPANDED, lane, f.shortcut_bias);
+                load_channels(coefficients + 2 * EXPANDED, lane, f.shortcut_scale);
+                load_channels(coefficients + 3 * EXPANDED, lane, f.shortcut_bias);
             }
 #pragma unroll
             for (int i = 0; i < TURNS; i++) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         }
         // Before more is copied or stored: this waits for all that was begun.
         written_for_products();
-        copy_wide(tile + 2 * gridDim.x, turn);
+        copy_expanded(tile + 2 * gridDim.x, turn);
         __syncthreads();
         float c[8];
         products_begin();
@@ -99,15 +99,15 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
             }
         }
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(REDUCED) + quarter * 16 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
         u32 at = tile * TILE_ROWS + row;
-        Raw z = load(product + row * APART(REDUCED), group);
+        Raw z = load(product + row * PADDED_ROW(REDUCED), group);
         if (at < rows) store(p.z, (u64)at * (REDUCED / 8) + group, z);
         if (at < valid) add_statistics(z, s);
     }
@@ -115,7 +115,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     __syncthreads();
     double total;
     if (!column_sums(block_sums(s, (float*)input), value, (float*)input, partials, counters, total)) return;
-    if (!settle(total, site, REDUCED, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, REDUCED, value.active, value.index, number, true)) return;
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
 }
 

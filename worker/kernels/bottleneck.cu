@@ -5,9 +5,6 @@
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-#define EXPANDED 256
-#define REDUCED 64
-
 struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
     const float *scale, *slope, *offset; // [256]
@@ -26,16 +23,16 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     T* dy = kept + 4 * TILE;                          // 64 rows of 256
     T* input = dy + 4 * TILE;                         // 64 rows of 64
     T* product = input + TILE;                        // the same, with gaps
-    T* copied = product + TILE_ROWS * APART(REDUCED);  // two tiles of x and g, each thread's own pieces apart
-    float* wide = (float*)(copied + 16 * TILE);       // scale, slope and offset
-    float* narrow = wide + 3 * EXPANDED;                  // scale, bias and mean
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and g, each thread's own pieces apart
+    float* expanded_coefficients = (float*)(copied + 16 * TILE);        // scale, slope and offset
+    float* reduced_coefficients = expanded_coefficients + 3 * EXPANDED; // scale, bias and mean
     Value value = value_of_thread(REDUCED);
     u32 number = NORMED ? next_exchange(site, value.active, value.index) : 0;
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
 
     // Two tiles are on their way at any time: a thread copies what it will use itself.
-    auto copy_wide = [&](u32 tile, u32 turn) {
+    auto copy_expanded = [&](u32 tile, u32 turn) {
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
@@ -47,13 +44,13 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         }
         copies_end();
     };
-    auto load_narrow = [&](u32 tile) {
+    auto load_reduced = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
         return r < valid ? load(p.from, (u64)r * (REDUCED / 8) + group) : zeros();
     };
-    copy_wide(blockIdx.x, 0);
-    copy_wide(blockIdx.x + gridDim.x, 1);
-    Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
+    copy_expanded(blockIdx.x, 0);
+    copy_expanded(blockIdx.x + gridDim.x, 1);
+    Raw here = load_reduced(blockIdx.x), ahead = load_reduced(blockIdx.x + gridDim.x);
     for (u32 k = row; k < EXPANDED; k += 64) {
         Raw w = load(p.weights + k * REDUCED, group);
         const T* values = (const T*)&w;
@@ -61,14 +58,14 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         for (int i = 0; i < 8; i++) piece(kept, 64, group * 8 + i, k / 8)[k % 8] = values[i];
     }
     if (t < EXPANDED) {
-        wide[t] = p.scale[t];
-        wide[EXPANDED + t] = p.slope[t];
-        wide[2 * EXPANDED + t] = p.offset[t];
+        expanded_coefficients[t] = p.scale[t];
+        expanded_coefficients[EXPANDED + t] = p.slope[t];
+        expanded_coefficients[2 * EXPANDED + t] = p.offset[t];
     }
     if (NORMED && t < REDUCED) {
-        narrow[t] = before.scale[t];
-        narrow[REDUCED + t] = before.bias[t];
-        narrow[2 * REDUCED + t] = before.mean[t];
+        reduced_coefficients[t] = before.scale[t];
+        reduced_coefficients[REDUCED + t] = before.bias[t];
+        reduced_coefficients[2 * REDUCED + t] = before.mean[t];
     }
     __syncthreads();
 
@@ -82,8 +79,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             Raw out = here;
             if (NORMED) {
                 float v[8], scale[8], bias[8];
-                load_channels(narrow, group, scale);
-                load_channels(narrow + REDUCED, group, bias);
+                load_channels(reduced_coefficients, group, scale);
+                load_channels(reduced_coefficients + REDUCED, group, bias);
                 unpack(here, v);
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
@@ -98,9 +95,9 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         copies_done_but<1>();
         {
             Slopes f;
-            load_channels(wide, lane, f.scale);
-            load_channels(wide + EXPANDED, lane, f.slope);
-            load_channels(wide + 2 * EXPANDED, lane, f.offset);
+            load_channels(expanded_coefficients, lane, f.scale);
+            load_channels(expanded_coefficients + EXPANDED, lane, f.slope);
+            load_channels(expanded_coefficients + 2 * EXPANDED, lane, f.offset);
 #pragma unroll
             for (int i = 0; i < TURNS; i++) {
                 u32 r = i * 16 + warp;
@@ -115,8 +112,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         }
         // Before more is copied: this waits for all that was begun.
         written_for_products();
-        copy_wide(tile + 2 * gridDim.x, turn);
-        Raw coming = load_narrow(tile + 2 * gridDim.x);
+        copy_expanded(tile + 2 * gridDim.x, turn);
+        Raw coming = load_reduced(tile + 2 * gridDim.x);
         __syncthreads();
         float c[8];
 #pragma unroll
@@ -133,18 +130,18 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             multiply_columns(d, dy_now + (quarter * TILE + k * 16 * 64) / 8, input_now + k * 16 * 64 / 8, 1);
         products_end();
         products_done<1>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(REDUCED) + quarter * 16 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
-        Raw out = load(product + row * APART(REDUCED), group);
+        Raw out = load(product + row * PADDED_ROW(REDUCED), group);
         if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (REDUCED / 8) + group, out);
         if (NORMED) {
             float v[8], w[8], mean[8];
-            load_channels(narrow + 2 * REDUCED, group, mean);
+            load_channels(reduced_coefficients + 2 * REDUCED, group, mean);
             unpack(here, v);
             unpack(out, w);
 #pragma unroll
@@ -168,13 +165,13 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
     parameter_gradients(before, total, value);
-    if (!settle(total, site, REDUCED, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, REDUCED, value.active, value.index, number, true)) return;
     double* pairs = (double*)dy;
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads: eight channels of four rows of the wide side each, and of one row of the narrow one. Dynamic shared
-// memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+// 8 x 64 threads: eight channels of four rows of the side with 256 channels each, and of one row of the side with 64.
+// Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \

@@ -16,11 +16,11 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
-    auto load_narrow = [&](u32 tile) {
+    auto load_reduced = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
         return r < rows ? load(from, (u64)r * (REDUCED / 8) + group) : zeros();
     };
-    Raw here = load_narrow(blockIdx.x), ahead = load_narrow(blockIdx.x + gridDim.x);
+    Raw here = load_reduced(blockIdx.x), ahead = load_reduced(blockIdx.x + gridDim.x);
     for (u32 n = row; n < EXPANDED; n += 64)
         copy_aside(piece(kept, EXPANDED, n, group), weights + n * REDUCED + group * 8, true);
     float scale[8], bias[8];
@@ -45,7 +45,7 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         store(piece(input + turn * TILE, TILE_ROWS, row, group), 0, in);
         written_for_products();
         here = ahead;
-        ahead = load_narrow(tile + 2 * gridDim.x);
+        ahead = load_reduced(tile + 2 * gridDim.x);
         __syncthreads();
         float c[32];
         products_begin();
@@ -54,17 +54,17 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
             multiply_rows_by_64(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
         products_end();
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(EXPANDED) + quarter * 64 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(EXPANDED) + quarter * 64 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
             u32 r = i * 16 + warp, at = tile * TILE_ROWS + r;
-            Raw out = load(product + r * APART(EXPANDED), lane);
+            Raw out = load(product + r * PADDED_ROW(EXPANDED), lane);
             if (at < rows) store(y, (u64)at * (EXPANDED / 8) + lane, out);
             if (at < valid) add_statistics(out, s);
         }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
     __syncthreads();
     double total;
     if (!column_sums(block_sums(s, (float*)product), value, (float*)product, partials, counters, total)) return;
-    if (!settle(total, site, EXPANDED, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, EXPANDED, value.active, value.index, number, true)) return;
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 

@@ -5,14 +5,15 @@
 // Partial sums go from registers over the lanes of a warp and the warps of a block to scratch memory; the last
 // block to arrive adds them up in block order, in double precision.
 
-struct Walk {
+// A thread's share of an activation: one group of channels, and every `step`th row.
+struct GridStride {
     u32 groups;   // of eight channels
     u32 group;    // this thread's
     bool active;  // whether it exists
     u32 first, step; // rows
 };
-__device__ __forceinline__ Walk walk(u32 channels, u32 part, u32 parts) {
-    Walk w;
+__device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32 parts) {
+    GridStride w;
     w.groups = channels / 8;
     w.group = blockIdx.y * blockDim.x + threadIdx.x;
     w.active = w.group < w.groups;
@@ -86,17 +87,17 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
     __syncthreads();
     if (!last[0]) return false;
     __threadfence();
-    // Four values a load; walker w takes blocks w, w + walkers, ...
-    u32 quads = values / 4, walkers = threads / quads, quad = t % quads, walker = t / quads;
+    // Four values a load; part w of the threads takes blocks w, w + parts, ...
+    u32 quads = values / 4, parts = threads / quads, quad = t % quads, part = t / quads;
     double s[4] = {0, 0, 0, 0};
-    if (walker < walkers)
-        for (u32 b = walker; b < blocks; b += 8 * walkers) {
+    if (part < parts)
+        for (u32 b = part; b < blocks; b += 8 * parts) {
             float4 v[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 v[i] = {0, 0, 0, 0};
-                if (b + i * walkers < blocks)
-                    v[i] = load_shared_by_blocks((const float4*)(mine + (u64)(b + i * walkers) * values) + quad);
+                if (b + i * parts < blocks)
+                    v[i] = load_shared_by_blocks((const float4*)(mine + (u64)(b + i * parts) * values) + quad);
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -106,14 +107,14 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
                 s[3] += v[i].w;
             }
         }
-    double* wide = (double*)across;
-    if (walker < walkers)
+    double* part_sums = (double*)across;
+    if (part < parts)
 #pragma unroll
-        for (int i = 0; i < 4; i++) wide[walker * values + quad * 4 + i] = s[i];
+        for (int i = 0; i < 4; i++) part_sums[part * values + quad * 4 + i] = s[i];
     __syncthreads();
     total = 0;
     if (value.which < 2)
-        for (u32 w = 0; w < walkers; w++) total += wide[w * values + value.source];
+        for (u32 w = 0; w < parts; w++) total += part_sums[w * values + value.source];
     __syncthreads();
     return true;
 }

@@ -11,7 +11,7 @@ struct Source {
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    u32 mode; // 0: by the control block's index and draw; 1: by its index, as they are; 2: in order, as they are
+    u32 mode; // 0: by the control block's index and augmentation parameters; 1: by its index, as they are; 2: in order, as they are
 };
 #define SOURCE_PARAMETERS \
     const u8 *pictures, u32 height, u32 width, u32 channels, u32 side, u32 crop_padding, u32 mode
@@ -25,11 +25,11 @@ struct Cut {
     bool flip;
     __device__ __forceinline__ Cut(const Source& s, const Control* control, u32 batch, u32 n)
         : Cut(s, s.mode == 2 ? n : indices(control)[n], s.mode == 0 ? indices(control)[batch + n] : 0) {}
-    __device__ __forceinline__ Cut(const Source& s, u32 index, u32 draw) {
+    __device__ __forceinline__ Cut(const Source& s, u32 index, u32 params) {
         pixels = s.pictures + (u64)index * s.height * s.width * s.channels;
-        top = s.mode == 0 ? (int)(draw & 0x7fff) - (int)s.crop_padding : 0;
-        left = s.mode == 0 ? (int)(draw >> 15 & 0x7fff) - (int)s.crop_padding : 0;
-        flip = draw >> 30 & 1;
+        top = s.mode == 0 ? (int)(params & 0x7fff) - (int)s.crop_padding : 0;
+        left = s.mode == 0 ? (int)(params >> 15 & 0x7fff) - (int)s.crop_padding : 0;
+        flip = params >> 30 & 1;
     }
     // A pixel of the window, its channels from the lowest byte; black outside the picture.
     __device__ __forceinline__ u32 pixel(const Source& s, int y, int x) const {

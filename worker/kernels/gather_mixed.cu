@@ -19,7 +19,7 @@ __device__ __forceinline__ Color mix(const Color& own, const Color& other, float
 
 // The picture that picture `n` of the batch is mixed with.
 __device__ __forceinline__ Cut other_of(const Source& s, const Control* control, u32 batch, u32 n) {
-    if (n == 0) return Cut(s, control->before_index, control->before_draw);
+    if (n == 0) return Cut(s, control->before_index, control->before_params);
     return Cut(s, control, batch, n - 1);
 }
 

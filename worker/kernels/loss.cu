@@ -2,15 +2,14 @@
 //
 // A mixed row's target lies on two labels, by lambda; a prediction is right that is the label with more of it.
 //
-// A warp owns a row for the log-sum-exp; then the block's threads own four classes each and walk its rows, so that
-// the bias's gradient is summed on the way. Partial sums meet in the last block, in block order.
+// A block has LOSS_ROWS warps, each of which owns a row for the log-sum-exp. Then the block's threads own four classes
+// each and go through its rows, so that the bias's gradient is summed on the way. Partial sums meet in the last block, in
+// block order.
 
 struct Totals {
     double loss_sum;
     u64 correct, samples;
 };
-
-#define LOSS_ROWS 8 // warps of a block, one row each
 
 __device__ __forceinline__ void load_logits(const T* logits, const float* bias, u64 at, u32 class_, u32 classes,
                                             float (&v)[4]) {

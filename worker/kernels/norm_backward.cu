@@ -110,7 +110,7 @@ __device__ __forceinline__ void add_gradient(const float (&v)[8], const float (&
 }
 
 template <int MASK, int SOURCE>
-__device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T* dz, const Backward& b, const Walk& w,
+__device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T* dz, const Backward& b, const GridStride& w,
                                               u32 valid, u32 rows, float (&s)[16]) {
     if (!w.active) return;
     float mean[8], scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
@@ -149,7 +149,7 @@ template <int MASK, int SOURCE>
 __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* dz, const Control* control, u32 pixels,
                                             u32 rows, u32 channels, float* partials, u32* counters, const Backward& b,
                                             const Site& site, float* across, double* pairs) {
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
     u32 number = next_exchange(site, value.active, value.index);
     float s[16] = {};
@@ -157,7 +157,7 @@ __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* d
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
     parameter_gradients(b, total, value);
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     Site site = SITE;
     u32 number = next_exchange(site, value.active, value.index);
     double total = value.active ? totals[value.index] : 0.0f;
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_backward_in_block(BACKWARD, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
@@ -208,7 +208,7 @@ template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, const float* scale, const float* bias_,
                                                const float* slope, const float* offset, T* dx, u32 valid, u32 rows,
                                                u32 channels) {
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
     Slopes f;
     float bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
@@ -260,7 +260,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
                                                float* across, float* slots, double* pairs, float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
-    Walk w = walk(channels, part, parts);
+    GridStride w = rows_of_thread(channels, part, parts);
     Value value = value_of_thread(channels);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows);
@@ -316,7 +316,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     double total = cluster_sums(block_sums(s, across), value, slots);
     bool leader = part == 0;
     if (leader) parameter_gradients(b, total, value);
-    if (!settle(total, site, channels, value.active, value.index, number, leader)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
     __syncthreads();
     if (!w.active) return;

@@ -1,9 +1,6 @@
 // Batch normalisation forward: statistics, their use as a scale and a bias a channel, and the pass that applies
 // them together with the addition of the shortcut and the ReLU.
 
-#define EPSILON 1e-5
-#define MOMENTUM 0.1f
-
 // One value a channel each, float32.
 struct Norm {
     const float *gamma, *beta;
@@ -72,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     enter();
     SHARED(float, across, 16 * 512);
     SHARED(double, pairs, 512);
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
     Site site = SITE;
     u32 number = next_exchange(site, value.active, value.index);
@@ -92,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         }
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
@@ -106,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     Site site = SITE;
     u32 number = next_exchange(site, value.active, value.index);
     double total = value.active ? (value.which ? square : sum)[value.channel] : 0.0f;
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
@@ -149,7 +146,7 @@ __device__ __forceinline__ float floor_of(u32 relu) { return relu ? 0.0f : __uin
 
 // y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] tells y > 0 of channel 8 group + k.
 template <int ADD>
-__device__ __forceinline__ void apply(const Apply<ADD>& f, const Walk& w, const T* x, const T* shortcut, T* y, u8* mask,
+__device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, const T* x, const T* shortcut, T* y, u8* mask,
                                       u32 rows) {
     constexpr int U = IN_FLIGHT;
     for (u32 r = w.first; r < rows; r += U * w.step) {
@@ -178,7 +175,7 @@ __device__ __forceinline__ void apply(const Apply<ADD>& f, const Walk& w, const 
         NAME(const T* x, const float* scale, const float* bias, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) {                    \
         enter();                                                                                               \
-        Walk w = walk(channels, blockIdx.x, gridDim.x);                                                        \
+        GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);                                                        \
         if (!w.active) return;                                                                                 \
         Apply<ADD> f;                                                                                          \
         load_channels(scale, w.group, f.scale);                                                                \
@@ -207,7 +204,7 @@ APPLY(norm_apply_add_norm, 2)
             finish_forward(NORM, c, sum[c], square[c], stat_rows(control, pixels, rows), blockIdx.x == 0,       \
                            coefficients[t], coefficients[half + t]);                                           \
         __syncthreads();                                                                                       \
-        Walk w = walk(channels, blockIdx.x, gridDim.x);                                                        \
+        GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);                                                        \
         if (!w.active) return;                                                                                 \
         Apply<ADD> f;                                                                                          \
         load_channels(coefficients, threadIdx.x, f.scale);                                                     \
@@ -227,7 +224,7 @@ FINISH_APPLY(norm_finish_apply_add_norm, 2)
 // blocks share the rows, and the first rows of each thread stay in registers. blockIdx.x counts blocks of a
 // cluster. No block waits for a block of another cluster of this GPU; with mode 2 a cluster waits for the same
 // cluster of the other ranks, so all clusters must be resident at once, which the launcher's limit on the grid
-// (fewer blocks than multiprocessors, with room for a collective beside) sees to.
+// (fewer blocks than multiprocessors, with room for a concurrent collective) sees to.
 template <int ADD>
 __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, const float* shortcut_scale,
                                               const float* shortcut_bias, T* y, u8* mask, u32 relu,
@@ -236,7 +233,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
                                               float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
-    Walk w = walk(channels, part, parts);
+    GridStride w = rows_of_thread(channels, part, parts);
     Value value = value_of_thread(channels);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows);
@@ -268,7 +265,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
         }
     double total = cluster_sums(block_sums(s, across), value, slots);
     bool leader = part == 0;
-    if (!settle(total, site, channels, value.active, value.index, number, leader)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
     finish_forward_in_block(n, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
     __syncthreads();
     if (!w.active) return;
@@ -303,9 +300,6 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
         }
     }
 }
-
-// Groups of eight channels that a small block has, at most.
-#define SMALL_GROUPS 4
 
 #define FORWARD_SMALL(NAME, ADD)                                                                                   \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                            \

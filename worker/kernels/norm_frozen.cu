@@ -5,7 +5,7 @@
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, const float* scale_, const float* bias_,
                                                 T* dz, T* dx, u32 valid, u32 rows, u32 channels) {
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
     float scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(scale_, w.group, scale);

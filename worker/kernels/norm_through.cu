@@ -4,14 +4,13 @@
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-// A block makes tiles of so many rows and channels: 32 x 16 threads, each with eight channels of four rows.
-#define TILE_ROWS 64
-#define TILE_CHANNELS 256
+// A block makes tiles of TILE_ROWS rows and TILE_CHANNELS channels: 32 x 16 threads, each with eight channels of four
+// rows.
 #define TURNS (TILE_ROWS / 16)
 // Values of a matrix of 64 x 64.
 #define TILE (64 * 64)
-// Values between rows of a tile of `n` columns: rows that a warp reads together lie in different banks.
-#define APART(n) ((n) + 8)
+// Values from one row of a tile of `n` columns to the next: rows that a warp reads together lie in different banks.
+#define PADDED_ROW(n) ((n) + ROW_PADDING)
 
 // Where eight values of a row lie in a matrix for warpgroups that is `tall` rows high and any number of 64 values wide.
 __device__ __forceinline__ T* piece(T* matrices, u32 tall, u32 row, u32 group) {
@@ -86,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                 multiply_rows_by_columns(c, rows_now + (k * TILE_ROWS + i) / 8, kept_now + (k + i) * 64 / 8, k + i > 0);
         products_end();
         products_done<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * APART(TILE_CHANNELS) + quarter * 64 + lane % 4 * 2;
+        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(TILE_CHANNELS) + quarter * 64 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * APART(TILE_CHANNELS)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+            *(u32*)(to + j * 8 + 8 * PADDED_ROW(TILE_CHANNELS)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
         }
         __syncthreads();
         if (tile + gridDim.x < tiles) copy_rows(tile + gridDim.x);
@@ -98,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         for (int i = 0; i < TURNS; i++) {
             u32 r = i * 16 + threadIdx.y;
             float v[8], g[8], m[8];
-            unpack(load(product + r * APART(TILE_CHANNELS), threadIdx.x), g);
+            unpack(load(product + r * PADDED_ROW(TILE_CHANNELS), threadIdx.x), g);
             unpack(added[i], m);
             unpack(met[i], v);
 #pragma unroll
@@ -115,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
     parameter_gradients(b, total, value);
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 

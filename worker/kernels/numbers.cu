@@ -66,9 +66,6 @@ __device__ __forceinline__ float to_float(T v) { return low(v); }
 __device__ __forceinline__ T from_float(float v) { return (T)(pair(v, 0.0f) & 0xffffu); }
 #endif
 
-// Rows that a thread has in flight: 64 bytes in the 16-bit formats.
-#define IN_FLIGHT (DTYPE == 0 ? 2 : 4)
-
 // Eight values a channel, float32.
 __device__ __forceinline__ void load_channels(const float* p, u64 group, float (&v)[8]) {
     const float4* q = (const float4*)p + group * 2;
@@ -96,9 +93,9 @@ struct Control {
     float grad_scale;    // 1 / pictures of the step over all ranks
     float lr;
     float lambda; // how much of a mixed picture is itself
-    u32 before_index, before_draw; // of the picture that the first one is mixed with; see gather_mixed.cu
+    u32 before_index, before_params; // of the picture that the first one is mixed with; see gather_mixed.cu
     u32 cut_rows[2], cut_columns[2]; // cutmix: from and to, of what is the other picture's
-    // u32 index[pictures], draw[pictures], label[pictures], label of the other picture[pictures] follow.
+    // u32 index[pictures], params[pictures], label[pictures], label of the other picture[pictures] follow.
 };
 __device__ __forceinline__ const u32* indices(const Control* c) { return (const u32*)(c + 1); }
 

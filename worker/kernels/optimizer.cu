@@ -126,7 +126,6 @@ __device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u6
 }
 
 // Sums of squares of a segment's (blockIdx.y) weights and gradients, by NORM_PARTS blocks each.
-#define NORM_PARTS 16
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
     enter();
@@ -273,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
 }
 
 // float32 to the activations' format.
-extern "C" __global__ void __launch_bounds__(256) narrow(const float* from, T* to, u64 length) {
+extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
     enter();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {

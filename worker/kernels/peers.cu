@@ -8,9 +8,9 @@
 
 struct Peers {
     u32 rank, world;
-    u64 data[8];  // each rank's buffer, mapped here
-    u64 flags[8]; // not used by this protocol
-    u64 abort;    // u32 in host memory; anything but 0 ends all waiting
+    u64 data[MAX_PEERS];  // each rank's buffer, mapped here
+    u64 flags[MAX_PEERS]; // not used by this protocol
+    u64 abort;            // u32 in host memory; anything but 0 ends all waiting
 };
 
 struct Site {
@@ -41,31 +41,31 @@ __device__ __forceinline__ double over_ranks(double value, const Site& site, u32
         site.sequence[index] = number;
     }
     const u64* inbox = (const u64*)(peers.data[rank] + site.at) + slot * length + index;
-    u64 got[8];
+    u64 got[MAX_PEERS];
 #pragma unroll
-    for (int r = 0; r < 8; r++) got[r] = 0;
+    for (int r = 0; r < MAX_PEERS; r++) got[r] = 0;
     u32 turns = 0;
     bool complete;
     do {
         complete = true;
 #pragma unroll
-        for (int r = 0; r < 8; r++)
+        for (int r = 0; r < MAX_PEERS; r++)
             if (r < world && r != rank && (u32)(got[r] >> 32) != number) got[r] = load_system(inbox + r * length);
 #pragma unroll
-        for (int r = 0; r < 8; r++)
+        for (int r = 0; r < MAX_PEERS; r++)
             if (r < world && r != rank) complete &= (u32)(got[r] >> 32) == number;
-        // The abort word lies behind the PCIe bus: look rarely.
+        // The abort word lies behind the PCIe bus: read it rarely.
         if (!complete && ++turns % 2048 == 0 && peers.abort && load_system((const u32*)peers.abort)) break;
     } while (!complete);
     double total = 0;
 #pragma unroll
-    for (int r = 0; r < 8; r++)
+    for (int r = 0; r < MAX_PEERS; r++)
         if (r < world) total += r == rank ? own : __uint_as_float((u32)got[r]);
     return total;
 }
 
 // Brings this thread's total to what the statistics are of. False when the kernel ends here: the sums are left.
-__device__ __forceinline__ bool settle(double& total, const Site& site, u32 channels, bool active, u32 index,
+__device__ __forceinline__ bool reduce_over_ranks(double& total, const Site& site, u32 channels, bool active, u32 index,
                                        u32 number, bool leader) {
     if (site.mode == 1) {
         if (active && leader) site.sums[index] = (float)total;

@@ -1,8 +1,8 @@
 // Max pooling of 3 x 3 windows with stride 2 and padding 1, alone or with the batch norm and ReLU before it (the
 // stem, whose largest activation is then never written), and the mean over all pixels.
 //
-// A thread owns eight channels of one output column and walks down a strip of output rows, so that an input row
-// shared by two windows is read once. Which tap of a window won is kept as one byte, ky * 3 + kx: the first of
+// A thread owns eight channels of one output column and goes down a strip of output rows, so that an input row
+// shared by two windows is read once. Which position of a window won is kept as one byte, ky * 3 + kx: the first of
 // equals, as in PyTorch.
 
 struct Pool {
@@ -31,13 +31,13 @@ __device__ __forceinline__ u32 strips_of(const Pool& p) {
 // The largest values of the three pixels of one window row, after what is done to them.
 template <bool AFFINE, bool ARGMAX> struct RowMax {
     float best[8];
-    u32 tap[8];
+    u32 argmax[8];
 
     __device__ __forceinline__ void nothing() {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             best[k] = __uint_as_float(0xff800000u);
-            tap[k] = 0;
+            argmax[k] = 0;
         }
     }
     // A value wins if it is larger, or is no number: a diverged run shows.
@@ -45,7 +45,7 @@ template <bool AFFINE, bool ARGMAX> struct RowMax {
         if (ARGMAX) {
             bool wins = v > best[k] || v != v;
             best[k] = wins ? v : best[k];
-            tap[k] = wins ? which : tap[k];
+            argmax[k] = wins ? which : argmax[k];
         } else {
             best[k] = larger(best[k], v);
         }
@@ -66,7 +66,7 @@ template <bool AFFINE, bool ARGMAX> struct RowMax {
 template <bool AFFINE, bool ARGMAX>
 __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const float* bias_, T* y, u8* argmax,
                                          const Pool& p, u32 channels) {
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
     float scale[8], bias[8];
     if (AFFINE) {
@@ -102,13 +102,13 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             if (!last) {
                 above.offer(below, left, right, scale, bias, 0);
 #pragma unroll
-                for (int k = 0; k < 8; k++) window.offer(k, above.best[k], above.tap[k] + 6);
+                for (int k = 0; k < 8; k++) window.offer(k, above.best[k], above.argmax[k] + 6);
             }
             u64 at = ((u64)(s.picture * p.out_height + a) * p.out_width + b) * w.groups + w.group;
             store(y, at, pack(window.best));
             if (ARGMAX) {
-                u32 low = window.tap[0] | window.tap[1] << 8 | window.tap[2] << 16 | window.tap[3] << 24;
-                u32 high = window.tap[4] | window.tap[5] << 8 | window.tap[6] << 16 | window.tap[7] << 24;
+                u32 low = window.argmax[0] | window.argmax[1] << 8 | window.argmax[2] << 16 | window.argmax[3] << 24;
+                u32 high = window.argmax[4] | window.argmax[5] << 8 | window.argmax[6] << 16 | window.argmax[7] << 24;
                 ((uint2*)argmax)[at] = {low, high};
             }
         }
@@ -124,15 +124,15 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
 MAX_POOL(norm_max_pool, true, false)
 MAX_POOL(norm_max_pool_argmax, true, true)
 
-// One window's gradient and tap.
+// One window's gradient and argmax.
 struct Window {
     Raw dy;
     uint2 argmax;
 };
-__device__ __forceinline__ void add_where(const Window& w, u32 tap, float (&g)[8]) {
+__device__ __forceinline__ void add_where(const Window& w, u32 position, float (&g)[8]) {
     float d[8];
     unpack(w.dy, d);
-    u32 low = w.argmax.x ^ tap * 0x01010101u, high = w.argmax.y ^ tap * 0x01010101u;
+    u32 low = w.argmax.x ^ position * 0x01010101u, high = w.argmax.y ^ position * 0x01010101u;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         if (!(low & 0xffu << 8 * k)) g[k] += d[k];
@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_where(const Window& w, u32 tap, float (&g)[8
 // Calls visit(row, column, g) for the up to four input pixels under each output of the strips: each input pixel
 // of a picture exactly once. `row` counts over pictures.
 template <typename Before, typename Visit>
-__device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const Walk& w, u32 pictures,
+__device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const GridStride& w, u32 pictures,
                                        Before before, Visit visit) {
     u32 strips = (p.out_height + p.strip - 1) / p.strip, items = pictures * p.out_width * strips;
     for (u32 item = w.first; item < items; item += w.step) {
@@ -209,7 +209,7 @@ struct FetchFour {
     }
 };
 // Padding pictures get zeros.
-__device__ __forceinline__ void clear_padding(T* dx, const Pool& p, const Walk& w, u32 pictures) {
+__device__ __forceinline__ void clear_padding(T* dx, const Pool& p, const GridStride& w, u32 pictures) {
     u32 pixels = p.height * p.width, rows = p.pictures * pixels;
     for (u32 r = pictures * pixels + w.first; r < rows; r += w.step) store(dx, (u64)r * w.groups + w.group, zeros());
 }
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     SHARED(double, pairs, 512);
     Pool p = POOL;
     Backward b = BACKWARD;
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
     Site site = SITE;
     u32 number = next_exchange(site, value.active, value.index);
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     double total;
     if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
     parameter_gradients(b, total, value);
-    if (!settle(total, site, channels, value.active, value.index, number, true)) return;
+    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     u32 pixels = height * width;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, pictures * pixels), true, pairs, nullptr);
 }
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                                  POOL_PARAMETERS, u32 channels) {
     enter();
     Pool p = POOL;
-    Walk w = walk(channels, blockIdx.x, gridDim.x);
+    GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
     Slopes f;
     float bias_[8];

@@ -11,7 +11,7 @@ pub use way::{Way, listen, probe};
 use crate::{
     agent::machine,
     comm::{CommError, ProcessGroup, Reduction, rendezvous::RendezvousError},
-    gpu::libraries::{self, Which},
+    gpu::libraries::{self, Library},
     host::usage::memory_free,
     local_group::{Member, Met},
 };
@@ -212,7 +212,7 @@ pub enum GatherError {
 /// They do not come, or do not answer.
 pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     if member.gpu.is_some() {
-        libraries::ready(&[Which::Driver, Which::Nccl]).map_err(GatherError::Libraries)?;
+        libraries::ready(&[Library::Driver, Library::Nccl]).map_err(GatherError::Libraries)?;
     }
     let Met { comm, store } = member.meet(PATIENCE)?;
     let gathered = match (&member.gpu, &store) {

@@ -24,7 +24,7 @@ pub fn own_program() -> io::Result<PathBuf> {
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
-/// Variables of a server's or an agent's environment that tell how to use it. Processes of jobs, which read what strangers wrote,
+/// Variables of a server's or an agent's environment that say how to use it. Processes of jobs, which read what strangers wrote,
 /// do not get them.
 pub const SECRETS: [&str; 4] =
     ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE", "LOCKSTEP_OIDC_CLIENT_SECRET"];
@@ -70,6 +70,13 @@ pub(crate) fn oom_kills() -> Option<u64> {
 /// does not say.
 pub(crate) fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// Tells network stacks apart: the boot id and the network namespace of this process. Processes of one such stack reach each
+/// other over loopback; containers on one machine have one each. `None` where the system does not say.
+pub(crate) fn network_id() -> Option<String> {
+    let namespace = fs::read_link("/proc/self/ns/net").ok()?;
+    Some(format!("{} {}", boot_id(), namespace.display()))
 }
 
 /// Writes a file that others see complete or not at all, and that its owner alone can read.

@@ -1,6 +1,9 @@
 //! Everything that runs on a training machine: the agent (one a machine), ranks (one a slot), and
 //! what they are made of - networks, engines, data, communication, checkpoints.
 
+// What a call can fail with is part of what its caller has to know.
+#![warn(clippy::missing_errors_doc)]
+
 pub mod agent;
 mod cache;
 pub mod checkpoint;
@@ -14,13 +17,13 @@ pub mod gpu;
 pub mod host;
 pub mod inspect;
 pub mod local_group;
-pub mod made_up;
 pub mod net;
 pub mod precision;
 pub mod rank;
 pub mod report;
 pub mod schedule;
 pub mod supervisor;
+pub mod synthetic;
 pub mod tensors;
 pub mod tls;
 pub mod train;

@@ -7,10 +7,12 @@ use crate::{
         rendezvous::{Meeting, RendezvousError, Store, free_port},
         ring::Ring,
     },
+    engine::registry,
     gpu::{RankGpu, devices::Gpu},
     host::own_program,
     supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise},
 };
+use lockstep_protocol::spec::Device;
 use serde::{Deserialize, Serialize};
 use std::{
     convert::Infallible,
@@ -90,9 +92,19 @@ impl Member {
 /// # Errors
 /// No port is free.
 pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
+    let gpus: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    members_on(world_size, &gpus)
+}
+
+/// A group of `world_size`, on the first of `devices` (UUIDs of a [`Slot`](lockstep_protocol::agent::Slot)) or, when there are
+/// none, on CPU cores.
+///
+/// # Errors
+/// No port is free.
+pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>> {
     let port = free_port("127.0.0.1")?;
     let secret = uuid::Uuid::new_v4().simple().to_string();
-    let visible: Vec<_> = gpus.iter().take(world_size as usize).map(|gpu| gpu.uuid.clone()).collect();
+    let visible: Vec<_> = devices.iter().take(world_size as usize).cloned().collect();
     let member = |rank: u32| Member {
         rank,
         world_size,
@@ -186,9 +198,8 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    if let Some(gpu) = &member.gpu {
-        command.envs(gpu.environment()?);
-    }
+    let gpu = member.gpu.as_ref();
+    command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
         // Without `=` a name stands for all that begin with it.
         command.env("NCCL_SOCKET_IFNAME", format!("={interface}"));

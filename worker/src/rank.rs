@@ -102,8 +102,8 @@ pub fn run_config(config: &RankConfig) -> i32 {
     remember_panics();
     let result = listen_to_signals(config, &life, &reporter).map_err(RankError::from).and_then(|()| {
         catch_unwind(AssertUnwindSafe(|| attempt(config, &life, &reporter))).unwrap_or_else(|_| {
-            let told = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
-            Err(RankError::System(std::io::Error::other(told.unwrap_or_else(|| "a panic".into()))))
+            let message = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
+            Err(RankError::System(std::io::Error::other(message.unwrap_or_else(|| "a panic".into()))))
         })
     });
     let told_to_stop = life.stop.load(Ordering::Relaxed);
@@ -198,8 +198,8 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         true => Some(watch(config, life, reporter, met.clone(), stall)?),
         false => None,
     };
-    let told = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), life.progress.clone());
-    let _told = told.unwrap_or_else(|why| {
+    let watched = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), life.progress.clone());
+    let _watched = watched.unwrap_or_else(|why| {
         reporter.log(&why);
         None
     });

@@ -12,12 +12,14 @@ mod launch;
 mod proc_fs;
 mod process;
 mod rank;
+mod usage;
 
 pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
 pub use group::{EndDelays, Orphans, RankGroup, Stop};
 pub use launch::{configs, rank_file};
 pub use process::{Exit, RankProcess, UnixProcessGroup};
 pub use rank::{Notes, Rank};
+pub use usage::{RankUsage, rank_usage};
 
 use std::{future::Future, time::Duration};
 

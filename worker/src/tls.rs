@@ -16,7 +16,7 @@ use std::{
     sync::{Arc, LazyLock},
 };
 
-/// Names of a certificate that an error tells.
+/// Names of a certificate that an error names.
 const NAMED: usize = 8;
 /// The longest file of authorities that is read.
 const FILE_BYTES: u64 = 16 << 20;

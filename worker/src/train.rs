@@ -120,8 +120,8 @@ fn train_with<'a>(
     let mut plan = Plan::new(spec, &data.shape, group.as_ref())?;
     let precision = start::precision(training)?;
     let mut engine = build_engine(training, &data.shape, precision, 0)?;
-    let form = engine.take_data(&data)?;
-    data.set_form(form);
+    let format = engine.take_data(&data)?;
+    data.set_format(format);
     plan.data_threads =
         setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     decoder::choose_decoder(training, engine.precision(), &mut data)?;

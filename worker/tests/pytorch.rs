@@ -5,8 +5,8 @@ use lockstep_worker::{
     comm::SingleRank,
     data::loader::{Batch, Mix},
     engine::{Engine, EngineConfig, HostTensor, NamedTensors, Optimizer, build_cpu},
-    made_up::{labels, values},
     net::{Network, resnet},
+    synthetic::{labels, values},
 };
 use serde::Deserialize;
 use sha2::{Digest, Sha256};

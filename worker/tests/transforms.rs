@@ -4,7 +4,7 @@
 use lockstep_protocol::spec::{Augment, DataSpec, ImageSize, Validation};
 use lockstep_worker::data::{
     Picture,
-    loader::{Batch, DataSource, EpochPlan, Form},
+    loader::{Batch, BatchFormat, DataSource, EpochPlan},
 };
 use std::{fs, path::Path};
 use tempfile::TempDir;
@@ -167,7 +167,7 @@ fn only_padded_crops_and_flips_are_left_to_the_engine() {
         let mut source = of(spec.clone());
         assert!(source.resident().is_none() && source.is_prepared_each_step(), "{spec:?}");
         // Bytes cannot hold what is 0 after normalisation.
-        source.set_form(Form::Bytes);
+        source.set_format(BatchFormat::Bytes);
         let batch = source.epoch(plan(0, 1)).next().expect("a batch").expect("readable");
         let normalised = spec.random_erasing > 0.0;
         assert_eq!((batch.bytes.is_empty(), batch.images.is_empty()), (normalised, !normalised), "{spec:?}");

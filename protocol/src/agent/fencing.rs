@@ -50,7 +50,7 @@ impl From<FencingToken> for String {
     }
 }
 
-/// In files of protocol 4 a token is its number. What such a file tells of is read, and its reports are refused.
+/// In files of protocol 4 a token is its number. What such a file reports is read, and its reports are refused.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Written {

@@ -13,14 +13,14 @@ pub struct Machine {
     pub memory_bytes: u64,
     pub disk_free_bytes: u64,
     pub version: String,
-    /// Where ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions tell none, and share
+    /// Where ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions report none, and share
     /// no job with others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// The network interface that has this address, where it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// The machine's boot and network namespace: agents that tell the same reach each other at loopback.
+    /// The machine's boot and network namespace: agents that report the same reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
 }
@@ -55,17 +55,17 @@ pub struct MachineSample {
     /// Of all interfaces but loopback. InfiniBand's own traffic does not pass through them.
     pub network_received_bytes_per_second: Option<u64>,
     pub network_sent_bytes_per_second: Option<u64>,
-    /// Of slots that are GPUs.
+    /// Of slots: those that are GPUs, and shares of CPU cores on which a rank runs.
     pub gpus: Vec<GpuSample>,
 }
 
-/// What NVML said of a slot's GPU.
+/// What NVML said of a slot's GPU; of a share of CPU cores, what the rank's process takes of it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GpuSample {
     pub slot: u32,
-    /// Part of the last moment in which something ran on it, 0 to 1.
+    /// Part of the last moment in which something ran on it, 0 to 1; of CPU cores, their busy part.
     pub utilization: Option<f32>,
-    /// Taken by anybody.
+    /// Taken by anybody; of CPU cores, by the rank.
     pub memory_used_bytes: u64,
     pub temperature_celsius: Option<f32>,
     pub power_watts: Option<f32>,

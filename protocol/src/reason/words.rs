@@ -138,8 +138,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
 
 impl Facts {
     fn other_job(&self) -> String {
-        let (job, priority) = (self.job.as_deref().unwrap_or_default(), self.priority.unwrap_or(0));
-        format!("job {job} of priority {priority}")
+        let priority = self.priority.unwrap_or(0);
+        match &self.job {
+            Some(job) => format!("job {job} of priority {priority}"),
+            // It is private.
+            None => format!("a job of priority {priority}"),
+        }
     }
 
     fn slots(&self, number: Option<u32>) -> String {

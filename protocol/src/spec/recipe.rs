@@ -25,7 +25,7 @@ pub enum Recipe {
     Fast,
     /// The CIFAR networks of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
     Cifar,
-    /// Goes on from trained weights (`model.pretrained`) on pictures of one's own: a small learning rate, a few epochs.
+    /// Continues from trained weights (`model.pretrained`) on pictures of one's own: a small learning rate, a few epochs.
     Finetune,
 }
 

@@ -106,7 +106,7 @@ impl Attempts {
     }
 
     /// Whether an address has failures left.
-    pub(super) fn look(&self, from: IpAddr) -> Result<(), Duration> {
+    pub(super) fn check(&self, from: IpAddr) -> Result<(), Duration> {
         full(&self.counters().addresses, &network(from), MOST).map_or(Ok(()), Err)
     }
 

@@ -44,6 +44,12 @@ impl Codes {
         codes.retain(|_, code| code.token_id != token_id);
     }
 
+    /// Whether [`Codes::take`] would know it.
+    pub(super) fn has(&self, code: &str) -> bool {
+        let codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        codes.get(&secret::hash(code)).is_some_and(|code| code.made.elapsed() < LIFE)
+    }
+
     /// What the code stands for, and until when its session may last at most.
     pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -61,7 +67,9 @@ mod tests {
         let codes = Codes::default();
         let code = codes.make("t", None).unwrap();
         assert_eq!(codes.take("another"), None);
+        assert!(codes.has(&code) && !codes.has("another"));
         assert_eq!(codes.take(&code).unwrap().0, "t");
+        assert!(!codes.has(&code));
         assert_eq!(codes.take(&code), None, "it was used");
         let (mine, other) = (codes.make("t", None).unwrap(), codes.make("u", None).unwrap());
         codes.forget("t");
@@ -71,6 +79,7 @@ mod tests {
         let long_ago = Instant::now().checked_sub(LIFE);
         if let Some(then) = long_ago {
             codes.0.lock().unwrap().values_mut().for_each(|code| code.made = then);
+            assert!(!codes.has(&late));
             assert_eq!(codes.take(&late), None, "ten minutes are over");
         }
 

@@ -1,5 +1,5 @@
 //! Passwords as argon2id hashes. Hashing takes tens of milliseconds and 19 MiB on purpose, so it runs on blocking threads, a few at
-//! once; what cannot wait for its turn is told to come back.
+//! once; what cannot wait for its turn is answered that it has to come back.
 
 use argon2::{
     Algorithm, Argon2, Params, Version,

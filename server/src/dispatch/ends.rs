@@ -124,12 +124,13 @@ pub(super) async fn order_stop(app: &App, job: &JobId) -> Result<()> {
             let (attempt, reason) = (attempt.clone(), reason.clone());
             app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
         }
+        app.leases.told_to_end(&attempt);
     }
     Ok(())
 }
 
 /// The reason why a job's ranks must end, if they must, and whether they write a checkpoint first.
-pub(super) fn wanted(row: &JobRow) -> Option<(String, bool)> {
+pub(crate) fn wanted(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),
         (None, JobState::Pausing) => {

@@ -3,7 +3,8 @@
 use super::{
     ends::{end_attempt, wanted},
     gang::{address, choose, reserve},
-    preempt,
+    needs::{fail, needs},
+    preempt::{self, Room},
     slots::{Round, device_for},
     waits::wait_reason,
 };
@@ -15,19 +16,30 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
-    job::{Job, JobId, JobState},
+    job::{Job, JobState},
     reason::{Facts, Reason, ReasonCode},
-    spec::JobSpec,
 };
+
+/// What a round had for a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Placed {
+    /// It waits no longer.
+    Starts,
+    /// It waits for slots that are kept for it.
+    Kept,
+    /// It waits, and takes nothing from others.
+    Waits,
+}
 
 /// Starts a job on the agent with the fewest free slots that has enough for all its ranks, or on the fewest agents that have enough
 /// together. While that is not possible, agents are reserved in this round that will have enough, so that smaller jobs behind do not
 /// starve a large one. No job ever has a part of its slots, so two large ones cannot keep each other waiting.
-pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<()> {
+pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<Placed> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
         let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
-        return store_wait_reason(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await;
+        store_wait_reason(app, row, Reason::new(ReasonCode::UnreadableSpec, facts)).await?;
+        return Ok(Placed::Waits);
     }
     let ranks = job.ranks as usize;
     let device = device_for(&job.spec);
@@ -38,20 +50,31 @@ pub(super) async fn place(app: &App, row: &JobRow, round: &mut Round) -> Result<
         // Rank 0 reads the checkpoint, and sends the others what is in it.
         let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         if let Some(why) = artifacts::coming(app, job, reader).await? {
-            return store_wait_reason(app, row, why).await;
+            store_wait_reason(app, row, why).await?;
+            return Ok(Placed::Waits);
         }
         for (agent, slots) in &chosen {
             round.take(&agent.row.id, slots);
         }
-        return start(app, row, &chosen).await;
+        start(app, row, &chosen).await?;
+        return Ok(Placed::Starts);
     }
-    if let Some(why) = preempt::make_room(app, job, &candidates, round).await? {
-        return store_wait_reason(app, row, why).await;
+    match preempt::make_room(app, job, &candidates, round).await? {
+        Room::Waits(why) => {
+            store_wait_reason(app, row, why).await?;
+            return Ok(Placed::Kept);
+        }
+        Room::Fails(why) => {
+            fail(app, &job.id, why).await?;
+            return Ok(Placed::Starts);
+        }
+        Room::None => {}
     }
     let kept = reserve(&candidates, ranks);
     let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
     round.reserved.extend(kept.iter().flatten().map(|c| candidates[*c].agent.row.id.clone()));
-    store_wait_reason(app, row, why).await
+    store_wait_reason(app, row, why).await?;
+    Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })
 }
 
 /// Sets the reason why a queued job waits.
@@ -78,26 +101,15 @@ pub(super) async fn store_wait_reason(app: &App, row: &JobRow, why: Reason) -> R
 /// Starts a job on these agents, in these of their slots. Ranks are numbered machine by machine.
 async fn start(app: &App, row: &JobRow, chosen: &[(&Online, Vec<u32>)]) -> Result<()> {
     let job = &row.job;
-    let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else {
-        let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
-        let why = Reason::new(ReasonCode::DatasetMissing, facts);
-        let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
-        let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
-        app.announce(&changed);
-        return Ok(());
+    let needs = match needs(app, job).await? {
+        Ok(needs) => needs,
+        Err(why) => return fail(app, &job.id, why).await,
     };
     // Rank 0 reads the checkpoint, and sends the others what is in it.
     let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
     forget_missing(app, job, reader).await?;
-    let mut spec = job.spec.clone();
     let mut files = start_files(app, job).await;
-    files.pretrained = spec.model.pretrained.clone().filter(|given| is_checkpoint_id(given));
-    if let Some(why) = resolve_pretrained(app, &mut spec).await? {
-        let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
-        let changed = app.store.change_job(&job.id, Box::new(fail)).await?;
-        app.announce(&changed);
-        return Ok(());
-    }
+    files.pretrained = needs.pretrained;
     let mut ranks = 0..job.ranks;
     let place = |(agent, slots): &(&Online, Vec<u32>)| Place {
         agent_id: agent.row.id.clone(),
@@ -110,11 +122,12 @@ async fn start(app: &App, row: &JobRow, chosen: &[(&Online, Vec<u32>)]) -> Resul
     let Some(claimed) = app.store.claim(claim).await? else { return Ok(()) };
     let attempt = claimed.attempt;
     app.leases.hold(attempt.clone(), places.clone());
+    app.coming.forget(&job.id);
     app.announce(&claimed.changed);
     let mut start = StartAttempt {
         attempt: attempt.clone(),
-        spec,
-        dataset_path: dataset.path,
+        spec: needs.spec,
+        dataset_path: needs.dataset_path,
         world_size: job.ranks,
         ranks: Vec::new(),
         // Ranks of one machine meet on its own loopback. The agent of rank 0 finds a free port.
@@ -176,30 +189,6 @@ fn master_address<'a>(chosen: &[(&'a Online, Vec<u32>)]) -> Option<&'a str> {
     let is_here =
         |(agent, _): &(&Online, Vec<u32>)| network(agent).is_some() && network(agent) == network(first);
     if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
-}
-
-/// Whether `model.pretrained` is a checkpoint's id, and no path.
-pub(crate) fn is_checkpoint_id(given: &str) -> bool {
-    given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok()) && given.as_bytes().get(27) == Some(&b'-')
-}
-
-/// Replaces a checkpoint's id in `model.pretrained` by its folder. `Some` is the reason why that is not possible.
-async fn resolve_pretrained(app: &App, spec: &mut JobSpec) -> Result<Option<Reason>> {
-    let Some(given) = &spec.model.pretrained else { return Ok(None) };
-    if !is_checkpoint_id(given) {
-        return Ok(None);
-    }
-    Ok(match app.store.checkpoint(given).await? {
-        Some(row) => {
-            let folder = app.checkpoint_dir(&row);
-            spec.model.pretrained = Some(folder.to_string_lossy().into_owned());
-            None
-        }
-        None => {
-            let facts = Facts { checkpoint: Some(given.clone()), ..Facts::default() };
-            Some(Reason::new(ReasonCode::CheckpointMissing, facts))
-        }
-    })
 }
 
 /// What an agent needs to know that has not the server's disk. The mark tells it whether it has.

@@ -5,6 +5,7 @@
 use super::{
     ends::order_stop,
     gang::choose,
+    needs::needs,
     slots::{Candidate, Occupied, Round, device_for},
     waits::wait_reason,
 };
@@ -17,7 +18,10 @@ use lockstep_protocol::{
     job::{Job, JobId},
     reason::{Facts, Reason, ReasonCode},
 };
-use std::collections::{HashMap, HashSet};
+use std::{
+    cmp::Reverse,
+    collections::{HashMap, HashSet},
+};
 
 /// Of a job over several agents: so many of the jobs that it takes the slots of are looked at twice, whether it needs them.
 const MOST_TRIED: usize = 64;
@@ -30,38 +34,48 @@ struct Plan {
     victims: Vec<usize>,
 }
 
-/// Orders running jobs to end in favour of one that does not fit, and keeps their slots for it in this round. Some: it now waits for
-/// them, or for those that were ordered to end in an earlier round.
+/// What becomes of a job that does not fit.
+pub(super) enum Room {
+    /// Nothing: it does not fit without others, either.
+    None,
+    /// Its slots are kept for it in this round. It waits for them.
+    Waits(Reason),
+    /// Nobody is stopped for it: it cannot start.
+    Fails(Reason),
+}
+
+/// Orders running jobs to end in favour of one that does not fit, and keeps their slots for it in this round. Slots of jobs that end
+/// anyway are counted on first, whatever the priority of these.
 pub(super) async fn make_room(
     app: &App,
     job: &Job,
     candidates: &[Candidate],
     round: &mut Round,
-) -> Result<Option<Reason>> {
+) -> Result<Room> {
     if round.occupied.is_none() {
-        let occupied = |by: Occupant| {
-            let places = app.leases.places_of(&by.job);
-            let slots = places.into_iter().flat_map(|place| {
-                place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot))
-            });
-            Occupied { slots: slots.collect(), by }
-        };
-        round.occupied = Some(app.store.preemptible().await?.into_iter().map(occupied).collect());
+        round.occupied = Some(occupied(app).await?);
     }
     let occupied = round.occupied.as_deref().unwrap_or_default();
-    // They come in the order of their priorities.
-    let lower = occupied.partition_point(|o| o.by.priority < job.spec.priority);
-    let Some(plan) =
-        plan(candidates, job.ranks as usize, &round.reserved, &occupied[..lower], &round.promised)
-    else {
-        return Ok(None);
+    let needs_slots = (job.ranks as usize, job.spec.priority);
+    let Some(plan) = plan(candidates, needs_slots, &round.reserved, occupied, &round.promised) else {
+        return Ok(Room::None);
     };
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
     if let Some(why) = artifacts::coming(app, job, reader).await? {
         // The slots would be given to others meanwhile.
-        return Ok(Some(why));
+        return Ok(Room::Waits(why));
     }
-    let victims: Vec<JobId> = plan.victims.iter().map(|victim| occupied[*victim].by.job.clone()).collect();
+    if !plan.victims.is_empty()
+        && let Err(why) = needs(app, job).await?
+    {
+        return Ok(Room::Fails(why));
+    }
+    let mut victims: Vec<JobId> =
+        plan.victims.iter().map(|victim| occupied[*victim].by.job.clone()).collect();
+    let counted_on = counted_on(&plan, candidates, occupied);
+    let mut preempts = counted_on.iter().any(|of| of.by.preempted);
+    let untold = counted_on.iter().filter(|of| of.by.ends && !app.leases.is_told_to_end(&of.by.job));
+    let untold: Vec<JobId> = untold.map(|of| of.by.job.clone()).collect();
     let agents: Vec<usize> = plan.chosen.iter().map(|(c, _)| *c).collect();
     let device = device_for(&job.spec);
     let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round.is_empty());
@@ -70,8 +84,16 @@ pub(super) async fn make_room(
         round.take(agent, slots);
         round.promised.extend(slots.iter().map(|slot| (agent.clone(), *slot)));
     }
-    for occupied in round.occupied.iter_mut().flatten() {
-        occupied.by.ends |= victims.contains(&occupied.by.job);
+    if !victims.is_empty() {
+        let live = app.store.occupants().await?.into_iter().map(|by| by.job).collect();
+        if !round.is_current(candidates, &app.leases, &live) {
+            // The plan does not know that slots have become free. Whoever frees them wakes dispatch for the next round.
+            victims.clear();
+        }
+    }
+    preempts |= !victims.is_empty();
+    for of in round.occupied.iter_mut().flatten() {
+        of.ends |= victims.contains(&of.by.job);
     }
     for victim in &victims {
         let by = job.clone();
@@ -83,11 +105,38 @@ pub(super) async fn make_room(
         }
         order_stop(app, victim).await?;
     }
-    if *why.code() == ReasonCode::WaitingForSlots {
+    // Its state was stored, and then something failed before its agents heard of it.
+    for job in &untold {
+        order_stop(app, job).await?;
+    }
+    if preempts && *why.code() == ReasonCode::WaitingForSlots {
         let detail = "jobs of lower priority are being preempted".to_owned();
         why = Reason::new(ReasonCode::WaitingForSlots, Facts { detail: Some(detail), ..why.facts().clone() });
     }
-    Ok(Some(why))
+    Ok(Room::Waits(why))
+}
+
+/// Jobs that run, with their slots, in the order of their priorities.
+async fn occupied(app: &App) -> Result<Vec<Occupied>> {
+    let occupied = |by: Occupant| {
+        let places = app.leases.places_of(&by.job);
+        let slots = places
+            .into_iter()
+            .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
+        let ends = by.ends || app.leases.is_ending(&by.job);
+        Occupied { slots: slots.collect(), by, ends }
+    };
+    Ok(app.store.occupants().await?.into_iter().map(occupied).collect())
+}
+
+/// The jobs that end anyway whose slots a plan counts on.
+fn counted_on<'a>(plan: &Plan, candidates: &[Candidate], occupied: &'a [Occupied]) -> Vec<&'a Occupied> {
+    let chosen = plan.chosen.iter();
+    let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
+    let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
+    let is_chosen =
+        |(agent, slot): &(String, u32)| chosen.get(agent.as_str()).is_some_and(|slots| slots.contains(slot));
+    occupied.iter().filter(|of| of.ends && of.slots.iter().any(is_chosen)).collect()
 }
 
 /// The candidates as if the slots of these jobs were free, too: behind those that are.
@@ -111,40 +160,45 @@ fn without<'a>(
     candidates
 }
 
-/// Where a job fits when some of these end, all of which have a lower priority: the lowest first, of equal ones the newest.
+/// Where a job of so many ranks, of this priority, fits when some of these end: those that do so anyway, and of the preemptible ones of
+/// lower priority the lowest first, of equal ones the newest.
 fn plan(
     candidates: &[Candidate],
-    ranks: usize,
+    (ranks, priority): (usize, i32),
     reserved: &HashSet<String>,
-    lower: &[Occupied],
+    occupied: &[Occupied],
     promised: &HashSet<(String, u32)>,
 ) -> Option<Plan> {
-    if lower.is_empty() {
+    let may_end = |of: &Occupied| of.by.preemptible && of.by.priority < priority && !of.ends;
+    let lower: Vec<usize> = (0..occupied.len()).filter(|n| may_end(&occupied[*n])).collect();
+    if lower.is_empty() && !occupied.iter().any(|of| of.ends) {
         return None;
     }
-    let ending = || lower.iter().filter(|o| o.by.ends);
-    let ended = without(candidates, ending(), promised);
+    let ended = without(candidates, occupied.iter().filter(|of| of.ends), promised);
     if let Some(chosen) = choose(&ended, ranks, reserved) {
         // Only where it counts on slots that are not free yet, which is so: it did not fit before.
         return Some(Plan { chosen, victims: Vec::new() });
     }
     let of_one = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
-    let of_one = of_one.filter_map(|c| on_one(&ended[c], ranks, lower, promised).map(|found| (c, found)));
+    let of_one =
+        of_one.filter_map(|c| on_one(&ended[c], ranks, occupied, &lower, promised).map(|found| (c, found)));
     // Fewest, then lowest, then the agent on which most is free.
-    let best = of_one.min_by_key(|(_, (_, victims))| {
-        (victims.len(), victims.iter().map(|victim| lower[*victim].by.priority).max())
+    let best = of_one.min_by_key(|(c, (_, victims))| {
+        let highest = victims.iter().map(|victim| occupied[*victim].by.priority).max();
+        (victims.len(), highest, Reverse(ended[*c].free.len()))
     });
     if let Some((c, (slots, victims))) = best {
         return Some(Plan { chosen: vec![(c, slots)], victims });
     }
-    on_several(candidates, ranks, reserved, lower, promised)
+    on_several(&ended, ranks, reserved, occupied, lower, promised)
 }
 
-/// The slots on one agent and the fewest jobs that have to end there.
+/// The slots on one agent and the fewest of the `lower` jobs that have to end there.
 fn on_one(
     candidate: &Candidate,
     ranks: usize,
-    lower: &[Occupied],
+    occupied: &[Occupied],
+    lower: &[usize],
     promised: &HashSet<(String, u32)>,
 ) -> Option<(Vec<u32>, Vec<usize>)> {
     let agent = &candidate.agent.row.id;
@@ -152,11 +206,11 @@ fn on_one(
         of == agent && candidate.all.contains(slot) && !promised.contains(&(of.clone(), *slot))
     };
     let slots_of = |victim: &usize| -> Vec<u32> {
-        lower[*victim].slots.iter().filter(|slot| is_here(slot)).map(|(_, slot)| *slot).collect()
+        occupied[*victim].slots.iter().filter(|slot| is_here(slot)).map(|(_, slot)| *slot).collect()
     };
-    let mut here: Vec<(usize, Vec<u32>)> = (0..lower.len())
-        .filter(|victim| !lower[*victim].by.ends)
-        .map(|victim| (victim, slots_of(&victim)))
+    let mut here: Vec<(usize, Vec<u32>)> = lower
+        .iter()
+        .map(|victim| (*victim, slots_of(victim)))
         .filter(|(_, slots)| !slots.is_empty())
         .collect();
     let needed = ranks.saturating_sub(candidate.free.len());
@@ -192,26 +246,24 @@ fn on_one(
 
 /// As [`plan`], over several agents: as many of the lowest as it takes, less those that turn out not to be needed, the highest first.
 fn on_several(
-    candidates: &[Candidate],
+    ended: &[Candidate],
     ranks: usize,
     reserved: &HashSet<String>,
-    lower: &[Occupied],
+    occupied: &[Occupied],
+    all: Vec<usize>,
     promised: &HashSet<(String, u32)>,
 ) -> Option<Plan> {
     let with = |victims: &[usize]| {
-        let ending = lower.iter().filter(|o| o.by.ends);
-        let chosen = victims.iter().map(|victim| &lower[*victim]);
-        choose(&without(candidates, ending.chain(chosen), promised), ranks, reserved)
+        choose(&without(ended, victims.iter().map(|victim| &occupied[*victim]), promised), ranks, reserved)
     };
-    let all: Vec<usize> = (0..lower.len()).filter(|victim| !lower[*victim].by.ends).collect();
     with(&all)?;
     // The shortest beginning of the list that is enough.
     let enough = (1..=all.len()).collect::<Vec<_>>().partition_point(|n| with(&all[..*n]).is_none()) + 1;
     let chosen = with(&all[..enough])?;
     let is_used = |victim: &usize| {
-        let mut slots = lower[*victim].slots.iter();
+        let mut slots = occupied[*victim].slots.iter();
         slots.any(|(agent, slot)| {
-            chosen.iter().any(|(c, taken)| candidates[*c].agent.row.id == *agent && taken.contains(slot))
+            chosen.iter().any(|(c, taken)| ended[*c].agent.row.id == *agent && taken.contains(slot))
         })
     };
     let mut victims: Vec<usize> = all[..enough].iter().copied().filter(is_used).collect();

@@ -1,27 +1,34 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use crate::{agents::Online, app::App, store::Occupant};
+use crate::{agents::Online, app::App, leases::Leases, store::Occupant};
 use lockstep_protocol::{
     agent::Slot,
     job::JobId,
     spec::{Device, JobSpec, Precision},
 };
-use std::{collections::HashSet, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 /// The agents that are online when a round begins. Slots that become free meanwhile are the next round's.
 pub(super) struct Round {
     machines: Vec<Machine>,
+    /// The slots that attempts held when it began, by agent.
+    held: HashMap<String, HashSet<u32>>,
     /// Agents that are kept for jobs that come before those which are looked at now.
     pub(super) reserved: HashSet<String>,
-    /// Preemptible jobs that run, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
+    /// Jobs that run, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
     pub(super) occupied: Option<Vec<Occupied>>,
     pub(super) promised: HashSet<(String, u32)>,
 }
 
-/// A preemptible job that runs, and its slots: agent and slot.
+/// A job that runs, and its slots: agent and slot.
 #[derive(Debug, Clone)]
 pub(super) struct Occupied {
     pub(super) by: Occupant,
+    /// Its slots become free without anybody's doing, soon.
+    pub(super) ends: bool,
     pub(super) slots: Vec<(String, u32)>,
 }
 
@@ -46,9 +53,9 @@ impl Round {
     pub(super) fn begin(app: &App) -> Self {
         // One that was cut off is online until its connection times out, and would hear of no start.
         let heard_since = crate::now() - app.leases.duration;
-        let mut in_use = app.leases.all_slots_in_use();
+        let held = app.leases.all_slots_in_use();
         let machine = |agent: Online| Machine {
-            in_use: in_use.remove(&agent.row.id).unwrap_or_default(),
+            in_use: held.get(&agent.row.id).cloned().unwrap_or_default(),
             takes_work: agent.leaving.is_none()
                 && agent.row.last_seen_at > heard_since
                 && !app.leases.is_cut_off(&agent.row.id)
@@ -56,7 +63,7 @@ impl Round {
             agent: Arc::new(agent),
         };
         let machines = app.agents.online().into_iter().map(machine).collect();
-        Self { machines, reserved: HashSet::new(), occupied: None, promised: HashSet::new() }
+        Self { machines, held, reserved: HashSet::new(), occupied: None, promised: HashSet::new() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -81,6 +88,32 @@ impl Round {
             machine.in_use.extend(slots);
         }
     }
+
+    /// Whether all that was in use on these candidates when the round began still is. An attempt ends in the store first, and then lets
+    /// go of its slots: `live` are the jobs with an attempt that may write, read just now.
+    pub(super) fn is_current(
+        &self,
+        candidates: &[Candidate],
+        leases: &Leases,
+        live: &HashSet<JobId>,
+    ) -> bool {
+        all_still_held(&self.held, candidates, leases, live)
+    }
+}
+
+/// As [`Round::is_current`].
+pub(super) fn all_still_held(
+    held: &HashMap<String, HashSet<u32>>,
+    candidates: &[Candidate],
+    leases: &Leases,
+    live: &HashSet<JobId>,
+) -> bool {
+    candidates.iter().all(|candidate| {
+        let agent = &candidate.agent.row.id;
+        let now = leases.slots_in_use(agent);
+        let is_held = |slot: &u32| now.get(slot).is_some_and(|(job, _)| live.contains(job));
+        held.get(agent).into_iter().flatten().all(is_held)
+    })
 }
 
 impl Candidate {

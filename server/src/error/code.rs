@@ -58,7 +58,7 @@ codes! {
     Unprocessable = "unprocessable", UNPROCESSABLE_ENTITY, "What was asked for cannot be done with what is there";
     CheckpointDamaged = "checkpoint_damaged", UNPROCESSABLE_ENTITY, "The checkpoint's files are not those that were written";
     UpgradeRequired = "upgrade_required", UPGRADE_REQUIRED, "The address is a websocket";
-    TooManyRequests = "too_many_requests", TOO_MANY_REQUESTS, "More requests from this address than are answered; `Retry-After` says when to ask again";
+    TooManyRequests = "too_many_requests", TOO_MANY_REQUESTS, "More requests from this address or with this token than are answered; `Retry-After` says when to ask again";
     Internal = "internal", INTERNAL_SERVER_ERROR, "A fault of the server; its log says more";
     Unavailable = "unavailable", SERVICE_UNAVAILABLE, "The database or an agent is away; the same request may be answered later";
     Timeout = "timeout", GATEWAY_TIMEOUT, "It took too long";

@@ -83,11 +83,11 @@ pub(super) async fn check(
     };
     let owned = match kind {
         Kind::Job => match name.parse::<JobId>() {
-            Ok(id) => app.store.owned_job(&id).await?,
+            Ok(id) => of_job(app, &id).await?,
             Err(_) => None,
         },
         Kind::Checkpoint => match app.store.checkpoint(name).await? {
-            Some(row) => app.store.owned_job(&row.job).await?,
+            Some(row) => of_job(app, &row.job).await?,
             None => None,
         },
         Kind::Dataset => app.store.owned_dataset(name).await?,
@@ -101,6 +101,18 @@ pub(super) async fn check(
         return Ok(());
     }
     Err(Error::Forbidden(not_yours(kind, &owned)))
+}
+
+/// Whose a job is.
+async fn of_job(app: &App, id: &JobId) -> Result<Option<Owned>> {
+    if let Some(owned) = app.job_owners.get(id) {
+        return Ok(Some(owned));
+    }
+    let owned = app.store.owned_job(id).await?;
+    if let Some(owned) = &owned {
+        app.job_owners.put(id, owned.clone());
+    }
+    Ok(owned)
 }
 
 fn not_yours(kind: Kind, owned: &Owned) -> String {

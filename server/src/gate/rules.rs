@@ -30,8 +30,9 @@ const RULES: [(Methods, &str, Needed); 32] = [
     (Safe, "/login/oidc", Nothing),
     (Safe, "/login/oidc/callback", Nothing),
     (Safe, "/static/{*path}", Nothing),
-    (Safe, "/healthz", Nothing),
-    (Safe, "/readyz", Nothing),
+    // They have no other method, which is said to everybody (405).
+    (All, "/healthz", Nothing),
+    (All, "/readyz", Nothing),
     // Whoever is signed in may leave, and get a link with what they may do already.
     (All, "/logout", S(Scope::Read)),
     (All, "/api/v1/login-links", S(Scope::Read)),
@@ -124,6 +125,7 @@ mod tests {
             (Method::DELETE, Some("/api/v1/jobs/{id}"), S(Scope::Submit)),
             (Method::GET, Some("/login"), Nothing),
             (Method::POST, Some("/login"), Nothing),
+            (Method::TRACE, Some("/healthz"), Nothing),
             (Method::POST, Some("/static/{*path}"), S(Scope::Submit)),
             (Method::GET, Some("/login/x"), S(Scope::Read)),
         ] {

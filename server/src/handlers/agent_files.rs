@@ -1,4 +1,4 @@
-//! Files of agents that have a disk of their own: their checkpoints come here while training goes on, and the machine that continues a job
+//! Files of agents that have a disk of their own: their checkpoints come here while training continues, and the machine that continues a job
 //! fetches them from here.
 //!
 //! A request says by headers which agent it is and which fencing token its attempt has. The token of the request must be that agent's.
@@ -320,7 +320,7 @@ async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> 
         Refused::Io(error) => (
             "disk",
             format!(
-                "checkpoint {name} cannot be stored on the server: {error}; training goes on, and the upload is tried again"
+                "checkpoint {name} cannot be stored on the server: {error}; training continues, and the upload is tried again"
             ),
         ),
         Refused::Damaged(how) => {

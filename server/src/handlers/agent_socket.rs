@@ -11,7 +11,7 @@ use crate::{
     inbox::{RESERVE_TIMEOUT, Work},
     ingress::Peer,
     lifecycle, machines,
-    store::Report,
+    store::{AttemptRow, Report},
 };
 use axum::{
     Extension,
@@ -27,7 +27,6 @@ use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
-    reason::ReasonCode,
     stream::CLOSE_SIGNED_OUT,
     wire::{self, Unfinished},
 };
@@ -310,15 +309,15 @@ impl Connection<'_> {
         };
         app.machines.connected(&self.id);
         send(to, &welcome).await?;
-        // Somebody may have cancelled a job while its agent was away.
-        for live in app.store.live_attempts().await.map_err(failed)? {
-            let patient = live.stop.is_none();
-            let wish = live.stop.or_else(|| live.pausing.then(|| ReasonCode::PausedByUser.into()));
-            if let Some(reason) = wish
-                && hello.attempts.contains(&live.attempt)
+        // Somebody may have cancelled a job, or another one have taken its place, while its agent was away.
+        for AttemptRow { attempt, ends, .. } in app.store.live_attempts().await.map_err(failed)? {
+            if ends
+                && hello.attempts.contains(&attempt)
+                && let Some(row) = app.store.job(&attempt.job).await.map_err(failed)?
+                && row.live().as_ref() == Some(&attempt)
+                && let Some((reason, patient)) = dispatch::wanted(&row)
             {
-                let reason = reason.words().to_owned();
-                send(to, &ToAgent::Stop { attempt: live.attempt, reason, patient }).await?;
+                send(to, &ToAgent::Stop { attempt, reason, patient }).await?;
             }
         }
         // Or another agent's ranks of the same attempt have ended.

@@ -9,7 +9,7 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    machines::{Looked, warnings},
+    machines::{MachineState, warnings},
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
@@ -153,7 +153,7 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
         let draining = app.agents.is_draining(&row.id);
         let newest = app.machines.newest(&row.id);
         let connected_at = now.map(|agent| agent.connected_at);
-        let looked = Looked {
+        let state = MachineState {
             machine: &row.machine,
             newest: newest.as_ref(),
             findings: now.map_or(&[], |agent| &agent.findings),
@@ -163,7 +163,7 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
             draining,
             now: crate::now(),
         };
-        let mut warnings = warnings(&looked);
+        let mut warnings = warnings(&state);
         if let Some(warning) = app.ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });

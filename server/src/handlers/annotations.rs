@@ -1,8 +1,10 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects; and how much disk space deleting a job frees.
 
 use super::{
-    extract::{Body, Path, job_id},
-    jobs, pages,
+    extract::{Body, Path, Query, count, job_id},
+    jobs,
+    list::{self, Fields, MAX_LIMIT},
+    pages,
 };
 use crate::{
     access::Caller,
@@ -13,15 +15,42 @@ use crate::{
 use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::BTreeMap;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 
-/// Notes and tags of all jobs that have any, by job; a job itself has its own, too.
+/// Notes and tags of jobs that have any, by job; a job itself has its own, too.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Annotations {
+    /// In the order of their ids.
     #[schema(value_type = Object)]
-    jobs: BTreeMap<String, Annotation>,
+    jobs: BTreeMap<String, Value>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: jobs on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+/// Which of them.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct AnnotationsQuery {
+    /// At most so many jobs: 1 to 1000; 1000 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+    /// Only these of `notes` and `tags`, with commas between.
+    #[param(min_length = 1)]
+    fields: Option<String>,
+    /// Also how many jobs there are on all pages together, as `total`.
+    count: Option<bool>,
+}
+
+const FIELDS: &[&str] = &["notes", "tags"];
+/// The only order, for cursors.
+const ORDER: &str = "id";
 
 /// What is to change; what is absent stays.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -39,16 +68,32 @@ pub(crate) struct Change {
 }
 
 /// Notes and tags
-#[utoipa::path(get, path = "/annotations", tag = "jobs", responses((status = 200, body = Annotations)))]
+#[utoipa::path(get, path = "/annotations", tag = "jobs", params(AnnotationsQuery),
+    responses((status = 200, body = Annotations), (status = 400, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
+    Query(query): Query<AnnotationsQuery>,
 ) -> Result<Json<Annotations>> {
-    let mut all = app.store.annotations().await?;
-    for hidden in jobs::hidden_from(&app, &caller).await? {
-        all.remove(&hidden);
-    }
-    Ok(Json(Annotations { jobs: all.into_iter().map(|(id, a)| (id.to_string(), a)).collect() }))
+    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let behind: Option<String> = list::read_cursor(ORDER, query.cursor.as_deref())?;
+    let seen_by = caller.sees_as();
+    let page = app.store.annotations(seen_by.as_deref(), &behind.unwrap_or_default(), limit).await?;
+    let jobs = page.jobs.into_iter().map(|(id, annotation)| {
+        let annotation = match &fields {
+            Some(fields) => fields.of(&annotation),
+            None => serde_json::to_value(&annotation),
+        };
+        Ok((id.to_string(), annotation.map_err(|error| Error::Internal(format!("an annotation: {error}")))?))
+    });
+    let jobs = jobs.collect::<Result<_>>()?;
+    let total = match query.count {
+        Some(true) => Some(app.store.count_annotations(seen_by.as_deref()).await?),
+        _ => None,
+    };
+    let next_cursor = page.next.map(|id| list::cursor(ORDER, &id)).transpose()?;
+    Ok(Json(Annotations { jobs, next_cursor, total }))
 }
 
 /// Change a job's notes, tags, priority or project

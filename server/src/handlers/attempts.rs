@@ -1,8 +1,9 @@
 //! A job's attempts: every start of its ranks, and why it ended.
 
 use super::{
-    extract::{Path, job_id},
+    extract::{Path, Query, job_id},
     jobs,
+    list::{List, ListParams, Listed},
 };
 use crate::{
     app::App,
@@ -13,20 +14,40 @@ use lockstep_protocol::attempt::Attempt;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Every attempt of a job.
+/// A job's attempts.
 #[derive(Debug, Serialize, ToSchema)]
+#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct AttemptList {
-    /// In order, from the first.
+    /// In order, from the first, unless `sort` says otherwise.
     attempts: Vec<Attempt>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: attempts on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
 }
+
+const LIST: List<Attempt> = List {
+    name: "attempts",
+    fields: &["attempt", "state", "reason", "checkpoint", "step", "agents", "started_at", "ended_at"],
+    sorts: &[("attempt", |attempt| Some(f64::from(attempt.attempt)).into())],
+    default_sort: "attempt",
+    // No two have the same number.
+    id: |_| "",
+    created: Some(|attempt| attempt.started_at),
+};
 
 /// A job's attempts
 ///
 /// Each with its state, why it ended (a code, the rank and step it began with, words), and the checkpoint it began from.
-/// They are kept as long as the job.
-#[utoipa::path(get, path = "/jobs/{id}/attempts", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 200, body = AttemptList), (status = 404, body = Problem)))]
-pub(crate) async fn list(State(app): State<App>, Path(id): Path<String>) -> Result<Json<AttemptList>> {
+/// They are kept as long as the job. `sort`: `attempt`.
+#[utoipa::path(get, path = "/jobs/{id}/attempts", tag = "jobs", params(("id" = String, Path), ListParams),
+    responses((status = 200, body = AttemptList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<Listed<Attempt>>> {
     jobs::find(&app, &id).await?;
-    Ok(Json(AttemptList { attempts: app.store.attempts(&job_id(&id)?).await? }))
+    Ok(Json(LIST.page(app.store.attempts(&job_id(&id)?).await?, &params)?))
 }

@@ -129,7 +129,7 @@ async fn make(
     mut spec: JobSpec,
     key: Option<(String, String)>,
 ) -> Result<(axum::http::StatusCode, Job)> {
-    // Others see the fork: it does not tell them the name and the tags of what they do not see.
+    // Others see the fork: it does not show them the name and the tags of what they do not see.
     if source.spec.private && !spec.private {
         if spec.name == fork_name(&source.name) {
             "fork".clone_into(&mut spec.name);
@@ -160,7 +160,12 @@ async fn make(
     };
     let reason = Reason::new(ReasonCode::Forked, facts);
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
-    jobs::store(app, caller, new, spec, key, Some(Fork { reason, parent, checkpoint })).await
+    let made = jobs::store(app, caller, new, spec, key, Some(Fork { reason, parent, checkpoint })).await?;
+    // Pages of its parent that are open name it, too. The fork is made, whether or not they hear of it.
+    if let Err(error) = app.hub.labelled(jobs::find(app, source.id.as_str())).await {
+        tracing::debug!(?error, "the pages of a fork's parent were not told");
+    }
+    Ok(made)
 }
 
 /// Another recipe would change nothing but the name: every key has its value already.

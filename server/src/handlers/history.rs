@@ -1,8 +1,9 @@
 //! A job's history: what happened to it, why, and who asked for it.
 
 use super::{
-    extract::{Path, job_id},
+    extract::{Path, Query, count, job_id},
     jobs,
+    list::{self, MAX_LIMIT},
 };
 use crate::{
     access::Caller,
@@ -15,27 +16,49 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     access::Scope,
     attempt::Attempt,
-    history::{Entry, History, Relative, Waiting, What},
-    job::{Job, JobState},
+    history::{Entry, History, Relative, What},
+    job::{Job, JobState, Waiting},
     reason::ReasonCode,
     stream::{Event, EventBody},
 };
+use serde::Deserialize;
+use utoipa::IntoParams;
 
 /// A request is written down when it has been answered, which is at most so long after what it did.
 const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
 
+/// Which of its entries.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct HistoryQuery {
+    /// At most so many: 1 to 1000; 1000 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the answer before.
+    cursor: Option<String>,
+    /// Also how many entries there are in all, as `total`.
+    count: Option<bool>,
+}
+
+/// The only order, for cursors.
+const ORDER: &str = "at";
+
 /// A job's history
 ///
-/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one went on;
+/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
 /// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
-/// Admins also see who asked.
-#[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 200, body = History), (status = 404, body = Problem)))]
+/// The owner is who submitted or forked it; admins also see who asked for the rest.
+#[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
+    responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
+    Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
+    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+    // Entries are only added behind the others, so how many were there already is a place.
+    let from: usize = list::read_cursor(ORDER, query.cursor.as_deref())?.unwrap_or(0);
     let job = jobs::find(&app, &id).await?;
     let may_see_who = caller.may(Scope::Admin);
     if may_see_who {
@@ -54,12 +77,14 @@ pub(crate) async fn show(
                 Ok(id) => app.store.job(&id).await?,
                 Err(_) => None,
             };
-            let known = known.filter(|row| sees(&caller, &row.job));
+            let known = known.map(|row| row.job).filter(|job| sees(&caller, job));
             Some(Relative {
                 job: parent.job.clone(),
-                name: known.as_ref().map(|row| row.job.name.clone()),
-                state: known.map(|row| row.job.state),
+                name: known.as_ref().map(|job| job.name.clone()),
+                state: known.as_ref().map(|job| job.state),
                 checkpoint: parent.checkpoint.clone(),
+                at: known.as_ref().map(|job| job.created_at),
+                who: known.and_then(|job| job.owner),
             })
         }
     };
@@ -70,11 +95,19 @@ pub(crate) async fn show(
             name: Some(fork.name),
             state: Some(fork.state),
             checkpoint,
+            at: Some(fork.created_at),
+            who: fork.owner,
         })
     });
-    let waits = matches!(job.state, JobState::Queued | JobState::Restarting);
-    let queue = waits.then(|| Waiting { place: rows.before_it + 1, reason: app.wait_reasons.of(&job.id) });
-    Ok(Json(History { parent, forks: forks.collect(), queue, entries }))
+    let waits = job.state.is_waiting();
+    let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
+    let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
+    let total = (query.count == Some(true)).then_some(entries.len() as u64);
+    let end = from.saturating_add(limit);
+    let next_cursor = (entries.len() > end).then(|| list::cursor(ORDER, &end)).transpose()?;
+    entries.truncate(end);
+    entries.drain(..from.min(entries.len()));
+    Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
 }
 
 fn sees(caller: &Caller, job: &Job) -> bool {
@@ -104,13 +137,13 @@ fn of_attempts(attempts: &[Attempt]) -> Vec<Entry> {
     entries
 }
 
-/// What changes of state tell that attempts do not.
+/// What changes of state report that attempts do not.
 fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
     let begin = match &job.parent {
         Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
         None => What::Submitted,
     };
-    let mut entries = vec![Entry { at: job.created_at, what: begin, who: None }];
+    let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
     let mut before: Option<(JobState, Option<ReasonCode>)> = None;
     for Event { seq, at, body } in states {
         let EventBody::State { state, cause, .. } = body else { continue };
@@ -119,10 +152,10 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         if before == now {
             continue;
         }
-        // What became of a lost attempt is told by the attempt.
+        // The attempt itself reports what became of a lost one.
         let was_active =
             before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
-        // What somebody else's job asked for is told by the attempt's end; a pause may come on top of it.
+        // What somebody else's job asked for is reported by the attempt's end; a pause may come on top of it.
         let was_preempted = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Preempting));
         let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
         let moved = before.as_ref().is_none_or(|(old, _)| old != state);

@@ -59,6 +59,8 @@ pub(crate) struct InspectionProgress {
     /// For people.
     pub(crate) detail: String,
     /// Pictures (or shards) inspected so far, where that is known.
+    inspected: Option<u64>,
+    /// The same as `inspected`, by its name in the last version; the next version does not have it.
     looked: Option<u64>,
     /// Pictures (or shards) in all, where that is known.
     total: Option<u64>,
@@ -136,18 +138,18 @@ fn begin(app: &App, path: &str) -> Inspection {
 async fn under_way(app: &App, agent: Option<&Online>, path: String) -> InspectionProgress {
     let Some(agent) = agent else {
         let detail = format!("choosing a machine that has {path}; ask again");
-        return InspectionProgress { detail, looked: None, total: None };
+        return InspectionProgress { detail, inspected: None, looked: None, total: None };
     };
     let waiting = app.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
-    let looked = match app.agents.reply(waiting, PROGRESS).await {
-        Ok(AgentReply::Progress { looked }) => looked,
+    let progress = match app.agents.reply(waiting, PROGRESS).await {
+        Ok(AgentReply::Progress { inspected }) => inspected,
         _ => None,
     };
     let name = &agent.row.name;
     let ahead = app.inspections.ahead(&path, agent);
-    let detail = match looked {
-        Some((looked, total)) => {
-            format!("{name} is inspecting {path}: {looked} of {total} so far; ask again")
+    let detail = match progress {
+        Some((inspected, total)) => {
+            format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")
         }
         // An agent runs so many inspections at a time.
         None if ahead >= CONCURRENT_REQUESTS => {
@@ -155,9 +157,6 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> Inspectio
         }
         None => format!("{name} is inspecting {path}; ask again"),
     };
-    InspectionProgress {
-        detail,
-        looked: looked.map(|(looked, _)| looked),
-        total: looked.map(|(_, total)| total),
-    }
+    let (inspected, total) = progress.unzip();
+    InspectionProgress { detail, inspected, looked: inspected, total }
 }

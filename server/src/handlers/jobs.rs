@@ -50,7 +50,9 @@ pub(super) async fn hidden_from(app: &App, caller: &Caller) -> Result<HashSet<Jo
 /// 404 when there is none.
 pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
     let row = app.store.job(&job_id(id)?).await?;
-    row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))
+    let mut job = row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    app.wait_reasons.tell(&mut job);
+    Ok(job)
 }
 
 /// One job that is named elsewhere than in the path, where the gate sees it.
@@ -163,6 +165,7 @@ pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
     to_the_end(async move {
         let job = find(&app, id.as_str()).await?;
         app.store.delete_job(&id).await?;
+        app.job_owners.remove(&id);
         app.deleted.notify_one();
         app.hub.deleted(job);
         Ok(StatusCode::NO_CONTENT)

@@ -103,7 +103,7 @@ pub(crate) async fn histograms(
 
 /// A job's network
 ///
-/// Its layers in the order in which a picture passes them; empty until an attempt has told them.
+/// Its layers in the order in which a picture passes them; empty until an attempt has reported them.
 #[utoipa::path(get, path = "/jobs/{id}/network", tag = "metrics", params(("id" = String, Path)),
     responses((status = 200, body = NetworkDescription), (status = 404, body = Problem)))]
 pub(crate) async fn network(

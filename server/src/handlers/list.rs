@@ -92,7 +92,8 @@ impl Fields {
         self.0.contains(&name)
     }
 
-    fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
+    /// What of an element is asked for.
+    pub(super) fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
         // Through text, so that an f32 of 0.1 stays 0.1.
         let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;
         if let Value::Object(fields) = &mut item {

@@ -62,7 +62,8 @@ pub(crate) async fn jobs(
     if query.limit.is_none() {
         filter.limit = ROWS;
     }
-    let page = app.store.jobs(&filter).await?;
+    let mut page = app.store.jobs(&filter).await?;
+    page.jobs.iter_mut().for_each(|job| app.wait_reasons.tell(job));
     let any = !page.jobs.is_empty()
         || !app
             .store
@@ -169,7 +170,8 @@ pub(crate) async fn job(
         .job(&id)
         .await?
         .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
-    let job = row.job;
+    let mut job = row.job;
+    app.wait_reasons.tell(&mut job);
     let reports = app.store.rank_reports(&id, job.attempt).await?;
     let places = app
         .store

@@ -121,7 +121,7 @@ pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// A project that the caller sees a job of. Others are not told whether there is one of this name.
+/// A project that the caller sees a job of. Others do not learn whether there is one of this name.
 async fn seen(app: &App, caller: &Caller, name: String) -> Result<String> {
     if let Some(mistake) = labels::project_mistake(&name) {
         return Err(Error::NotFound(format!("no project is called so: a project {mistake}")));

@@ -251,7 +251,7 @@ async fn follow(
     let job = Box::new(Job { notes: None, ..row.job });
     reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
-    let (mut told, mut due) = (Some(pace), Instant::now());
+    let (mut known_pace, mut due) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
         if let Some(events) = subscription.after(reader.sent) {
@@ -291,12 +291,12 @@ async fn follow(
         }
         loop {
             let sent = reader.sent;
-            let news = subscription.pace().filter(|pace| live && told != Some(*pace));
+            let news = subscription.pace().filter(|pace| live && known_pace != Some(*pace));
             if let Some(pace) = news
                 && Instant::now() >= due
             {
                 reader.frame(&Frame::Progress(pace)).await?;
-                (told, due) = (Some(pace), Instant::now() + LIST_EVERY);
+                (known_pace, due) = (Some(pace), Instant::now() + LIST_EVERY);
                 continue;
             }
             tokio::select! {

@@ -1,7 +1,9 @@
 //! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
 //! matter before the job runs.
 
-use crate::{access::Caller, agent_requests, agents::RequestError, app::App, dispatch, error::Result};
+use crate::{
+    access::Caller, agent_requests, agents::RequestError, app::App, dataset_roots, dispatch, error::Result,
+};
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
@@ -82,11 +84,6 @@ pub(super) async fn pretrained(
                 .into(),
         );
     }
-    if !caller.sees_all() && is_below(&app.config.data_dir, given).await {
-        return mistake(
-            "is a file of the server's own data directory, where private weights are, too: give the checkpoint's id instead".into(),
-        );
-    }
     let weights = if dispatch::is_checkpoint_id(given) {
         let row = app.store.checkpoint(given).await?;
         let job = match &row {
@@ -103,6 +100,14 @@ pub(super) async fn pretrained(
             }
         }
     } else {
+        if !caller.sees_all() && is_below(&app.config.data_dir, given).await {
+            return mistake(
+                "is a path in the server's own data directory, where private weights are, too: give the checkpoint's id instead".into(),
+            );
+        }
+        if let Err(detail) = app.dataset_roots.check_weights(given, caller).await {
+            return mistake(detail);
+        }
         given.clone()
     };
     let info = &dataset.info;
@@ -130,14 +135,13 @@ pub(super) async fn pretrained(
     )))
 }
 
-/// Whether a path leads into a folder, links followed.
+/// Whether a path leads into a folder, links followed, also where nothing is there: who may not look must not learn which.
 async fn is_below(folder: &Path, path: &str) -> bool {
     let (folder, path) = (folder.to_owned(), PathBuf::from(path));
     // A file system that does not respond must not hold up others.
     let looked = tokio::task::spawn_blocking(move || {
-        let folder = folder.canonicalize()?;
-        Ok::<_, std::io::Error>(path.canonicalize()?.starts_with(folder))
+        let path = std::path::absolute(&path).unwrap_or(path);
+        dataset_roots::resolved(&path).starts_with(dataset_roots::resolved(&folder))
     });
-    // What is not there on this machine is not in its folder.
-    matches!(looked.await, Ok(Ok(true)))
+    matches!(looked.await, Ok(true))
 }

@@ -42,12 +42,12 @@ impl PlaceEnd {
         }
     }
 
-    /// Whether the ranks of other agents can do nothing more: not where those of this one are done, or were told to end.
+    /// Whether the ranks of other agents can do nothing more: not where those of this one are done, or were asked to end.
     pub(super) fn ends_others(&self) -> bool {
         !matches!(self, Self::Ended { ending: Ending::Succeeded { .. } | Ending::Stopped, .. })
     }
 
-    /// The step of a rank that did not go on: of several, the one that is furthest behind held up the others.
+    /// The step of a rank that did not continue: of several, the one that is furthest behind held up the others.
     fn step(&self) -> u64 {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. }

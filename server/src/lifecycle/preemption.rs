@@ -9,12 +9,17 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
-/// Orders the ranks of a job to end for another one. Nothing changes when they are ending already.
+/// Orders the ranks of a job to end for another one. Nothing changes when they are ending already, or when another version of the
+/// program knows alone what state they are in. A private job is not named: those who see the one that gives way may not see it.
 pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    if !matches!(row.job.state, JobState::Starting | JobState::Running) || row.stop.is_some() {
+    if !matches!(row.job.state, JobState::Starting | JobState::Running)
+        || row.stop.is_some()
+        || row.unknown_state.is_some()
+    {
         return Ok(Vec::new());
     }
-    let facts = Facts { job: Some(by.id.to_string()), priority: Some(by.spec.priority), ..Facts::default() };
+    let job = (!by.spec.private).then(|| by.id.to_string());
+    let facts = Facts { job, priority: Some(by.spec.priority), ..Facts::default() };
     let reason = Reason::new(ReasonCode::Preempting, facts);
     Ok(vec![go(row, JobState::Pausing, Some(reason), None, at)?])
 }

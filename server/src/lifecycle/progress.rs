@@ -17,6 +17,9 @@ pub struct Progress {
     /// Each rank's newest loss and accuracy, none when it was not finite; their mean is shown.
     pub(super) loss: BTreeMap<u32, Option<f64>>,
     pub(super) accuracy: BTreeMap<u32, Option<f64>>,
+    /// Each rank's newest value of every other metric; of a live job alone.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) others: BTreeMap<String, BTreeMap<u32, f32>>,
     /// The newest checkpoint's step.
     pub(super) checkpoint: Option<u64>,
     /// Whether the newest attempt has trained; none of one that an earlier version began.
@@ -43,8 +46,32 @@ impl Progress {
     pub(super) fn restart_at(&mut self, step: u64, total_steps: u64) {
         self.loss.clear();
         self.accuracy.clear();
+        self.others.clear();
         let keep = u128::from(step) * SPARKLINE as u128 / u128::from(total_steps.max(1));
         self.parts.truncate(keep as usize);
+    }
+
+    /// Takes a rank's newest value of a metric, none when it is not finite; answers the mean over ranks.
+    pub(super) fn newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
+        let ranks = self.others.entry(metric.to_owned()).or_default();
+        match value {
+            Some(value) => ranks.insert(rank, value),
+            None => ranks.remove(&rank),
+        };
+        // Through text, so that one rank's 0.1 stays 0.1.
+        let exact = |value: &f32| value.to_string().parse().unwrap_or_else(|_| f64::from(*value));
+        let sum: f64 = ranks.values().map(exact).sum();
+        (!ranks.is_empty()).then(|| sum / ranks.len() as f64)
+    }
+
+    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    pub fn epoch_samples(&self) -> u64 {
+        self.speed.epoch_samples()
+    }
+
+    /// Forgets what only a live job needs.
+    pub(super) fn over(&mut self) {
+        self.others.clear();
     }
 
     /// About [`SPARKLINE`] mean losses, in the order of steps.

@@ -50,6 +50,9 @@ pub fn report(
             job.epoch = epoch_of(start_step + 1, steps_per_epoch);
             row.progress.restart_at(start_step, total_steps);
             row.progress.speed = Throughput::new(&job.spec, train_samples);
+            if let Some(batch) = &mut job.batch {
+                batch.epoch_samples = row.progress.epoch_samples();
+            }
             row.progress.trained = Some(true);
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
@@ -193,8 +196,12 @@ fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
 
 /// Updates what the job shows (newest values, step, sparkline, speed) from a column.
 fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
-    let (Some(step), Some(value)) = (column.steps.last().copied(), column.values.last()) else { return };
-    let value = Some(f64::from(*value)).filter(|v| v.is_finite());
+    let (Some(step), Some(newest)) = (column.steps.last().copied(), column.values.last()) else { return };
+    let newest = Some(*newest).filter(|v| v.is_finite());
+    let value = newest.map(f64::from);
+    if column.name == "step_ms" && rank == 0 {
+        row.progress.speed.add(&column.steps, &column.values);
+    }
     let job = &mut row.job;
     match column.name.as_str() {
         "loss" => {
@@ -213,8 +220,16 @@ fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
             job.last.accuracy = mean(&row.progress.accuracy);
         }
         "lr" => job.last.lr = value,
-        "step_ms" if rank == 0 => row.progress.speed.add(&column.steps, &column.values),
-        _ => {}
+        // What the job says of itself in one place already.
+        "val_loss" | "val_accuracy" | "images_per_second" => {}
+        name => {
+            let others = &mut job.last.others;
+            if let Some(mean) = row.progress.newest(name, rank, newest) {
+                others.insert(name.to_owned(), mean);
+            } else {
+                others.remove(name);
+            }
+        }
     }
 }
 

@@ -129,8 +129,8 @@ fn machines_and_samples_are_bounded() {
     assert_eq!(machines.take_minutes(at(100_000), false).len(), taken.len());
 }
 
-fn looked<'a>(machine: &'a Machine, newest: Option<&'a Newest>) -> Looked<'a> {
-    Looked {
+fn state<'a>(machine: &'a Machine, newest: Option<&'a Newest>) -> MachineState<'a> {
+    MachineState {
         machine,
         newest,
         findings: &[],
@@ -158,7 +158,7 @@ fn what_is_wrong_is_said_in_words() {
     let age = Duration::from_secs(1);
     let good = Newest { sample: sample(0.5, 0), age, clock_behind_ms: Some(CLOCK_MS) };
     let of = |machine: &Machine, newest: &Newest| {
-        warnings(&looked(machine, Some(newest))).into_iter().map(|w| w.text).collect::<Vec<_>>()
+        warnings(&state(machine, Some(newest))).into_iter().map(|w| w.text).collect::<Vec<_>>()
     };
     assert_eq!(of(&machine, &good), [""; 0]);
     for (ms, words) in [(CLOCK_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
@@ -170,18 +170,18 @@ fn what_is_wrong_is_said_in_words() {
     let mut full = good.clone();
     full.sample.disk_used_bytes = 995_000_000_000;
     full.sample.memory_used_bytes = full.sample.memory_bytes;
-    let found = warnings(&looked(&machine, Some(&full)));
+    let found = warnings(&state(&machine, Some(&full)));
     assert!(found.len() == 2 && found.iter().all(|w| w.problem), "{found:?}");
     let silent = Newest { age: SILENT_FOR, ..good };
     let found = of(&machine, &silent);
     assert!(found.len() == 1 && found[0].contains("sends no measurements"), "{found:?}");
     let finding = MachineWarning { problem: true, text: "memory: little".into() };
-    let offline = Looked {
+    let offline = MachineState {
         connected_at: None,
         attempts: 1,
         draining: true,
         findings: std::slice::from_ref(&finding),
-        ..looked(&machine, None)
+        ..state(&machine, None)
     };
     let found = warnings(&offline);
     assert!(found[0].problem && found[0].text.contains("Offline for 100 s"), "{found:?}");

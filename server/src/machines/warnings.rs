@@ -13,9 +13,9 @@ const SILENT: Duration = Duration::from_secs(30);
 const LITTLE_DISK: (f64, u64) = (0.05, 20_000_000_000);
 const LITTLE_MEMORY: f64 = 0.04;
 
-/// What is looked at.
+/// What warnings follow from.
 #[derive(Debug)]
-pub(crate) struct Looked<'a> {
+pub(crate) struct MachineState<'a> {
     pub(crate) machine: &'a Machine,
     pub(crate) newest: Option<&'a Newest>,
     /// `doctor`'s, of this connection.
@@ -34,52 +34,52 @@ fn gigabytes(bytes: u64) -> String {
 }
 
 /// A machine's warnings, the worst first.
-pub(crate) fn warnings(looked: &Looked<'_>) -> Vec<MachineWarning> {
+pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
     let mut found = Vec::new();
     let mut warn = |problem, text: String| found.push(MachineWarning { problem, text });
-    match looked.connected_at {
+    match state.connected_at {
         None => {
-            let secs = (looked.now.as_second() - looked.last_seen_at.as_second()).max(0);
+            let secs = (state.now.as_second() - state.last_seen_at.as_second()).max(0);
             let since = match secs {
                 0..120 => format!("{secs} s"),
                 120..7200 => format!("{} minutes", secs / 60),
                 _ => format!("{} hours", secs / 3600),
             };
-            let jobs = match looked.attempts {
+            let jobs = match state.attempts {
                 0 => "",
                 _ => " Its jobs continue elsewhere, from their newest checkpoint, when their lease ends.",
             };
             warn(
-                looked.attempts > 0,
+                state.attempts > 0,
                 format!(
                     "Offline for {since}: see its agent's log, and whether it reaches this server.{jobs}"
                 ),
             );
         }
-        Some(since) => online(looked, since, &mut warn),
+        Some(since) => online(state, since, &mut warn),
     }
     let server = env!("CARGO_PKG_VERSION");
-    if looked.machine.version != server {
+    if state.machine.version != server {
         warn(
             false,
             format!(
                 "It runs version {} and the server {server}: install the same version on both.",
-                looked.machine.version
+                state.machine.version
             ),
         );
     }
-    if looked.draining {
+    if state.draining {
         warn(false, "Drained: it takes no new work until an admin undrains it.".into());
     }
-    found.extend(looked.findings.iter().cloned());
+    found.extend(state.findings.iter().cloned());
     found.sort_by_key(|warning| !warning.problem);
     found
 }
 
 /// Of a machine that is connected.
-fn online(looked: &Looked<'_>, since: Timestamp, warn: &mut impl FnMut(bool, String)) {
-    let connected = Duration::from_secs((looked.now.as_second() - since.as_second()).max(0) as u64);
-    let Some(newest) = looked.newest.filter(|newest| newest.age < SILENT) else {
+fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool, String)) {
+    let connected = Duration::from_secs((state.now.as_second() - since.as_second()).max(0) as u64);
+    let Some(newest) = state.newest.filter(|newest| newest.age < SILENT) else {
         if connected >= SILENT {
             let why = "its version may be older, or a disk or a GPU there does not answer";
             warn(false, format!("It is connected but sends no measurements: {why}."));

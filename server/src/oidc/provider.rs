@@ -23,7 +23,7 @@ pub(super) const MOST_BYTES: usize = 256 << 10;
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// What was fetched is asked for anew after this, when somebody signs in.
 const FRESH: Duration = Duration::from_secs(3600);
-/// After a failure, those who come within this time are told the same.
+/// After a failure, those who come within this time get the same answer.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Codes that are exchanged at once.
 const AT_ONCE: usize = 32;
@@ -341,7 +341,7 @@ fn form_encoded(pairs: &[(&str, &str)]) -> String {
     encoded.unwrap_or_default()
 }
 
-/// The log has the details; strangers are not told where the provider is asked.
+/// The log has the details; strangers do not learn where the provider is asked.
 fn unreachable(host: &str, detail: &str) -> OidcError {
     tracing::warn!(detail, "the OpenID provider cannot be reached");
     OidcError::Unavailable(format!(

@@ -23,16 +23,20 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison,
-    Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
+    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed,
+    Comparison, Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
     MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
-    ProjectRow, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, TokenRow,
+    ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored,
+    TokenRow,
 };
 
 pub use crate::lifecycle::JobRow;
 
-use crate::{config::ServeError, lifecycle::Refused};
+use crate::{
+    config::{FairShare, ServeError},
+    lifecycle::Refused,
+};
 use async_trait::async_trait;
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -46,7 +50,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 use sqlx::migrate::{MigrateError, Migrator};
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
@@ -70,16 +74,31 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
 /// Everything that outlives the server. Each method is one transaction; when it has returned, what it wrote is on disk.
+///
+/// # Errors
+/// Every method may fail with [`StoreError::Unavailable`] (the database is full, busy or away; again later may help),
+/// [`StoreError::Rejected`] (it never takes a value) and [`StoreError::Corrupt`] (a row is not as this version writes it). A method
+/// that has failed has written nothing, unless the connection broke during the commit. What else one may fail with, its own section
+/// says.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
     /// Stores a new job as `queued` with its first event, if its dataset is registered. The same idempotency key and request give the job
     /// that was made then.
+    ///
+    /// # Errors
+    /// [`StoreError::NoDataset`]; [`StoreError::KeyReused`]: the idempotency key came with another request before.
     async fn create_job(&self, new: NewJob) -> Result<Created>;
     /// The job that a request with this idempotency key and hash has made, if any.
+    ///
+    /// # Errors
+    /// [`StoreError::KeyReused`]: the key came with another request.
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job with what only the server knows about it; `None` when there is none or it was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// In the order of the filter, after its cursor.
+    ///
+    /// # Errors
+    /// [`StoreError::Cursor`]: the cursor is none of this list.
     async fn jobs(&self, filter: &JobFilter) -> Result<Page>;
     /// How many jobs a filter finds, whatever its limit and cursor are.
     async fn jobs_counted(&self, filter: &JobFilter) -> Result<u64>;
@@ -95,14 +114,24 @@ pub trait Store: Send + Sync + 'static {
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
-    /// Jobs that wait for slots, in the order in which they get them.
-    async fn waiting(&self) -> Result<Vec<JobRow>>;
+    /// A page of the jobs that wait for slots: those of the highest priority first, of equal ones the oldest. With where the next page
+    /// begins; none after the last.
+    async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
+    /// How many slots the jobs of each owner or project have whose attempts may write.
+    async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// Jobs that are not over.
     async fn unfinished(&self) -> Result<Vec<Job>>;
     /// Changes a job by `change`, which is refused or done as a whole.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses; [`StoreError::NoDataset`], of a job that was over and is
+    /// no longer.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
     /// Deletes a job that is over. It is not found from then on; its rows are removed in small steps by
     /// [`Store::purge_deleted`].
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job is not over.
     async fn delete_job(&self, id: &JobId) -> Result<()>;
     /// The job that was deleted first, among those that still have rows.
     async fn oldest_deleted(&self) -> Result<Option<JobId>>;
@@ -111,11 +140,14 @@ pub trait Store: Send + Sync + 'static {
 
     /// Claims a job: makes its next attempt, with a new fencing token. `None` when the job does not wait any more, or another
     /// claim was first.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]: the job was deleted meanwhile.
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// Preemptible jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
-    async fn preemptible(&self) -> Result<Vec<Occupant>>;
+    /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
+    async fn occupants(&self) -> Result<Vec<Occupant>>;
     /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
     /// not the attempt's, or it was given to others.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
@@ -133,6 +165,9 @@ pub trait Store: Send + Sync + 'static {
     /// wait for it. False when there was none left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
     /// Columns of metrics in order of their events.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`].
     async fn metrics(&self, job: &JobId, filter: &MetricFilter) -> Result<MetricPage>;
     /// The watermark, and the first and last step of the chunks that match.
     async fn metric_extent(&self, job: &JobId, filter: &MetricFilter) -> Result<(u64, Option<(u64, u64)>)>;
@@ -147,6 +182,9 @@ pub trait Store: Send + Sync + 'static {
     /// The watermark, and the newest chunk of each series and level, which may still grow.
     async fn newest_metric_chunks(&self, job: &JobId) -> Result<(u64, Vec<MetricChunk>)>;
     /// Stores chunks, those that have grown in place of what they were; metric events up to `until` are in chunks then. False, and nothing is stored, when not exactly those up to `after` are now.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`].
     async fn put_metric_chunks(
         &self,
         job: &JobId,
@@ -169,8 +207,14 @@ pub trait Store: Send + Sync + 'static {
     /// One dataset.
     async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
     /// Registers a dataset; refuses a name that is taken.
+    ///
+    /// # Errors
+    /// [`StoreError::NameTaken`].
     async fn add_dataset(&self, dataset: &Dataset) -> Result<()>;
     /// Removes a dataset that no job needs which is not over; its files stay.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]; [`StoreError::DatasetInUse`].
     async fn remove_dataset(&self, name: &str) -> Result<()>;
 
     /// Stores an agent as it introduced itself, or when it was last seen.
@@ -178,14 +222,22 @@ pub trait Store: Send + Sync + 'static {
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
 
-    /// Notes and tags of every job that has any.
-    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>>;
+    /// Notes and tags of jobs that have any: at most `limit` behind this id, of jobs that this person or token sees (`None` sees all).
+    async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage>;
+    /// How many jobs have notes or tags, as somebody sees them.
+    async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64>;
     /// Replaces a job's notes, its tags or both; what is `None` stays. Returns what it has now.
     async fn annotate(&self, job: &JobId, notes: Option<&str>, tags: Option<&[String]>)
     -> Result<Annotation>;
     /// Changes a job's priority, in its specification too.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`].
     async fn set_priority(&self, job: &JobId, priority: i32) -> Result<()>;
     /// Moves a job to another project, in its specification too.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`].
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
     /// Every project, with how many of its jobs are in each state; by name.
     async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
@@ -197,7 +249,7 @@ pub trait Store: Send + Sync + 'static {
     async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex>;
     /// Histograms of a job by step, then in the network's order.
     async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>>;
-    /// The layers of a job's network, where a rank has told them.
+    /// The layers of a job's network, where a rank has reported them.
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
     /// Ids of drained agents: they take no new work.
     async fn draining(&self) -> Result<Vec<String>>;

@@ -13,7 +13,7 @@ mod metrics;
 mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
-pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Occupant, Place, Report};
+pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Occupant, Place, QueuePlace, Report};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;
@@ -34,6 +34,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
 };
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
 /// A complete checkpoint.
@@ -58,6 +59,15 @@ pub struct Annotation {
     pub notes: String,
     /// Sorted, each once.
     pub tags: Vec<String>,
+}
+
+/// Jobs' notes and tags, by job, in the order of their ids.
+#[derive(Debug, Default)]
+pub struct AnnotationPage {
+    /// Without those that this version cannot read.
+    pub jobs: BTreeMap<JobId, Annotation>,
+    /// Behind which job the next page begins; none on the last.
+    pub next: Option<String>,
 }
 
 /// A machine that has introduced itself.

@@ -1,4 +1,4 @@
-//! The beginning of a TLS connection, within a time. Whoever speaks plain HTTP here is told so.
+//! The beginning of a TLS connection, within a time. Plain HTTP is answered with a sentence that says so.
 
 use super::agents::{Refused, handshake};
 use crate::error::Error;
@@ -51,14 +51,14 @@ pub(crate) async fn accept(
 /// A client that speaks TLS 1.3 has sent its request already. Closing with that unread would take the alert, which says why it is
 /// refused, from it.
 async fn let_it_read(mut stream: TcpStream) {
-    let told = async {
+    let answered = async {
         stream.shutdown().await?;
         let mut rest = [0; 1024];
         while stream.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())
     };
-    // Whoever has gone need not be told.
-    let _ = tokio::time::timeout(LAST_BYTES, told).await;
+    // Whoever has gone need not be answered.
+    let _ = tokio::time::timeout(LAST_BYTES, answered).await;
 }
 
 /// Reads a request's head and answers 400.
@@ -80,7 +80,7 @@ async fn answer_plain(mut stream: TcpStream) {
     );
     // In one packet: a client of websockets takes no more of an answer than comes with its head.
     let answer = [head.as_bytes(), &body].concat();
-    let told = async {
+    let answered = async {
         stream.write_all(&answer).await?;
         stream.shutdown().await?;
         // Closing with something unread would take the answer from its reader.
@@ -88,6 +88,6 @@ async fn answer_plain(mut stream: TcpStream) {
         while stream.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())
     };
-    // Whoever has gone need not be told.
-    let _ = tokio::time::timeout(LAST_BYTES, told).await;
+    // Whoever has gone need not be answered.
+    let _ = tokio::time::timeout(LAST_BYTES, answered).await;
 }

@@ -199,7 +199,7 @@ impl AgentTrust {
 
     /// Follows the files. What cannot be used is not, and the old stays: a list that is torn revokes nobody, and lets nobody in who
     /// was revoked before.
-    pub(super) fn look(&self) {
+    pub(super) fn reload_if_changed(&self) {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.stamp();
         if now == files.stamp {

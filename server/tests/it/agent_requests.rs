@@ -35,11 +35,11 @@ async fn only_looks(agent: &mut Agent, has_files: bool) {
 }
 
 /// Says how far it is, whenever it is asked.
-async fn only_progress(agent: &mut Agent, looked: Option<(u64, u64)>) {
+async fn only_progress(agent: &mut Agent, inspected: Option<(u64, u64)>) {
     loop {
         let (id, asked) = next_request(agent, true).await;
         assert!(matches!(asked, AgentRequest::InspectProgress { .. }), "{asked:?}");
-        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Progress { looked }) }).await;
+        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Progress { inspected }) }).await;
     }
 }
 
@@ -182,19 +182,20 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     let new = json!({"name": "large", "path": "/large"});
     let ask = async |wait: &str| server.post(&format!("/datasets?wait_secs={wait}"), &new).await;
     let (status, body) = ask("0").await;
-    assert_eq!((status, &body["looked"]), (202, &Value::Null), "{body}");
-    let (id, looked_at) = next_request(&mut agent, true).await;
-    assert_eq!(looked_at, AgentRequest::InspectDataset { path: "/large".into() });
+    assert_eq!((status, &body["inspected"]), (202, &Value::Null), "{body}");
+    let (id, request) = next_request(&mut agent, true).await;
+    assert_eq!(request, AgentRequest::InspectDataset { path: "/large".into() });
     // Asked again, it is not inspected again: the agent only reports the progress.
     let (status, body) = tokio::select! {
         answer = ask("0") => answer,
         () = only_progress(&mut agent, Some((300_000, 1_300_000))) => unreachable!(),
     };
     assert_eq!(
-        (status, &body["looked"], &body["total"]),
+        (status, &body["inspected"], &body["total"]),
         (202, &json!(300_000), &json!(1_300_000)),
         "{body}"
     );
+    assert_eq!(body["looked"], body["inspected"], "the name in the last version");
     assert_eq!(body["detail"], "a is inspecting /large: 300000 of 1300000 so far; ask again");
     // An agent inspects two at a time; the third waits.
     for path in ["/second", "/third"] {

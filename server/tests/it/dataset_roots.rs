@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, info},
-    test_server::{TestServer, client},
+    test_server::{TestServer, client, spec},
 };
 use lockstep_protocol::agent::{AgentReply, AgentRequest, FromAgent, ToAgent};
 use serde_json::{Value, json};
@@ -56,6 +56,58 @@ async fn only_folders_below_a_root_are_registered_links_resolved() {
     let ((status, problem), ()) = tokio::join!(server.post("/datasets", &far), answering);
     assert!(status == 422 && detail(&problem).contains("/mnt/elsewhere"), "{problem}");
     assert_eq!(server.get("/datasets/far").await.0, 404);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
+    for folder in [&root, &outside] {
+        std::fs::create_dir_all(folder).unwrap();
+        std::fs::write(folder.join("there.safetensors"), "weights").unwrap();
+    }
+    let server = TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into()]).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
+    let data = server.dir.path().to_owned();
+    std::fs::write(data.join("jobs/there.safetensors"), "weights").unwrap();
+    let ask = async |path: &std::path::Path| {
+        let mut spec = spec();
+        spec["model"]["pretrained"] = json!(path);
+        let request = client(&member).post(server.url("/api/v1/jobs")).json(&spec);
+        server.send(request).await
+    };
+    let told = async |path: &std::path::Path| {
+        let (status, problem) = ask(path).await;
+        assert_eq!(
+            (status, &problem["errors"][0]["pointer"]),
+            (422, &json!("/model/pretrained")),
+            "{problem}"
+        );
+        detail(&problem).replace(path.to_str().unwrap(), "PATH")
+    };
+    // Without asking an agent, which would say whether it has the file.
+    for folder in [&outside, &data.join("jobs")] {
+        let (there, missing) = (folder.join("there.safetensors"), folder.join("missing.safetensors"));
+        let why = told(&there).await;
+        assert_eq!(why, told(&missing).await, "{folder:?}");
+        assert!(why.contains("checkpoint's id"), "{why}");
+    }
+    assert!(told(&outside.join("w.safetensors")).await.contains("--dataset-root"));
+    // Below a root, the next that the agent is asked is this.
+    let good = root.join("there.safetensors");
+    let answering = async {
+        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(asked) }) = agent.next().await
+        else {
+            panic!("no question")
+        };
+        let reply = AgentReply::Weights { mistake: None };
+        agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+        asked.weights
+    };
+    let ((status, made), weights) = tokio::join!(ask(&good), answering);
+    assert_eq!((status, weights.as_str()), (201, good.to_str().unwrap()), "{made}");
     server.stop().await;
 }
 

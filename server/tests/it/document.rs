@@ -14,6 +14,8 @@ use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
+mod refused;
+
 /// What has been asked, held against the document.
 struct Held<'a> {
     server: &'a TestServer,
@@ -36,6 +38,7 @@ impl Held<'_> {
         let answer = request.send().await.unwrap();
         let status = answer.status().as_u16();
         let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let retry_after = answer.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
         let bytes = answer.bytes().await.unwrap();
         let call = format!("{method} {template}");
         self.given.insert((call.clone(), status));
@@ -44,6 +47,13 @@ impl Held<'_> {
             documented.is_object(),
             "{call}: {status} is not documented: {}",
             String::from_utf8_lossy(&bytes)
+        );
+        let seconds = retry_after.map(|seconds| seconds.parse::<u64>().expect("seconds"));
+        let is_retried = documented["headers"]["Retry-After"].is_object();
+        assert_eq!(
+            seconds.is_some_and(|seconds| seconds > 0),
+            is_retried,
+            "{call}: {status} with {seconds:?}"
         );
         let content = documented["content"].as_object();
         if bytes.is_empty() {
@@ -60,6 +70,16 @@ impl Held<'_> {
     }
 }
 
+/// Method, path and description of every call of the document.
+fn calls(document: &Value) -> Vec<(String, String, Value)> {
+    let paths = document["paths"].as_object().unwrap().iter();
+    let calls = paths.flat_map(|(path, item)| {
+        let methods = item.as_object().unwrap().iter().filter(|(method, _)| *method != "parameters");
+        methods.map(move |(method, operation)| (method.clone(), path.clone(), operation.clone()))
+    });
+    calls.collect()
+}
+
 /// Answers whatever it is asked.
 async fn answer_all(mut agent: Agent) {
     while let Some(message) = agent.next().await {
@@ -67,7 +87,7 @@ async fn answer_all(mut agent: Agent) {
         let answer = match request {
             AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
             AgentRequest::InspectDataset { path } => AgentReply::Dataset { path, info: info() },
-            AgentRequest::InspectProgress { .. } => AgentReply::Progress { looked: None },
+            AgentRequest::InspectProgress { .. } => AgentReply::Progress { inspected: None },
             AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
             AgentRequest::Samples { .. } => {
                 AgentReply::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
@@ -136,15 +156,7 @@ async fn what_is_answered_is_documented() {
     let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
     let answering = tokio::spawn(answer_all(agent));
     let (_, document) = server.get("/openapi.json").await;
-    let calls: Vec<(String, String, Value)> = document["paths"]
-        .as_object()
-        .unwrap()
-        .iter()
-        .flat_map(|(path, item)| {
-            let methods = item.as_object().unwrap().iter().filter(|(m, _)| *m != "parameters");
-            methods.map(move |(m, operation)| (m.clone(), path.clone(), operation.clone()))
-        })
-        .collect();
+    let calls = calls(&document);
     let mut held = Held { server: &server, document, given: BTreeSet::new() };
     // No job starts before the end, so what happens to each is known.
     let drain = ("/api/v1/agents/{id}/drain", "/api/v1/agents/id-a/drain");

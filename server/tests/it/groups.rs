@@ -225,7 +225,8 @@ async fn what_is_no_group_is_refused_with_what_would_be() {
     for (query, words) in [
         ("".to_owned(), "1 to 3"),
         ("by=".into(), "1 to 3"),
-        ("by=lr".into(), "did you mean \"train.lr\"?"),
+        ("by=lrr".into(), "no setting"),
+        ("by=every_steps".into(), "checkpoint.every_steps or log.every_steps"),
         ("by=project&metrics=name".into(), "no number"),
         ("by=project&metrics=-loss".into(), "no number"),
         ("by=project&metrics=lose".into(), "did you mean \"loss\"?"),

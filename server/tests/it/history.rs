@@ -30,7 +30,7 @@ async fn history(server: &TestServer, id: &str) -> Value {
 }
 
 /// What each entry is, in order.
-fn story(history: &Value) -> Vec<String> {
+fn in_short(history: &Value) -> Vec<String> {
     let entries = history["entries"].as_array().unwrap();
     let times: Vec<jiff::Timestamp> =
         entries.iter().map(|e| e["at"].as_str().unwrap().parse().unwrap()).collect();
@@ -81,7 +81,33 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
         "started 3",
         "ended 3",
     ];
-    assert_eq!(story(&told), expected, "{told:#}");
+    assert_eq!(in_short(&told), expected, "{told:#}");
+    assert_eq!((&told["next_cursor"], told.get("total")), (&Value::Null, None), "{told:#}");
+    // The same in pages of any size; parent, forks and queue are in each.
+    for limit in [1, 4, expected.len(), 1000] {
+        let (mut entries, mut cursor) = (Vec::new(), String::new());
+        loop {
+            let (status, page) =
+                server.get(&format!("/jobs/{id}/history?count=true&limit={limit}{cursor}")).await;
+            assert_eq!((status, &page["total"]), (200, &json!(expected.len())), "{page}");
+            assert_eq!(page["forks"], told["forks"]);
+            entries.extend(page["entries"].as_array().unwrap().clone());
+            let Some(next) = page["next_cursor"].as_str() else { break };
+            cursor = format!("&cursor={next}");
+        }
+        assert_eq!(json!(entries), told["entries"], "{limit}");
+    }
+    for query in ["limit=0", "limit=1001", "cursor=x"] {
+        assert_eq!(server.get(&format!("/jobs/{id}/history?{query}")).await.0, 400, "{query}");
+    }
+    let (_, page) = server
+        .get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=1&fields=attempt,state&count=true"))
+        .await;
+    assert_eq!((&page["attempts"][0]["attempt"], &page["total"]), (&json!(3), &json!(3)), "{page}");
+    let next = page["next_cursor"].as_str().unwrap();
+    let (_, page) = server.get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=2&cursor={next}")).await;
+    let numbers: Vec<_> = page["attempts"].as_array().unwrap().iter().map(|a| a["attempt"].clone()).collect();
+    assert_eq!((json!(numbers), &page["next_cursor"]), (json!([2, 1]), &Value::Null));
     let entry = |n: usize| &told["entries"][n];
     assert_eq!(
         (&entry(2)["state"], &entry(2)["rank"], &entry(2)["step"]),
@@ -100,17 +126,25 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     // Who asked is in the audit log, which is for admins.
     let seen = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
     let seen: Value = seen.json().await.unwrap();
-    assert_eq!(story(&seen), expected);
-    assert!(seen["entries"].as_array().unwrap().iter().all(|e| e.get("who").is_none()), "{seen:#}");
+    assert_eq!(in_short(&seen), expected);
+    let (submitted, rest) = seen["entries"].as_array().unwrap().split_first().unwrap();
+    let owner = server.job(&id).await.owner;
+    assert!(owner.is_some());
+    assert_eq!(
+        (&submitted["who"], &entry(0)["who"]),
+        (&json!(owner), &json!(owner)),
+        "its owner is no secret"
+    );
+    assert!(rest.iter().all(|e| e.get("who").is_none()), "{seen:#}");
 
-    // Another job's story is its own. It is cancelled before it could start.
+    // Another job's history is its own. It is cancelled before it could start.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let other = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     assert_eq!(server.post(&format!("/jobs/{other}/cancel"), &Value::Null).await.0, 202);
-    let cancelled = story(&history(&server, &other).await);
+    let cancelled = in_short(&history(&server, &other).await);
     assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
     assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
-    assert_eq!(story(&history(&server, &id).await), expected);
+    assert_eq!(in_short(&history(&server, &id).await), expected);
     assert_eq!(server.get("/jobs/j00000000000000000000000000/history").await.0, 404);
     server.stop().await;
 }
@@ -173,10 +207,18 @@ async fn lineage_is_told_at_both_ends() {
         format!("UPDATE jobs SET parent_job = '{parent}', parent_checkpoint = '{from}' WHERE id = '{child}'");
     assert_eq!(server.execute(&query).await, 1);
 
+    let origin = server.job(&parent).await;
     let of_child = history(&server, &child).await;
     assert_eq!(
         of_child["parent"],
-        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from})
+        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from,
+            "who": origin.owner, "at": origin.created_at})
+    );
+    assert!(origin.owner.is_some());
+    let made = server.job(&child).await;
+    assert_eq!(
+        (&of_child["entries"][0]["who"], &of_child["entries"][0]["at"]),
+        (&json!(made.owner), &json!(made.created_at))
     );
     assert_eq!(
         (&of_child["entries"][0]["what"], &of_child["entries"][0]["checkpoint"]),
@@ -188,6 +230,7 @@ async fn lineage_is_told_at_both_ends() {
         (&fork["job"], &fork["name"], &fork["checkpoint"]),
         (&json!(child), &json!("child"), &json!(from))
     );
+    assert_eq!((&fork["who"], &fork["at"]), (&json!(made.owner), &json!(made.created_at)));
     assert_eq!(of_parent["forks"].as_array().unwrap().len(), 1);
     // The origin may be deleted; its fork still says where it came from.
     assert_eq!(server.delete(&format!("/jobs/{parent}")).await.0, 204);

@@ -33,7 +33,7 @@ pub async fn jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<Strin
 }
 
 /// The names of a whole list, page by page.
-async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<String> {
+pub async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<String> {
     let (mut names, mut cursor) = (Vec::new(), String::new());
     loop {
         let (status, page) = server.get(&format!("/jobs?limit={limit}&{query}{cursor}")).await;
@@ -81,6 +81,8 @@ async fn jobs_are_listed_in_any_order_whatever_a_page_s_size() {
             ("where=train.lr%3E%3D0.1%2Ctrain.lr%20%21%3D%200.2&sort=name", "abc"),
             ("where=project%3Dvision&sort=name", "bc"),
             ("where=data.dataset%3D%27%20OR%201%3D1", ""),
+            ("where=lr%3E0.1&sort=name", "ad"),
+            ("sort=spec.lr", "bcda"),
             ("created_after=2020-01-01T00:00:00Z", "dcab"),
             ("created_before=2020-01-01T00:00:00Z", ""),
         ] {
@@ -124,7 +126,7 @@ async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
     let reversed: Vec<_> = by_loss.iter().rev().cloned().collect();
     assert_eq!(walked(&server, "sort=-loss", 1).await, reversed);
 
-    // The job that a cursor was taken from is deleted: the list goes on behind its place.
+    // The job that a cursor was taken from is deleted: the list continues behind its place.
     let (_, page) = server.get("/jobs?limit=1&sort=name").await;
     assert_eq!(server.delete(&format!("/jobs/{}", ids[0])).await.0, 204);
     let next = page["next_cursor"].as_str().unwrap();
@@ -133,10 +135,8 @@ async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
 
     // Why one failed, in fields.
     let (_, job) = server.get(&format!("/jobs/{}", ids[1])).await;
-    assert_eq!(
-        (&job["failure"]["message"], &job["failure"]["code"]),
-        (&job["reason"], &job["cause"]["code"])
-    );
+    assert_eq!((&job["failure"]["words"], &job["failure"]["code"]), (&job["reason"], &job["cause"]["code"]));
+    assert_eq!(job["failure"]["message"], job["failure"]["words"], "its name of the last version");
     assert!(job["failure"].get("rank").is_some() && job["failure"].get("step").is_some(), "{job}");
     server.stop().await;
 }
@@ -150,8 +150,11 @@ async fn what_a_list_does_not_have_is_refused_by_name() {
     let cursor = page["next_cursor"].as_str().unwrap().to_owned();
     for (path, words) in [
         ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
-        ("/jobs?sort=spec.data.mean".into(), "spec.data.mean"),
-        ("/jobs?sort=spec.train.lr'--".into(), "cannot be sorted"),
+        ("/jobs?sort=spec.tags".into(), "tag:NAME"),
+        ("/jobs?sort=tag:".into(), "tag"),
+        ("/jobs?sort=grad_nrom".into(), "did you mean \"grad_norm\"?"),
+        ("/jobs?metrics=grad_nrom".into(), "did you mean \"grad_norm\"?"),
+        ("/jobs?sort=spec.train.lr'--".into(), "no setting"),
         ("/jobs?where=train.lrr%3E1".into(), "did you mean \"train.lr\"?"),
         ("/jobs?where=train.lr".into(), "needs a key"),
         ("/jobs?where=model.arch%3Eresnet50".into(), "= and != alone"),

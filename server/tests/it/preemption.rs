@@ -5,10 +5,14 @@ use crate::{
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source, ToAgent},
+    agent::{
+        AgentReply, AgentRequest, AttemptEvent, AttemptRef, CheckpointInfo, Ending, FromAgent, Source,
+        ToAgent,
+    },
     job::{Job, JobState},
 };
 use serde_json::{Value, json};
+use std::time::Duration;
 
 async fn submit(server: &TestServer, ranks: u32, priority: i32, preemptible: bool) -> Job {
     server
@@ -165,10 +169,179 @@ async fn a_restarted_server_still_has_the_slots_for_the_job_that_they_were_taken
     drop(agent);
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let mut agent = Agent::greet(&server, hello("a", 1, vec![attempt.clone()])).await.unwrap();
-    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    // In the same words as before.
+    assert_eq!(told_to_stop(&mut agent).await, attempt);
     agent.end(&attempt, Ending::Stopped).await;
     assert_eq!(agent.started().await.attempt.job, high.id);
     let reason = server.job(low.id.as_str()).await.reason.unwrap();
     assert!(reason.starts_with("preempted by job"), "{reason}");
+    server.stop().await;
+}
+
+/// Waits until a job says that it waits, and that nobody is preempted for it.
+async fn waits_for_a_slot(server: &TestServer, job: &Job) {
+    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 1 slot: 0 of"));
+    let frames = server.stream(job.id.as_str(), 0).await.until(waits).await;
+    let reason = frames.last().unwrap()["reason"].as_str().unwrap();
+    assert!(!reason.contains("preempted"), "{reason}");
+}
+
+#[tokio::test]
+async fn slots_of_jobs_that_end_anyway_are_enough() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    submit(&server, 1, 0, true).await;
+    agent.started().await;
+    let equal = submit(&server, 1, 3, false).await;
+    let attempt = agent.started().await.attempt;
+    let (status, _) = server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await;
+    assert_eq!(status, 202);
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    let high = submit(&server, 1, 3, false).await;
+    waits_for_a_slot(&server, &high).await;
+    // No order for the lower one has come between.
+    agent.end(&attempt, Ending::Stopped).await;
+    let start = agent.started().await;
+    assert_eq!((start.attempt.job, start.ranks), (high.id, vec![(0, 1)]));
+    assert_eq!(server.job(equal.id.as_str()).await.state, JobState::Paused);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_end_that_is_stored_but_still_has_its_slots_is_waited_for() {
+    let lease = Duration::from_secs(4);
+    let server = TestServer::with(|c| c.lease = lease).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let stays = submit(&server, 1, 0, true).await;
+    let stays_on = agent.started().await.attempt;
+    let gone = submit(&server, 1, 0, true).await;
+    agent.started().await;
+    // Its end is stored; the server's own word for it comes with the end of the lease.
+    let over = format!("UPDATE jobs SET state = 'succeeded', fencing_token = NULL WHERE id = '{}'", gone.id);
+    assert_eq!(server.execute(&over).await, 1);
+    let high = submit(&server, 1, 5, false).await;
+    let mut beats = tokio::time::interval(lease / 8);
+    let message = loop {
+        tokio::select! {
+            message = agent.next() => break message,
+            _ = beats.tick() => agent.heartbeat(std::slice::from_ref(&stays_on)).await,
+        }
+    };
+    // First the word about the lease, perhaps; never one about the other job.
+    let mut messages = vec![message];
+    if matches!(messages[0], Some(ToAgent::Stop { .. })) {
+        messages.push(agent.next().await);
+    }
+    for message in &messages {
+        assert!(
+            !matches!(message, Some(ToAgent::Stop { attempt, .. }) if attempt.job == stays.id),
+            "{messages:?}"
+        );
+    }
+    let Some(Some(ToAgent::Start(start))) = messages.pop() else { panic!("no start") };
+    assert_eq!((start.attempt.job, start.ranks), (high.id, vec![(0, 1)]));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_victim_whose_order_was_lost_is_told_again() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 1).await;
+    let low = submit(&server, 1, 0, true).await;
+    let attempt = agent.started().await.attempt;
+    // As when the database fails right after it has stored the change.
+    let cause =
+        json!({"code": "preempting", "priority": 5, "words": "being preempted by job x of priority 5"});
+    let stored = format!("UPDATE jobs SET state = 'pausing', cause = '{cause}' WHERE id = '{}'", low.id);
+    assert_eq!(server.execute(&stored).await, 1);
+    let high = submit(&server, 1, 5, false).await;
+    let Some(ToAgent::Stop { attempt: told, patient: true, .. }) = agent.next().await else {
+        panic!("no order")
+    };
+    assert_eq!(told, attempt);
+    // Once is enough.
+    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.contains("are being preempted"));
+    server.stream(high.id.as_str(), 0).await.until(waits).await;
+    agent.end(&attempt, Ending::Stopped).await;
+    assert_eq!(agent.started().await.attempt.job, high.id);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_in_a_state_of_another_version_is_not_waited_for_and_not_stopped() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let low = submit(&server, 1, 0, true).await;
+    let attempt = agent.started().await.attempt;
+    let unknown = submit(&server, 1, 0, true).await;
+    agent.started().await;
+    let stored = format!("UPDATE jobs SET state = 'dreaming' WHERE id = '{}'", unknown.id);
+    assert_eq!(server.execute(&stored).await, 1);
+    submit(&server, 1, 5, false).await;
+    assert_eq!(told_to_stop(&mut agent).await, attempt, "the newest of the lowest is the unknown one");
+    let second = submit(&server, 1, 5, false).await;
+    waits_for_a_slot(&server, &second).await;
+    assert_eq!(server.job(low.id.as_str()).await.state, JobState::Pausing);
+    assert_eq!(server.number("SELECT COUNT(*) FROM jobs WHERE state = 'dreaming'").await, 1);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_private_job_that_takes_the_slots_is_not_named() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 1).await;
+    let low = submit(&server, 1, 0, true).await;
+    let attempt = agent.started().await.attempt;
+    let high = server
+        .submit(|s| {
+            s["parallel"]["ranks"] = json!(1);
+            s["priority"] = json!(5);
+            s["private"] = json!(true);
+        })
+        .await;
+    let Some(ToAgent::Stop { reason, .. }) = agent.next().await else { panic!("no order") };
+    assert!(reason.starts_with("being preempted by a job of priority 5: "), "{reason}");
+    agent.end(&attempt, Ending::Stopped).await;
+    agent.started().await;
+    let reason = server.job(low.id.as_str()).await.reason.unwrap();
+    assert_eq!(reason, "preempted by a job of priority 5; continues from the start");
+    for path in ["", "/history"] {
+        let (_, told) = server.get(&format!("/jobs/{}{path}", low.id)).await;
+        assert!(!told.to_string().contains(high.id.as_str()), "{told}");
+    }
+    assert!(server.stored(low.id.as_str()).await.iter().all(|e| !e.to_string().contains(high.id.as_str())));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn nobody_is_stopped_for_a_job_that_cannot_start() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 1).await;
+    let first = submit(&server, 1, 0, false).await;
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(8)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 8 }).await;
+    let low = submit(&server, 1, 0, true).await;
+    let attempt = agent.started().await.attempt;
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    let answer = async {
+        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(_) }) = agent.next().await else {
+            panic!("no question")
+        };
+        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
+    };
+    let submitted = server.submit(|s| {
+        s["parallel"]["ranks"] = json!(1);
+        s["priority"] = json!(5);
+        s["model"]["pretrained"] = json!(format!("{}-1-8", first.id));
+    });
+    let (high, ()) = tokio::join!(submitted, answer);
+    assert_eq!(server.delete(&format!("/jobs/{}", first.id)).await.0, 204);
+    assert_eq!(server.post("/agents/id-a/undrain", &json!({})).await.0, 204);
+    let high = server.until(high.id.as_str(), JobState::Failed).await;
+    assert!(high.reason.as_ref().unwrap().contains("it was deleted or not kept"), "{high:?}");
+    assert_eq!(server.job(low.id.as_str()).await.state, JobState::Starting);
+    // The next word is about its report.
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     server.stop().await;
 }

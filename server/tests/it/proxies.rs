@@ -1,7 +1,8 @@
 //! Behind a proxy: for whom it speaks, which names are the server's, how much an address may ask, and the access log.
 
-use crate::test_server::{TestServer, client_without_redirects};
+use crate::test_server::{TestServer, client, client_without_redirects};
 use lockstep_server::AccessLogTo;
+use serde_json::json;
 use std::{
     fs,
     os::unix::fs::PermissionsExt,
@@ -158,6 +159,47 @@ async fn an_address_that_asks_too_much_is_told_when_to_ask_again() {
     assert_eq!(own.status().as_u16(), 200, "nor is this machine");
     tokio::time::sleep(Duration::from_millis(1100)).await;
     assert_eq!(ask("203.0.113.7").await.status().as_u16(), 200, "and it may again");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_token_that_asks_too_much_is_told_so_at_every_address() {
+    let server = behind(|c| c.token_requests_per_second = 5).await;
+    let (_, one) = server.make_token(&json!({"name": "one", "scope": "read"})).await;
+    let (_, two) = server.make_token(&json!({"name": "two", "scope": "read"})).await;
+    let agent = server.agent_token("a").await;
+    let ask = async |token: &str, path: &str, from: Option<&str>| {
+        let request = client(token).get(server.url(path));
+        let request = from.iter().fold(request, |request, from| request.header("x-forwarded-for", *from));
+        request.send().await.unwrap()
+    };
+    let froms = [Some("203.0.113.7"), Some("203.0.113.8"), None];
+    let began = Instant::now();
+    let mut answered = 0;
+    let refused = loop {
+        let answer = ask(&one, "/api/v1/jobs", froms[answered % 3]).await;
+        if answer.status().as_u16() == 429 {
+            break answer;
+        }
+        assert_eq!(answer.status().as_u16(), 200);
+        answered += 1;
+        assert!(answered < 1000, "there is a limit");
+    };
+    let most = 50 + (began.elapsed().as_secs_f64() * 5.0).ceil() as usize;
+    assert!((50..=most).contains(&answered), "{answered} of {most}");
+    assert_eq!(refused.headers()["retry-after"], "1");
+    assert_eq!(refused.headers()["content-type"], "application/problem+json");
+    let text = refused.text().await.unwrap();
+    assert!(text.contains("--token-requests-per-second") && !text.contains(&one), "{text}");
+    for from in froms {
+        let answer = ask(&two, "/api/v1/jobs", from).await;
+        assert_eq!(answer.status().as_u16(), 200, "another token is not touched ({from:?})");
+    }
+    // What an agent sends is limited otherwise: twice what another token may.
+    for _ in 0..100 {
+        let answer = ask(&agent, "/api/v1/agent/attempts/nothing/1", None).await;
+        assert_ne!(answer.status().as_u16(), 429);
+    }
     server.stop().await;
 }
 

@@ -1,6 +1,6 @@
 //! What a page of somebody else's may not do, and that the document of the API is complete.
 
-use crate::{agent::Agent, test_server::TestServer};
+use crate::{agent::Agent, document::a_job, test_server::TestServer};
 use lockstep_server::openapi;
 use std::collections::BTreeSet;
 use tokio::{
@@ -83,9 +83,27 @@ async fn another_name_for_this_machine_is_not_answered() {
 #[tokio::test]
 async fn every_answer_carries_the_headers() {
     let server = TestServer::new().await;
-    for path in ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"] {
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
+    let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"];
+    let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
+    // What jobs have written is somebody's text, and a browser must not take it for a page.
+    for (path, kind) in [
+        (format!("/api/v1/checkpoints/{checkpoint}/model.safetensors"), "application/octet-stream"),
+        (format!("/api/v1/checkpoints/{checkpoint}/state.json"), "application/json"),
+        (format!("/api/v1/jobs/{job}/metrics.csv"), "text/csv"),
+        (format!("/api/v1/jobs/{job}/logs?format=text"), "text/plain"),
+    ] {
+        paths.push((path, Some(kind)));
+    }
+    for (path, kind) in &paths {
         let answer = server.http.get(server.url(path)).send().await.unwrap();
         let headers = answer.headers();
+        if let Some(kind) = kind {
+            assert_eq!(answer.status(), 200, "{path}");
+            let is = headers["content-type"].to_str().unwrap();
+            assert_eq!(is.split(';').next(), Some(*kind), "{path}");
+        }
         let csp = headers["content-security-policy"].to_str().unwrap();
         assert!(csp.contains("default-src 'none'") && csp.contains("frame-ancestors 'none'"), "{path}");
         assert!(!csp.contains("unsafe"));

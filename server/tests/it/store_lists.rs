@@ -11,7 +11,7 @@ use lockstep_server::store::{
     postgres::PostgresStore, sqlite::SqliteStore,
 };
 
-const SORTS: [SortBy; 22] = [
+const SORTS: [SortBy; 24] = [
     SortBy::Created,
     SortBy::Started,
     SortBy::Finished,
@@ -34,6 +34,9 @@ const SORTS: [SortBy; 22] = [
     SortBy::Setting { table: "train", key: "lr", is_number: true },
     SortBy::Setting { table: "train", key: "optimizer", is_number: false },
     SortBy::Setting { table: "", key: "priority", is_number: true },
+    SortBy::Metric("grad_norm"),
+    // A tag that nobody has.
+    SortBy::Tag(String::new()),
 ];
 
 /// Name, project, learning rate, owner, whether it is private.
@@ -90,8 +93,9 @@ async fn scenario(store: &dyn Store) {
         for by in SORTS {
             let mut both = Vec::new();
             for descending in [false, true] {
-                let sort = JobSort { by, descending };
-                let filter = JobFilter { seen_by: seen_by.clone(), sort, ..JobFilter::default() };
+                let sort = JobSort { by: by.clone(), descending };
+                let filter =
+                    JobFilter { seen_by: seen_by.clone(), sort: sort.clone(), ..JobFilter::default() };
                 let whole = walked(store, &filter, 10).await;
                 let mut sorted = whole.clone();
                 sorted.sort();
@@ -120,8 +124,16 @@ async fn scenario(store: &dyn Store) {
         };
         assert_eq!(counts, expected, "{reader:?}");
     }
-    let by_lr = JobSort { by: SORTS[19], descending: false };
-    assert_eq!(walked(store, &JobFilter { sort: by_lr, ..JobFilter::default() }, 2).await.concat(), "bdca");
+    for (by, expected) in [
+        (SortBy::Setting { table: "train", key: "lr", is_number: true }, "bdca"),
+        (SortBy::Tag("tag c".into()), "badc"),
+    ] {
+        let sort = JobSort { by, descending: false };
+        for limit in [1, 2] {
+            let filter = JobFilter { sort: sort.clone(), ..JobFilter::default() };
+            assert_eq!(walked(store, &filter, limit).await.concat(), expected, "{sort:?}");
+        }
+    }
     let by_name = JobSort { by: SortBy::Name, descending: true };
     for (filter, expected) in [
         (JobFilter { owner: Some("mona".into()), ..JobFilter::default() }, "db"),
@@ -145,7 +157,7 @@ async fn scenario(store: &dyn Store) {
             "ba",
         ),
     ] {
-        let filter = JobFilter { sort: by_name, ..filter };
+        let filter = JobFilter { sort: by_name.clone(), ..filter };
         assert_eq!(walked(store, &filter, 1).await.concat(), expected, "{filter:?}");
         assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64, "{filter:?}");
     }

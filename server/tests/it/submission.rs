@@ -28,16 +28,20 @@ async fn the_pictures_of_a_step_are_told_also_where_defaults_fill_them() {
     let server = TestServer::new().await;
     let _agent = Agent::with_pictures(&server, 4).await;
     for (train, ranks, batch) in [
-        (json!({}), 2, json!({"batch_size": 32, "accumulate": 1, "global_batch_size": 64})),
+        (
+            json!({}),
+            2,
+            json!({"batch_size": 32, "accumulate": 1, "global_batch_size": 64, "epoch_samples": 0}),
+        ),
         (
             json!({"batch_size": 8, "accumulate": 3}),
             1,
-            json!({"batch_size": 8, "accumulate": 3, "global_batch_size": 24}),
+            json!({"batch_size": 8, "accumulate": 3, "global_batch_size": 24, "epoch_samples": 0}),
         ),
         (
             json!({"global_batch_size": 48, "accumulate": 2}),
             3,
-            json!({"batch_size": 8, "accumulate": 2, "global_batch_size": 48}),
+            json!({"batch_size": 8, "accumulate": 2, "global_batch_size": 48, "epoch_samples": 0}),
         ),
     ] {
         let mut submitted = spec();

@@ -134,6 +134,14 @@ impl TestServer {
     pub async fn stop(self) -> TempDir {
         let _ = self.stop.send(());
         timeout(DEADLINE, self.task).await.expect("stops in time").unwrap().unwrap();
+        // A process that another test has just forked holds all that is open here, until it has become its own program.
+        if let Ok(lock) = std::fs::File::open(self.dir.path().join("lockstep.db.lock")) {
+            let deadline = Instant::now() + DEADLINE;
+            while lock.try_lock().is_err() {
+                assert!(Instant::now() < deadline, "nobody has its lock any more");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        }
         self.dir
     }
 

@@ -6,11 +6,11 @@ use crate::{
     test_server::{DEADLINE, TestServer, client},
 };
 use lockstep_protocol::agent::{
-    AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source,
+    AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent,
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::fs;
+use std::{fs, time::Duration};
 
 const FILES: [(&str, &[u8]); 3] =
     [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
@@ -258,5 +258,41 @@ async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_ti
     }
     assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn after_a_wait_in_vain_for_an_upload_the_job_gets_the_slots_that_were_freed_for_it() {
+    let server = TestServer::with(|c| c.checkpoint_wait = Duration::from_millis(300)).await;
+    let token = server.agent_token("stuck").await;
+    let mut stuck = Agent::greet_with(&server, &token, hello("stuck", 1, Vec::new())).await.unwrap();
+    stuck.register(&server).await;
+    let with = |priority: i32| {
+        move |s: &mut Value| {
+            s["parallel"]["ranks"] = json!(1);
+            s["priority"] = json!(priority);
+            s["preemptible"] = json!(true);
+        }
+    };
+    let high = server.submit(with(5)).await;
+    let first = stuck.started().await.attempt;
+    let own =
+        Asks { server: &server, http: client(&token), agent_id: "id-stuck".into(), attempt: first.clone() };
+    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    stuck.report(&first, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let mut agent = Agent::greet(&server, hello("a", 1, Vec::new())).await.unwrap();
+    server.submit(with(0)).await;
+    let low = agent.started().await.attempt;
+    // The machine that has the checkpoint stays online, uploads nothing and takes no work.
+    assert_eq!(server.post("/agents/id-stuck/drain", &json!({})).await.0, 204);
+    stuck.end(&first, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
+    match agent.next().await {
+        Some(ToAgent::Stop { attempt, patient: true, .. }) => assert_eq!(attempt, low),
+        other => panic!("{other:?}"),
+    }
+    agent.end(&low, Ending::Stopped).await;
+    let start = agent.started().await;
+    assert_eq!((start.attempt.job, start.attempt.attempt), (high.id, 2));
+    assert_eq!(start.resume, None, "nothing has come");
     server.stop().await;
 }

@@ -2,7 +2,7 @@
 
 use crate::cli::wrong;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
-use lockstep_worker::data::loader::{DataSource, EpochPlan, Form};
+use lockstep_worker::data::loader::{BatchFormat, DataSource, EpochPlan};
 use serde_json::{Value, json};
 use std::{
     path::Path,
@@ -33,7 +33,7 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
         ..DataSpec::default()
     };
     let mut data = DataSource::open(path, &spec, 0).map_err(|e| wrong(e.to_string()))?;
-    data.set_form(Form::Bytes);
+    data.set_format(BatchFormat::Bytes);
     if data.shape.train_samples < (BATCH * (WARM_UP + 1)) as u64 {
         return Err(wrong(format!(
             "{}: {} pictures are too few to measure; {} are enough",

@@ -19,7 +19,7 @@ pub(super) struct Examined {
 pub(super) struct Pair {
     pub(super) a: String,
     pub(super) b: String,
-    pub(super) verdict: Grade,
+    pub(super) grade: Grade,
     /// `a` has called `b`; the data came from `b`.
     #[serde(serialize_with = "or_error")]
     pub(super) to_b: Result<Way, String>,

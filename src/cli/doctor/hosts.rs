@@ -6,12 +6,12 @@ use super::{
         launch::{Host, hosts_of_list, read_hostfile},
         output, wrong,
     },
+    assessment,
     examined::{Examined, Pair},
     peer::{MEETING, Order, Said},
     remote::{Greeting, Remote, Silent},
-    verdict,
 };
-use lockstep_worker::doctor::{Finding, Grade, Way};
+use lockstep_worker::doctor::{Finding, Gathered, Grade, Way};
 use serde::Serialize;
 use std::{
     net::SocketAddr,
@@ -71,7 +71,7 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
     let (machines, connected) = connect(&hosts, request, &secret);
     if hosts.len() > MANY {
-        let secs = verdict::expected(hosts.len()).as_secs();
+        let secs = assessment::expected(hosts.len()).as_secs();
         output::warn(format_args!(
             "{} machines have {} pairs, which are measured in about {secs} s where all reach each other",
             hosts.len(),
@@ -80,7 +80,7 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     }
     let mut pairs = measure(&machines, &connected);
     drop(connected);
-    judge(&machines, &mut pairs);
+    assess(&machines, &mut pairs);
     let report = Report { hosts: machines, pairs };
     if request.json {
         output::json(&report)?;
@@ -164,25 +164,13 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     let to_a = call(&mut by_b, at_a.listens_at());
     let both_have_gpus = [at_a, at_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
     let nccl = (both_have_gpus && to_b.is_ok() && to_a.is_ok()).then(|| {
-        let (addr, port) = (at_a.greeting.facts.address.to_string(), at_a.greeting.meeting_port);
-        by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
-        by_b.order(&Order::Meet { rank: 1, addr, port })?;
-        let patience = MEETING + Duration::from_secs(20);
-        let said = [by_a.answer(patience), by_b.answer(patience)];
-        let mut found = None;
-        for (name, said) in [a, b].iter().zip(said) {
-            match said {
-                Ok(Said::Met(Ok(gathered))) => found = found.or(gathered),
-                Ok(Said::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
-                Ok(other) => return Err(format!("{name} answers {other:?}")),
-            }
-        }
-        found.ok_or_else(|| "rank 0 has measured nothing".to_owned())
+        let at = (at_a.greeting.facts.address.to_string(), at_a.greeting.meeting_port);
+        meet((a, &mut *by_a), (b, &mut *by_b), at)
     });
     Pair {
         a: a.into(),
         b: b.into(),
-        verdict: Grade::Ok,
+        grade: Grade::Ok,
         to_b,
         to_a,
         clock_ahead_ms: None,
@@ -190,6 +178,28 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
         nccl,
         findings: Vec::new(),
     }
+}
+
+/// Has two machines meet as ranks, the first as rank 0 that the other one finds there.
+fn meet(
+    (a, by_a): (&str, &mut Remote),
+    (b, by_b): (&str, &mut Remote),
+    (addr, port): (String, u16),
+) -> Result<Gathered, String> {
+    by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
+    // Rank 0 waits for a rank 1 that does not come: its answer would be taken for that to the next order.
+    by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
+    let patience = MEETING + Duration::from_secs(20);
+    let said = [by_a.answer(patience), by_b.answer(patience)];
+    let mut found = None;
+    for (name, said) in [a, b].iter().zip(said) {
+        match said {
+            Ok(Said::Met(Ok(gathered))) => found = found.or(gathered),
+            Ok(Said::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
+            Ok(other) => return Err(format!("{name} answers {other:?}")),
+        }
+    }
+    found.ok_or_else(|| "rank 0 has measured nothing".to_owned())
 }
 
 fn call(by: &mut Remote, to: SocketAddr) -> Result<Way, String> {
@@ -201,18 +211,18 @@ fn call(by: &mut Remote, to: SocketAddr) -> Result<Way, String> {
 }
 
 /// Adds what the measurements mean.
-fn judge(machines: &[Examined], pairs: &mut [Pair]) {
+fn assess(machines: &[Examined], pairs: &mut [Pair]) {
     let ways = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
     let fastest = ways.filter_map(|way| Some(way.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
     let of = |name: &str| machines.iter().find(|machine| machine.name == name);
     for pair in pairs {
-        let clocks = verdict::clocks(pair);
+        let clocks = assessment::clocks(pair);
         (pair.clock_ahead_ms, pair.clock_within_ms) = (clocks.map(|c| c.0), clocks.map(|c| c.1));
-        let mut findings = verdict::of_pair(pair, fastest);
+        let mut findings = assessment::of_pair(pair, fastest);
         if let (Some(a), Some(b)) = (of(&pair.a), of(&pair.b)) {
-            findings.extend(verdict::versions(a, b));
+            findings.extend(assessment::versions(a, b));
         }
-        pair.verdict = verdict::worst(&findings);
+        pair.grade = assessment::worst(&findings);
         pair.findings = findings;
     }
 }
@@ -242,11 +252,11 @@ fn show(report: &Report) -> anyhow::Result<()> {
         Ok(())
     };
     for host in &report.hosts {
-        say(verdict::worst(&host.findings), &host.name, &about(host))?;
+        say(assessment::worst(&host.findings), &host.name, &about(host))?;
         findings(&host.findings)?;
     }
     for pair in &report.pairs {
-        say(pair.verdict, &format!("{} - {}", pair.a, pair.b), &between(pair))?;
+        say(pair.grade, &format!("{} - {}", pair.a, pair.b), &between(pair))?;
         findings(&pair.findings)?;
     }
     Ok(())
@@ -271,17 +281,17 @@ fn between(pair: &Pair) -> String {
     let mut said = match (&pair.to_b, &pair.to_a) {
         (Ok(there), Ok(back)) => format!(
             "round trip {}, {} there and {} back",
-            verdict::duration(there.round_trip_ms.min(back.round_trip_ms)),
-            verdict::speed(back.bytes_per_second),
-            verdict::speed(there.bytes_per_second)
+            assessment::duration(there.round_trip_ms.min(back.round_trip_ms)),
+            assessment::speed(back.bytes_per_second),
+            assessment::speed(there.bytes_per_second)
         ),
         _ => "do not both reach each other".into(),
     };
     if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
         said += &format!(
             ", clocks {} apart, give or take {}",
-            verdict::duration(ahead.abs()),
-            verdict::duration(within)
+            assessment::duration(ahead.abs()),
+            assessment::duration(within)
         );
     }
     if let Some(Ok(gathered)) = &pair.nccl {
@@ -296,8 +306,8 @@ fn between(pair: &Pair) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::rounds;
-    use std::collections::BTreeSet;
+    use super::*;
+    use std::{collections::BTreeSet, process::Command};
 
     #[test]
     fn all_meet_once_and_nobody_twice_in_a_round() {
@@ -312,5 +322,19 @@ mod tests {
             assert_eq!(met.len(), n * n.saturating_sub(1) / 2, "{n}");
             assert!(rounds.len() <= n, "{n}");
         }
+    }
+
+    #[test]
+    fn a_machine_whose_rank_1_was_not_told_is_not_asked_again() {
+        // It answers whatever it is told; the other one's connection is over.
+        let mut a = Remote::run(Command::new("cat")).expect("cat");
+        let mut b = Remote::run(Command::new("cat")).expect("cat");
+        b.close();
+        let at = ("10.0.0.1".to_owned(), 4);
+        let why = meet(("a", &mut a), ("b", &mut b), at).expect_err("nobody is rank 1");
+        assert!(why.contains("the connection is over"), "{why}");
+        // What is left of the first order is no answer to this one.
+        let to = ([10, 0, 0, 2], 5).into();
+        assert!(call(&mut a, to).expect_err("it is closed").contains("the connection is over"));
     }
 }

@@ -7,7 +7,7 @@ use super::{
 use lockstep_worker::doctor::Facts;
 use std::{
     io::{BufRead as _, BufReader, Read, Write as _},
-    process::{Child, ChildStdin, Stdio},
+    process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, channel},
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -85,7 +85,11 @@ impl Remote {
         let program = super::super::launch::quoted(program);
         // Any version says which one it is.
         let there = format!("{program} --version && exec {program} doctor --peer");
-        let mut command = ssh::to(options, &host.name, &there);
+        Self::run(ssh::to(options, &host.name, &there))
+    }
+
+    /// Talks to a command over its standard input and output.
+    pub(super) fn run(mut command: Command) -> std::io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
         let (to, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
@@ -149,9 +153,14 @@ impl Remote {
         let said = self.said(patience);
         if said.is_err() {
             // A late answer would be taken for that to the next order.
-            self.to = None;
+            self.close();
         }
         said
+    }
+
+    /// Takes no more orders.
+    pub(super) fn close(&mut self) {
+        self.to = None;
     }
 
     /// Why nothing came, by the end of ssh.

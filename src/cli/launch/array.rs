@@ -10,6 +10,7 @@ use super::{
     Args, Launch,
     hosts::Host,
     in_words, machines, node, private_folder, slurm,
+    uploads::{LAST_UPLOAD, Standing},
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -20,8 +21,8 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     fs,
     path::{Path, PathBuf},
-    process::Command,
     sync::Arc,
+    time::Instant,
 };
 
 /// Agents of a sweep: each has a token, of which a server keeps a thousand.
@@ -35,7 +36,7 @@ pub(super) async fn run(
     args: &Arc<Args>,
     api: &Api,
     hosts: Vec<Host>,
-    document: &mut Value,
+    document: &Value,
 ) -> anyhow::Result<()> {
     let sweep = Sweep::parse(&args.sweeps)?;
     let (path, tag) = (Path::new(&args.job), sweep::new_tag());
@@ -134,28 +135,60 @@ impl Array {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
         let (mut said, mut alone) = (HashMap::new(), HashSet::new());
+        // Since when jobs are over, and since when the checkpoints of these are known to be on the server.
+        let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
         while !left.is_empty() {
             tokio::time::sleep(slurm::POLL).await;
             // Tasks first: the job of one that has ended since is not taken for one without agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
             for (task, launch) in left.clone() {
-                let Some(job) = jobs.get(launch.job.id.as_str()) else {
-                    output::warn(format_args!("job {} is deleted", launch.job.id));
-                    let _ = Command::new("scancel").arg(format!("{id}_{task}")).status();
-                    self.remove_bundle(task);
-                    left.remove(&task);
-                    continue;
+                let in_slurm = format!("{id}_{task}");
+                let job = match jobs.get(launch.job.id.as_str()) {
+                    Some(job) => job.clone(),
+                    // Somebody may have changed its tags.
+                    None => match api.find::<Job>(&format!("/jobs/{}", launch.job.id)).await {
+                        Ok(Some(job)) => job,
+                        Ok(None) => {
+                            output::warn(format_args!("job {} is deleted", launch.job.id));
+                            slurm::cancel(&in_slurm);
+                            self.remove_bundle(task);
+                            launch.revoke().await;
+                            left.remove(&task);
+                            continue;
+                        }
+                        Err(_) => continue,
+                    },
                 };
+                if !job.state.is_final() {
+                    // It may have been over before, and was retried.
+                    over.remove(&task);
+                    complete.remove(&task);
+                }
                 if said.insert(task, job.state) != Some(job.state) {
-                    tell(args, job)?;
+                    tell(args, &job)?;
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents end with their job, once its checkpoints are on the server; a task that waits has nothing more to do.
+                    // Agents end with their job, once its checkpoints are on the server; a task that waits then, or does not end, has nothing more
+                    // to do.
                     Some(state) if job.state.is_final() => {
-                        if state.starts_with("PENDING") {
-                            let _ = Command::new("scancel").arg(format!("{id}_{task}")).status();
+                        let over = *over.entry(task).or_insert_with(Instant::now);
+                        match launch.standing().await {
+                            Ok(Standing::Complete(job)) if job.state.is_final() => {
+                                let complete = *complete.entry(task).or_insert_with(Instant::now);
+                                if state.starts_with("PENDING") || complete.elapsed() > slurm::FAREWELL {
+                                    slurm::cancel(&in_slurm);
+                                }
+                            }
+                            _ if over.elapsed() > LAST_UPLOAD => {
+                                output::warn(format_args!(
+                                    "the last checkpoint of job {} is not known to be on the server: Slurm's task {in_slurm} continues, and `scancel {in_slurm}` ends it",
+                                    job.id
+                                ));
+                                left.remove(&task);
+                            }
+                            _ => {}
                         }
                     }
                     Some(_) => drop(alone.remove(&task)),
@@ -167,9 +200,9 @@ impl Array {
                     // What a task's agent told last may be on its way.
                     None if alone.insert(task) => {}
                     None => {
-                        let how = slurm::how_it_ended(&format!("{id}_{task}"));
+                        let how = slurm::how_it_ended(&in_slurm);
                         output::warn(format_args!(
-                            "Slurm's task {id}_{task} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for it again",
+                            "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for it again",
                             job.id, job.state
                         ));
                         self.remove_bundle(task);

@@ -1,6 +1,7 @@
 //! Agents in the pods of an Indexed Job of Kubernetes, which places them and replaces those that it loses.
 
 mod cluster;
+mod farewell;
 mod objects;
 mod observe;
 mod steer;
@@ -9,20 +10,19 @@ mod words;
 
 use super::{
     super::{output, watch},
-    Args, GoesOn, Launch,
+    Args, Continues, Launch,
     hosts::Host,
+    tokens,
 };
 use cluster::{Cluster, Created, Kind};
-use lockstep_protocol::{Job, JobSpec, JobState};
+use farewell::Farewell;
+use lockstep_protocol::{Job, JobSpec};
 use objects::{JOB_LABEL, LAUNCH, Plan, TOKENS};
 use serde_json::{Value, json};
 use std::{path::Path, time::Duration};
-use tokio::time::Instant;
 
 pub(super) use template::{Template, template};
 
-/// For the pods to end once our job is over: their agents learn of it with a heartbeat.
-const FAREWELL: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_secs(1);
 
 /// What `--dry-run` prints: the objects, the Secret without what is in it.
@@ -54,14 +54,22 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             launch.bundle.server
         ));
     }
-    if let Some(job) = earlier(&cluster, &name, &launch.job).await? {
+    if let Some(job) = earlier(&cluster, &name, launch).await? {
         output::warn(format_args!(
             "Kubernetes' Job {name} of an earlier launch is there; its pods run the job"
         ));
-        adopt(launch, &job);
+        // Revoked when the job is over.
+        launch.tokens = tokens_of(launch, &job).await;
     } else {
-        launch.introduce().await?;
-        create(&cluster, launch, &name, template).await?;
+        let made = match launch.introduce().await {
+            Ok(()) => create(&cluster, launch, &name, template).await,
+            not => not,
+        };
+        if let Err(error) = made {
+            // No agent has them.
+            launch.revoke().await;
+            return Err(error);
+        }
     }
     output::warn(format_args!("Kubernetes' Job is {name} in namespace {}", cluster.namespace));
     if launch.args.detach {
@@ -74,7 +82,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         ended = steer::until_over(&cluster, launch, &name, template.queue()) => Err(ended),
     };
     let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
-    let Some(job) = job.ok().filter(|job| job.state.is_final()) else {
+    if !job.is_ok_and(|job| job.state.is_final()) {
         return match cluster.get(Kind::Job, &name).await {
             Ok(None) => done,
             Ok(Some(found)) if words::end_of_job(&found).is_some() => done,
@@ -82,18 +90,29 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             _ => {
                 let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
                 let namespace = &cluster.namespace;
-                Err(GoesOn(format!(
-                    "{why}Kubernetes' Job {name} goes on, and `kubectl -n {namespace} delete job {name}` ends it"
+                Err(Continues(format!(
+                    "{why}Kubernetes' Job {name} continues, and `kubectl -n {namespace} delete job {name}` ends it"
                 ))
                 .into())
             }
         };
-    };
-    launch.uploaded().await;
-    if let Err(error) = farewell(&cluster, &name, job.state).await {
-        output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
     }
-    done
+    match farewell::farewell(&cluster, launch, &name).await {
+        Ok(Farewell::Ended) => {
+            // Also where a checkpoint did not get to the server: nobody is left who could bring it.
+            launch.revoke().await;
+            done
+        }
+        Ok(Farewell::QueuedAgain) => Err(Continues(format!(
+            "the job was queued again, and Kubernetes' Job {name} continues; `lockstep launch {} --with kubernetes` follows it",
+            launch.job.id
+        ))
+        .into()),
+        Err(error) => {
+            output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
+            done
+        }
+    }
 }
 
 /// An address that means another machine in each pod.
@@ -111,7 +130,8 @@ fn is_ours(object: &Value, job: &Job) -> bool {
 }
 
 /// The Job of an earlier launch, when its pods can run the job. One that is over, or was left half made, is removed.
-async fn earlier(cluster: &Cluster, name: &str, job: &Job) -> anyhow::Result<Option<Value>> {
+async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Result<Option<Value>> {
+    let job = &launch.job;
     let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
     refuse_foreign(cluster, Kind::Job, &found, job)?;
     let is_leaving = found["metadata"]["deletionTimestamp"].is_string();
@@ -120,7 +140,10 @@ async fn earlier(cluster: &Cluster, name: &str, job: &Job) -> anyhow::Result<Opt
         return Ok(Some(found));
     }
     output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
+    // Once it is gone nobody knows its tokens; until then its pods may need them to bring a checkpoint to the server.
+    let tokens = tokens_of(launch, &found).await;
     cluster.remove(Kind::Job, &found).await?;
+    tokens::revoke(&launch.api, &tokens).await;
     Ok(None)
 }
 
@@ -135,10 +158,10 @@ fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> an
     )))
 }
 
-/// Takes over the tokens of an earlier launch, which are revoked when the job is over.
-fn adopt(launch: &mut Launch, job: &Value) {
-    let tokens = job["metadata"]["annotations"][TOKENS].as_str().unwrap_or_default();
-    launch.tokens = tokens.split(',').filter(|id| !id.is_empty()).map(ToOwned::to_owned).collect();
+/// The tokens of the agents of an earlier launch.
+async fn tokens_of(launch: &Launch, job: &Value) -> Vec<String> {
+    let ids = job["metadata"]["annotations"][TOKENS].as_str().unwrap_or_default();
+    tokens::of_earlier_launch(&launch.api, &launch.job, ids).await
 }
 
 /// Makes the objects, and lets the Job start.
@@ -200,19 +223,4 @@ async fn create(
         output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
     }
     done
-}
-
-/// Our job is over: the pods end by themselves. Those of a cancelled job, and those that still wait for a node, have nothing more to do.
-async fn farewell(cluster: &Cluster, name: &str, state: JobState) -> anyhow::Result<()> {
-    let until = Instant::now() + FAREWELL;
-    loop {
-        let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(()) };
-        if words::end_of_job(&job).is_some() {
-            return Ok(());
-        }
-        if state == JobState::Cancelled || words::is_suspended(&job) || Instant::now() > until {
-            return cluster.delete(Kind::Job, &job).await;
-        }
-        tokio::time::sleep(POLL).await;
-    }
 }

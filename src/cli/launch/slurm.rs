@@ -2,7 +2,7 @@
 
 use super::{
     super::{output, watch, wrong},
-    Args, GoesOn, Launch, MOST_SLOTS,
+    Args, Continues, Launch, MOST_SLOTS,
     bundle::Bundle,
     hosts::Host,
     in_words, quoted,
@@ -21,7 +21,7 @@ use std::{
 
 pub(super) const POLL: Duration = Duration::from_secs(2);
 /// For Slurm to end its job once ours is over.
-const FAREWELL: Duration = Duration::from_secs(60);
+pub(super) const FAREWELL: Duration = Duration::from_secs(60);
 
 /// `sbatch`, which reads the script from standard input.
 pub(super) fn command(args: &Args) -> Command {
@@ -139,6 +139,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         Ok(id) => id,
         Err(error) => {
             let _ = fs::remove_file(&bundle);
+            // No agent has them.
+            launch.revoke().await;
             return Err(error);
         }
     };
@@ -160,15 +162,20 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
             return done;
         }
         let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
-        return Err(GoesOn(format!("{why}Slurm's job {id} goes on, and `scancel {id}` ends it")).into());
+        return Err(Continues(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into());
     }
-    launch.uploaded().await;
+    if !launch.uploaded().await {
+        return Err(Continues(format!(
+            "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and `scancel {id}` ends it"
+        ))
+        .into());
+    }
     // Agents end with their job; a batch job that still waits for machines, or was requeued, has nothing more to do.
     let until = tokio::time::Instant::now() + FAREWELL;
     loop {
         match state(&id) {
             Some(state) if state.starts_with("PENDING") || tokio::time::Instant::now() > until => {
-                let _ = Command::new("scancel").arg(&id).status();
+                cancel(&id);
                 break;
             }
             Some(_) => tokio::time::sleep(POLL).await,
@@ -212,6 +219,11 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
         anyhow::bail!("sbatch said {text:?}, which is no job's number");
     }
     Ok(id)
+}
+
+/// Ends Slurm's job, or a task of an array. Slurm may have ended it meanwhile.
+pub(super) fn cancel(id: &str) {
+    let _ = Command::new("scancel").arg(id).status();
 }
 
 /// State and reason of Slurm's job, as `squeue` has them; none: it is gone.

@@ -1,12 +1,13 @@
 //! Agents in batch jobs of a real Slurm.
 
-use super::{agents_of, launch, server, short, submit, valid_agent_tokens};
+use super::{agents_of, launch, launch_by, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
-    server::{Finished, Server, number, turn},
+    server::{Finished, LOCKSTEP, Server, number, turn},
     specs,
 };
 use serde_json::{Value, json};
+use std::{fs, os::unix::fs::PermissionsExt as _};
 
 /// A job that ends when it is told to.
 fn endless(name: &str) -> Value {
@@ -61,7 +62,7 @@ async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
     trains_past(&server, &id, 1, 0).await;
     // Whoever may read Slurm's job reads no token.
     let bundle = server.folder().path().join("launch").join(&id).join("bundle.json");
-    let bundle: Value = serde_json::from_slice(&std::fs::read(bundle).expect("a file")).expect("JSON");
+    let bundle: Value = serde_json::from_slice(&fs::read(bundle).expect("a file")).expect("JSON");
     let token = bundle["nodes"][0]["token"].as_str().expect("a token");
     let shown = slurm.say("scontrol", &["show", "job", &batch])
         + &slurm.say("scontrol", &["write", "batch_script", &batch, "-"]);
@@ -181,7 +182,7 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
     times.sort();
     assert!(times.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{times:?}");
     assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
-    let left: Vec<_> = std::fs::read_dir(server.folder().path().join("launch").join(&tag))
+    let left: Vec<_> = fs::read_dir(server.folder().path().join("launch").join(&tag))
         .expect("a folder")
         .filter_map(Result::ok)
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("bundle"))
@@ -214,12 +215,36 @@ async fn a_job_of_a_sweep_that_is_cancelled_takes_its_task_along_and_the_others_
     };
     server.until("the first trains", async |server: &Server| long(server).await.is_some()).await;
     let first = long(&server).await.expect("it trains")["id"].as_str().expect("an id").to_owned();
+    // Without the sweep's tag the list has it no more, and it is not deleted.
+    let patched =
+        server.http.patch(server.api(&format!("/jobs/{first}"))).json(&json!({"tags": []})).send().await;
+    assert!(patched.is_ok_and(|answer| answer.status().is_success()));
     server.cli(&["cancel", &first]).ok();
     let done = following.wait_with_output().expect("it ends");
     let stderr = String::from_utf8_lossy(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains("1 of 2 jobs succeeded"), "{stderr}");
+    assert!(stderr.contains("1 of 2 jobs succeeded") && !stderr.contains("is deleted"), "{stderr}");
     slurm.until("both tasks are over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
+    drop(slurm);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_task_that_does_not_end_with_its_job_is_cancelled() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 1);
+    let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+                batch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
+    let file = server.folder().write("job.toml", toml);
+    let hangs = server.folder().write("hangs", format!("#!/bin/sh\n'{LOCKSTEP}' \"$@\"\nexec sleep 3600\n"));
+    fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).expect("a mode");
+    let args = [file.to_str().expect("a path"), "--with", "slurm", "--sweep", "train.steps=6"];
+    let mut command = launch_by(&server, hangs.to_str().expect("a path"), &args, &[]);
+    let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
+    assert!(done.ok().contains("succeeded"), "{}", done.stdout);
+    slurm.until("the task is over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
+    assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
     drop(slurm);
     server.stop().await;
 }

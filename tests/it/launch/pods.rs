@@ -65,7 +65,7 @@ impl Drop for Following {
     }
 }
 
-fn kinds<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
+pub(super) fn kinds<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
     objects.iter().filter(|object| object["kind"] == kind).collect()
 }
 
@@ -155,7 +155,7 @@ async fn a_paused_job_s_pods_end_with_a_checkpoint_and_come_back() {
 }
 
 /// The step of the newest checkpoint that the server has.
-async fn newest(server: &Server, id: &str) -> u64 {
+pub(super) async fn newest(server: &Server, id: &str) -> u64 {
     let kept = server.checkpoints(id).await;
     let here = kept.iter().filter(|one| !one["uploading_from"].is_string());
     here.map(|one| number(&one["step"])).max().expect("a checkpoint")
@@ -209,6 +209,8 @@ fn a_dry_run_shows_the_objects_and_a_template_has_a_size() {
         assert!(done.stderr.contains(words), "{more:?}: {}", done.stderr);
     };
     fails(&format!("{full}x"), &[], "is larger than 256 KiB");
+    let wrong = pod.replace("{limits: {nvidia.com/gpu: 4}}", "x");
+    fails(&wrong, &[], "spec.containers[0].resources is no mapping: write it as `limits: {cpu: 4}`");
     fails(pod, &["--slots", "2"], "the template's container has 4 GPUs");
     fails(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
     fails(pod, &["--dir", "relative"], "an absolute path");

@@ -48,6 +48,31 @@ async fn an_api_server_that_is_away_and_forgets_is_followed_again() {
 }
 
 #[tokio::test]
+async fn an_api_server_that_forgets_at_once_is_asked_less_and_less_often() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("expired", 1)).await;
+    cluster.act("state", json!({"expired": true})).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &[]));
+    let lists = async || {
+        let all = cluster.act("objects", json!({})).await;
+        all["lists"].as_array().expect("times").iter().filter_map(Value::as_f64).collect::<Vec<_>>()
+    };
+    server.until("Jobs are listed four times", async |_: &Server| lists().await.len() >= 4).await;
+    let times = lists().await;
+    // Half a second, one second, two.
+    assert!(times[3] - times[0] > 3.0, "{times:?}");
+    cluster.act("state", json!({"expired": false})).await;
+    following.says(&server, "1 of 1 pods are running").await;
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn kueue_starts_what_is_in_its_queue_and_pods_that_cannot_run_say_why() {
     let _turn = turn().await;
     let server = server().await;
@@ -131,12 +156,13 @@ async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
     // Rights that are missing: the Job that was made already does not stay.
     without(&mut rules, "secrets");
     let cluster = Kubernetes::start_with(&server, &rules).await;
+    let before = valid_agent_tokens(&server).await;
     fails(&cluster, &[], &["does not let you", "cannot create resource \"secrets\"", "launch-role.yaml"]);
     cluster.until("all of it is gone", |all| all.is_empty()).await;
+    assert_eq!(valid_agent_tokens(&server).await, before, "the token for its pod is revoked");
     drop(cluster);
     without(&mut rules, "jobs");
     let cluster = Kubernetes::start_with(&server, &rules).await;
-    let before = valid_agent_tokens(&server).await;
     fails(&cluster, &[], &["does not let you", "launch-role.yaml"]);
     assert_eq!(valid_agent_tokens(&server).await, before, "no token was made");
     drop(cluster);

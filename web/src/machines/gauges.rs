@@ -96,8 +96,8 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
     ]
 }
 
-/// Of a GPU with so much memory.
-pub(super) fn of_gpu(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
+/// Of a GPU with so much memory; of the rank's process where a slot is a share of CPU cores (0: as much as it needs).
+pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
     let shown = |text: fn(&GpuSample) -> Option<String>| sample.and_then(text).unwrap_or(UNKNOWN.into());
     [
         Gauge {
@@ -171,6 +171,6 @@ mod tests {
         assert_eq!(told(&whole)[..2], ["CPU: 37 % 64 CPUs", "Memory: 1.0 GB of 256 GB"]);
         assert!(told(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"), "a part of one");
         assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.about.is_empty()));
-        assert!(of_gpu(None, 1).iter().all(|g| g.value == UNKNOWN));
+        assert!(of_slot(None, 1).iter().all(|g| g.value == UNKNOWN));
     }
 }

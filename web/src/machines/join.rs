@@ -64,7 +64,7 @@ impl Join {
             Some(url) => format!("lockstep agent --server {url}"),
             None => format!("lockstep agent --server {}", self.own_url),
         };
-        // A server that others reach in clear was told so; so has an agent to be.
+        // A server that others reach in clear was configured so; an agent has to be, too.
         if self.server_url.as_ref().is_some_and(|url| url.starts_with("http://")) {
             command.push_str(" --insecure-http");
         }

@@ -77,7 +77,7 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
         owners: OnceLock::new(),
         identity: options.identity.clone(),
     };
-    // What is wrong with the file is better told now than when there is no connection.
+    // What is wrong with the file is better reported now than when there is no connection.
     address.connector()?;
     Ok(address)
 }

@@ -176,17 +176,19 @@ async fn checked(
     Beginning::Launch { refusal: found.err() }
 }
 
-/// The check, with what is fetched before it and told after it where the disk is not the server's.
+/// The check, with what is fetched before it and reported after it where the disk is not the server's.
 async fn with_files(
     stored: &StoredAttempt,
     around: &Surroundings,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
-        return look(stored, around, cancelled).await;
+        return check_before_start(stored, around, cancelled).await;
     };
     fetch::prepare(stored, remote).await?;
-    look(stored, around, cancelled).await.map_err(|refusal| on_machine(refusal, &remote.name))?;
+    check_before_start(stored, around, cancelled)
+        .await
+        .map_err(|refusal| on_machine(refusal, &remote.name))?;
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
 }
 
@@ -195,17 +197,17 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     if refusal.code != ReasonCode::DatasetUnusable {
         return refusal;
     }
-    let hint = "an agent is told where its machine has a dataset by --dataset NAME=PATH or --path-map";
+    let hint = "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
     Refusal { detail: format!("on the machine {name}: {} ({hint})", refusal.detail), ..refusal }
 }
 
-async fn look(
+async fn check_before_start(
     stored: &StoredAttempt,
     around: &Surroundings,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let (sender, reply) = oneshot::channel();
-    let look = {
+    let checking = {
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (around.check, around.program.clone(), around.devices_of(&stored.start));
@@ -213,7 +215,7 @@ async fn look(
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
     };
     // Not one of the runtime's threads, whose end the runtime would wait for.
-    let started = std::thread::Builder::new().name("preflight".into()).spawn(look);
+    let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);
     let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
     match started {
         Err(error) => failed(error.to_string()),

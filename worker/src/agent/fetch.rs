@@ -86,7 +86,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let note = fs::read(&path).map_err(|e| refusal(remote, &Trouble::Disk(path, e)))?;
     let mut tries = Tries::of(remote);
     loop {
-        match tell(stored, remote, &note).await {
+        match report(stored, remote, &note).await {
             Ok(true) => return Ok(()),
             Ok(false) => break,
             Err(trouble) => tries.wait(trouble).await?,
@@ -136,7 +136,7 @@ async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Trouble> {
 }
 
 /// Whether the server keeps this fingerprint, or has the same.
-async fn tell(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<bool, Trouble> {
+async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<bool, Trouble> {
     match remote.talk(&stored.start.attempt)?.dataset(note.to_vec()).await {
         Err(Failed::Never(StatusCode::CONFLICT, _)) => Ok(false),
         other => Ok(other.map(|()| true)?),

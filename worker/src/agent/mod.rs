@@ -3,6 +3,7 @@
 
 mod address;
 mod attempt;
+mod cpu_slots;
 mod fetch;
 mod findings;
 mod lease;
@@ -62,7 +63,7 @@ const MEASURE_EVERY: Duration = Duration::from_secs(5);
 
 /// Runs an agent until a signal ends it.
 ///
-/// SIGTERM and SIGINT end it in order: it tells the server, ends its ranks and returns. A second one kills the ranks. SIGUSR1
+/// SIGTERM and SIGINT end it in order: it notifies the server, ends its ranks and returns. A second one kills the ranks. SIGUSR1
 /// detaches: it returns at once and leaves the ranks to the next agent.
 ///
 /// # Errors
@@ -131,7 +132,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// Reasons for which there is no connection that are told until there is one again.
+/// Reasons for which there is no connection that are logged until there is one again.
 const COMPLAINTS: usize = 16;
 
 /// Whether those who listen where the server was are its account, or root: another account of this machine may have taken the port of a
@@ -194,7 +195,7 @@ struct Leaving {
 /// What a signal or the state asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
-    GoOn,
+    Continue,
     /// Return.
     End,
 }
@@ -214,7 +215,7 @@ impl Agent {
                 let is_safe = |listeners: &[u32]| same_account(listeners, &owners);
                 is_safe(&listeners)?;
                 let stream = session::reach(request).await?;
-                // Who listens may have changed meanwhile. The one whom this reached is told nothing yet.
+                // Who listens may have changed meanwhile. Nothing is sent yet to the one whom this reached.
                 listeners = request.listeners();
                 is_safe(&listeners)?;
                 Session::connect(request, stream).await
@@ -325,7 +326,7 @@ impl Agent {
         for attempt in self.attempts.values() {
             attempt.order(Order::Leave);
         }
-        Turn::GoOn
+        Turn::Continue
     }
 
     /// While no server takes them, records stay on this machine's disk, up to a limit.
@@ -364,7 +365,7 @@ impl Agent {
         }
         if let Some(leaving) = &mut self.leaving {
             if !all_over {
-                return Turn::GoOn;
+                return Turn::Continue;
             }
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
             let is_reported = self.attempts.is_empty() && leaving.announced;
@@ -373,7 +374,7 @@ impl Agent {
             if is_uploaded || !connected || since.elapsed() > patience {
                 return Turn::End;
             }
-            return Turn::GoOn;
+            return Turn::Continue;
         }
         if self.parent.is_some() && self.parent != rustix::process::getppid() && all_over {
             tracing::info!("the server that started this agent is gone, and no rank is left here");
@@ -398,7 +399,7 @@ impl Agent {
             {
                 Turn::End
             }
-            _ => Turn::GoOn,
+            _ => Turn::Continue,
         }
     }
 

@@ -1,9 +1,9 @@
 //! The address by which ranks of other machines reach the ranks here.
 
 use super::{AgentError, Options};
-use crate::host::{boot_id, interfaces::interfaces};
+use crate::host::{interfaces::interfaces, network_id};
 use lockstep_protocol::agent::Machine;
-use std::{fs, net::IpAddr};
+use std::net::IpAddr;
 
 /// What the agent was given or chooses.
 #[derive(Debug, Clone)]
@@ -40,9 +40,7 @@ impl Network {
             let all = interfaces().ok()?;
             all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name)
         });
-        // Containers on one machine have a loopback each.
-        let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string());
-        machine.network_id = namespace.ok().map(|namespace| format!("{} {namespace}", boot_id()));
+        machine.network_id = network_id();
     }
 }
 

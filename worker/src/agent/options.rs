@@ -28,7 +28,7 @@ pub struct Options {
     pub gpus: Option<String>,
     /// Serve this job alone, and end with it.
     pub only_job: Option<JobId>,
-    /// Do not end with an attempt of this job, but when the job is over; a signal before that is told as [`AgentError::Signalled`].
+    /// Do not end with an attempt of this job, but when the job is over; a signal before that is reported as [`AgentError::Signalled`].
     pub until_final: bool,
     /// The address by which ranks of other machines reach the ranks here. When absent, that of `interface`, or of this end of the
     /// connection to the server.

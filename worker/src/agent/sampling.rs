@@ -1,5 +1,6 @@
 //! What this machine is doing, measured every few seconds, also while no rank runs.
 
+use super::cpu_slots;
 use crate::{
     gpu::metrics::Reader,
     host::usage::{Usage, UsageSampler},
@@ -23,6 +24,7 @@ const LOOK_AGAIN: u32 = 12;
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
     let (to, samples) = watch::channel(None);
     let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();
+    let mut shares = cpu_slots::Shares::new(&dir, slots);
     let measure = move || {
         let mut usage = UsageSampler::new(&dir);
         let mut nvml = None;
@@ -32,7 +34,9 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
                 nvml = Reader::open().ok();
             }
             let of_gpus = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
-            if to.send(Some(sample(usage.sample(), of_gpus))).is_err() {
+            let used = usage.sample();
+            let of_slots = [of_gpus, shares.measure(used.cpus)].concat();
+            if to.send(Some(sample(used, of_slots))).is_err() {
                 return;
             }
             std::thread::sleep(if number == 0 { SECOND_AFTER } else { EVERY });

@@ -209,7 +209,7 @@ impl Connected {
             self.unwanted.insert(attempt);
         }
         if self.samples.is_some() {
-            self.look_around(agent);
+            self.check_machine(agent);
         }
         let mut heartbeat = time::interval(self.heartbeat);
         heartbeat.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
@@ -242,7 +242,7 @@ impl Connected {
                 let_go = signals.next() => match agent.signalled(let_go) {
                     Turn::End => Err(Outcome::End),
                     // The next report carries it to the server.
-                    Turn::GoOn => Ok(()),
+                    Turn::Continue => Ok(()),
                 },
             };
             if let Err(outcome) = outcome {
@@ -312,7 +312,7 @@ impl Connected {
         if agent.poll(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
     }
 
-    /// What the server has not been told of attempts over several machines.
+    /// What has not been reported to the server of attempts over several machines.
     fn newly_ready(&mut self, agent: &Agent) -> Vec<FromAgent> {
         let ready = |attempt: &Attempt| {
             let port = attempt.gang()?.ready()?;
@@ -364,8 +364,8 @@ impl Connected {
         }
     }
 
-    /// Has the machine checked, once in the agent's life, and tells each server that it connects to.
-    fn look_around(&mut self, agent: &Agent) {
+    /// Has the machine checked, once in the agent's life, and reports to each server that it connects to.
+    fn check_machine(&mut self, agent: &Agent) {
         let (cell, program) = (agent.findings.clone(), agent.around.program.clone());
         let (dir, idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());
         self.answers.spawn(async move {

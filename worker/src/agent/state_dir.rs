@@ -147,23 +147,18 @@ impl StateDir {
 
     /// The attempts that an earlier agent stored.
     pub fn stored_attempts(&self) -> Vec<StoredAttempt> {
-        let Ok(entries) = fs::read_dir(self.dir.join("attempts")) else { return Vec::new() };
-        let mut all: Vec<StoredAttempt> = entries
-            .flatten()
-            .map(|entry| entry.path())
-            .filter(|path| path.extension().is_some_and(|e| e == "json"))
-            .filter_map(|path| match fs::read(&path).map(|text| read_stored(&text)) {
-                Ok(Ok(stored)) => Some(stored),
-                Ok(Err(error)) => {
-                    tracing::warn!(%error, path = %path.display(), "not an attempt of this version");
-                    None
-                }
-                Err(error) => {
-                    tracing::warn!(%error, path = %path.display(), "cannot be read");
-                    None
-                }
-            })
-            .collect();
+        let stored = attempt_files(&self.dir).filter_map(|(path, read)| match read {
+            Ok(Ok(stored)) => Some(stored),
+            Ok(Err(error)) => {
+                tracing::warn!(%error, path = %path.display(), "not an attempt of this version");
+                None
+            }
+            Err(error) => {
+                tracing::warn!(%error, path = %path.display(), "cannot be read");
+                None
+            }
+        });
+        let mut all: Vec<_> = stored.collect();
         all.sort_by_key(|stored| stored.start.attempt.fencing_token);
         all
     }
@@ -204,6 +199,24 @@ impl StateDir {
     fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
     }
+}
+
+/// The files of attempts in an agent's folder, as far as each can be read.
+fn attempt_files(
+    dir: &Path,
+) -> impl Iterator<Item = (PathBuf, io::Result<serde_json::Result<StoredAttempt>>)> {
+    let entries = fs::read_dir(dir.join("attempts")).into_iter().flatten().flatten();
+    let paths =
+        entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
+    paths.map(|path| {
+        let read = fs::read(&path).map(|text| read_stored(&text));
+        (path, read)
+    })
+}
+
+/// The attempts of an agent that works on its folder meanwhile: any may be gone from one moment to the next.
+pub(super) fn attempts_now(dir: &Path) -> impl Iterator<Item = StoredAttempt> {
+    attempt_files(dir).filter_map(|(_, read)| read.ok()?.ok())
 }
 
 /// Who the agent on a folder is: made here, when no agent ever ran on it.

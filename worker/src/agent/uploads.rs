@@ -1,4 +1,4 @@
-//! Checkpoints on a disk that the server does not have are uploaded while training goes on, and removed here when they are needed no more.
+//! Checkpoints on a disk that the server does not have are uploaded while training continues, and removed here when they are needed no more.
 //!
 //! What is to be done follows from the disk alone: `jobs/<job>/here.json` names the attempt that was here last, and `checkpoints/` what it
 //! has written. So an agent that starts again continues where the one before it was ended. The newest checkpoint goes first, as it is the
@@ -40,8 +40,8 @@ impl Progress {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|done| done > moment)
     }
 
-    fn set(&self, looked: Instant) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(looked);
+    fn set(&self, began: Instant) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(began);
     }
 }
 
@@ -55,7 +55,7 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 #[derive(Default)]
 struct Known {
     /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
-    settled: HashMap<String, String>,
+    done: HashMap<String, String>,
     /// After a failure: when to try again, and the pause after that.
     wait: Option<(Instant, Duration)>,
     asked: Option<Instant>,
@@ -71,9 +71,9 @@ struct Uploads {
 pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progress>) {
     let mut uploads = Uploads { dir, remote, jobs: HashMap::new() };
     loop {
-        let looked = Instant::now();
-        if uploads.look().await {
-            progress.set(looked);
+        let began = Instant::now();
+        if uploads.round().await {
+            progress.set(began);
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
@@ -82,14 +82,14 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progres
 /// What became of one checkpoint.
 enum Sent {
     /// The server has it, or will never take it.
-    Settled,
+    Done,
     /// The server has not heard of it yet.
     NotYet,
 }
 
 impl Uploads {
     /// One round; whether nothing is left to be uploaded.
-    async fn look(&mut self) -> bool {
+    async fn round(&mut self) -> bool {
         let Ok(entries) = fs::read_dir(self.dir.join("jobs")) else { return true };
         let mut all_done = true;
         let found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
@@ -100,7 +100,7 @@ impl Uploads {
             if known.wait.is_some_and(|(until, _)| Instant::now() < until) {
                 all_done = false;
             } else {
-                match self.settle(&here, &job_dir, &mut known).await {
+                match self.upload_job(&here, &job_dir, &mut known).await {
                     Ok(done) => {
                         all_done &= done;
                         known.wait = None;
@@ -127,14 +127,16 @@ impl Uploads {
         self.dir.join("attempts").join(name).exists()
     }
 
-    async fn settle(&self, here: &Here, job_dir: &Path, known: &mut Known) -> Result<bool, Failed> {
+    /// Uploads what the server has not yet of one job, and removes the job's folder once the server needs it no more. Whether
+    /// nothing is left to do.
+    async fn upload_job(&self, here: &Here, job_dir: &Path, known: &mut Known) -> Result<bool, Failed> {
         // Before the folder is read: what is reported later is written earlier.
         let is_held = self.is_held(here);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
         let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
-        known.settled.retain(|name, _| names.contains(name));
+        known.done.retain(|name, _| names.contains(name));
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
@@ -143,13 +145,13 @@ impl Uploads {
                 continue;
             }
             let sum = hexadecimal(&text);
-            if known.settled.get(name) == Some(&sum) {
+            if known.done.get(name) == Some(&sum) {
                 continue;
             }
             let talk = self.remote.talk(&here.attempt)?;
             match upload(&talk, &folder.join(name), name, &text, &sum, (is_held, here.has_rank_0)).await? {
-                Sent::Settled => {
-                    known.settled.insert(name.clone(), sum);
+                Sent::Done => {
+                    known.done.insert(name.clone(), sum);
                 }
                 Sent::NotYet => done = false,
             }
@@ -198,14 +200,14 @@ async fn upload(
         Err(Failed::Never(StatusCode::FORBIDDEN, _)) if is_held && has_rank_0 => return Ok(Sent::NotYet),
         Err(Failed::Never(_, why)) => {
             tracing::info!(checkpoint = name, why, "it is not uploaded");
-            return Ok(Sent::Settled);
+            return Ok(Sent::Done);
         }
         Err(failed) => return Err(failed),
     };
     if state.stored.as_deref() == Some(sum) {
-        return Ok(Sent::Settled);
+        return Ok(Sent::Done);
     }
-    let Ok(manifest) = serde_json::from_slice::<Manifest>(text) else { return Ok(Sent::Settled) };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(text) else { return Ok(Sent::Done) };
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
@@ -228,7 +230,7 @@ async fn upload(
     }
     talk.upload_done(name).await.map_err(later)?;
     tracing::info!(checkpoint = name, secs = began.elapsed().as_secs_f64(), "uploaded");
-    Ok(Sent::Settled)
+    Ok(Sent::Done)
 }
 
 /// Whatever keeps the server from taking a piece: the next round asks what it has.

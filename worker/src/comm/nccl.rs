@@ -19,7 +19,7 @@ pub use abort::{abort_all, on_abort, wait_for_aborts};
 pub use process_group::NcclProcessGroup;
 
 use super::{CommError, Exchange};
-use crate::gpu::libraries::{self, Which};
+use crate::gpu::libraries::{self, Library};
 use abort::{Comm, LIVE};
 use cudarc::{
     driver::CudaContext,
@@ -74,7 +74,7 @@ impl Nccl {
     ) -> Result<Arc<Self>, CommError> {
         const OPERATION: &str = "NCCL start";
         let failed = |detail: String| CommError::Failed { operation: OPERATION, detail };
-        libraries::ready(&[Which::Driver, Which::Nccl]).map_err(failed)?;
+        libraries::ready(&[Library::Driver, Library::Nccl]).map_err(failed)?;
         let gpu = usize::try_from(ordinal).map_err(|_| failed(format!("no GPU {ordinal}")))?;
         let context = CudaContext::new(gpu).map_err(|e| failed(format!("GPU {ordinal}: {e}")))?;
         let (rank, size) = (place.rank(), place.size());

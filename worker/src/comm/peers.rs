@@ -6,7 +6,7 @@
 
 use super::{CommError, Exchange};
 use crate::{
-    gpu::libraries::{self, Which},
+    gpu::libraries::{self, Library},
     host::{boot_id, hostname},
 };
 use cudarc::driver::{
@@ -16,8 +16,8 @@ use cudarc::driver::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Ranks at most.
-pub const MOST: usize = 8;
+/// Ranks at most; kernels are compiled for so many.
+pub const MAX_PEERS: usize = 8;
 /// CUDA hands out memory in blocks of this size: a smaller allocation would share one with others, and
 /// an IPC handle opens whole blocks.
 const BLOCK: usize = 2 << 20;
@@ -30,9 +30,9 @@ pub struct Peers {
     pub rank: u32,
     pub world: u32,
     /// By rank: device addresses, as this rank's GPU sees them, of `data_bytes` each.
-    pub data: [u64; MOST],
+    pub data: [u64; MAX_PEERS],
     /// By rank: of `flag_bytes` each.
-    pub flags: [u64; MOST],
+    pub flags: [u64; MAX_PEERS],
     own: CUdeviceptr,
     /// The memory of the others.
     opened: Vec<CUdeviceptr>,
@@ -67,8 +67,8 @@ impl Peers {
     ) -> Result<Result<Self, String>, CommError> {
         const OPERATION: &str = "sharing GPU memory";
         let (rank, world) = (place.rank(), place.size());
-        if world as usize > MOST {
-            return Ok(Err(format!("{world} ranks; up to {MOST} share memory")));
+        if world as usize > MAX_PEERS {
+            return Ok(Err(format!("{world} ranks; up to {MAX_PEERS} share memory")));
         }
         let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
         let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK);
@@ -99,8 +99,8 @@ impl Peers {
         let mut peers = Self {
             rank,
             world,
-            data: [0; MOST],
-            flags: [0; MOST],
+            data: [0; MAX_PEERS],
+            flags: [0; MAX_PEERS],
             own: own.release(),
             opened: Vec::new(),
             context: own.context.clone(),
@@ -141,7 +141,7 @@ struct Allocated {
 
 impl Allocated {
     fn new(ordinal: i32, bytes: usize) -> Result<Self, String> {
-        libraries::ready(&[Which::Driver])?;
+        libraries::ready(&[Library::Driver])?;
         let text = |e: DriverError| format!("GPU {ordinal}: {e}");
         let number = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
         let context = CudaContext::new(number).map_err(text)?;

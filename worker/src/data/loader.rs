@@ -8,9 +8,9 @@ use super::{
 use std::sync::{Arc, Mutex};
 
 pub use super::shard::EpochPlan;
-pub use batch::{Batch, Form};
+pub use batch::{Batch, BatchFormat};
 pub use epoch::Batches;
-pub use mix::{DrawnMix, Mix};
+pub use mix::{Mix, MixParams};
 pub use mixing::Mixing;
 pub use shape::Shape;
 
@@ -46,7 +46,7 @@ pub struct DataSource {
     train: Arc<Part>,
     validation: Arc<Part>,
     seed: u64,
-    form: Form,
+    format: BatchFormat,
     mixing: Mixing,
     /// No engine keeps a copy of the pictures.
     stays: bool,
@@ -98,10 +98,14 @@ impl DataSource {
         epoch.and_then(|epoch| self.training.get(self.shape.entry_of(epoch))).unwrap_or(&self.evaluation)
     }
 
-    /// Sets the form of the batches. Erased rectangles are 0 after normalisation, which a byte cannot express: with random
-    /// erasing, [`Form::Bytes`] gives normalised batches.
-    pub fn set_form(&mut self, form: Form) {
-        self.form = if form == Form::Bytes && self.evaluation.erases() { Form::Normalised } else { form };
+    /// Sets the format of the batches. Erased rectangles are 0 after normalisation, which a byte cannot express: with random
+    /// erasing, [`BatchFormat::Bytes`] gives normalised batches.
+    pub fn set_format(&mut self, format: BatchFormat) {
+        self.format = if format == BatchFormat::Bytes && self.evaluation.erases() {
+            BatchFormat::Normalised
+        } else {
+            format
+        };
     }
 
     /// Sets how the training pictures of each step are mixed.
@@ -147,9 +151,9 @@ impl DataSource {
     }
 
     /// Whether preparing a batch is work for more than one thread: pictures are decoded for each step, mixed, or transformed
-    /// with more than a crop, a flip and scaling. Where the engine does all of it ([`Form::Draws`]), nothing is left.
+    /// with more than a crop, a flip and scaling. Where the engine does all of it ([`BatchFormat::AugmentParams`]), nothing is left.
     pub fn is_prepared_each_step(&self) -> bool {
-        self.form != Form::Draws
+        self.format != BatchFormat::AugmentParams
             && (self.train.is_decoded_each_step()
                 || self.validation.is_decoded_each_step()
                 || !self.evaluation.is_padded_crop_and_flip()
@@ -192,8 +196,14 @@ impl DataSource {
             )));
         };
         let (transform, workers, demand) = (self.transform(epoch), Workers::alone(1), &Demand::default());
-        let maker =
-            Maker { part, transform, form: Form::Normalised, workers: &workers, device: None, demand };
+        let maker = Maker {
+            part,
+            transform,
+            format: BatchFormat::Normalised,
+            workers: &workers,
+            device: None,
+            demand,
+        };
         let batch = maker.make(&[chosen], epoch)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {

@@ -99,9 +99,9 @@ fn too_large(width: u32, height: u32) -> Option<String> {
 /// Refuses what nothing here decodes, by its name where its first bytes do not show the format.
 fn readable(path: &Path, bytes: &[u8]) -> Result<(), String> {
     // Phones give JPEG files such names, too; a camera's raw file begins as a TIFF does.
-    let told = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
+    let is_known = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
     let extension = extension(path);
-    if !told && NOT_READ.contains(&extension.as_str()) {
+    if !is_known && NOT_READ.contains(&extension.as_str()) {
         return Err(format!("is a {extension} file, which is not read; convert it to {FORMATS}"));
     }
     Ok(())

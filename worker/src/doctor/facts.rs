@@ -3,9 +3,9 @@
 use crate::{
     gpu::{
         devices::{self, Usable},
-        libraries::{Libraries, Which},
+        libraries::{Libraries, Library},
     },
-    host::{boot_id, cores, hostname, interfaces::interfaces},
+    host::{boot_id, cores, hostname, interfaces::interfaces, network_id},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -15,7 +15,7 @@ use std::{
 
 /// NCCL's variable for the network interface that it is to use.
 pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
-/// How sshd tells a session where it came from and where to: address and port of both ends.
+/// How sshd says to a session where it came from and where to: address and port of both ends.
 const CONNECTION: &str = "SSH_CONNECTION";
 
 /// About this machine.
@@ -53,17 +53,16 @@ impl Facts {
         let driver =
             fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| version_in(&text));
         let gpus = devices::usable(None).map_or_else(|_| Vec::new(), |Usable { gpus, .. }| gpus);
-        let namespace = fs::read_link("/proc/self/ns/net").map(|link| link.display().to_string());
         Ok(Self {
             hostname: hostname(),
-            network_id: format!("{} {}", boot_id(), namespace.unwrap_or_default()),
+            network_id: network_id().unwrap_or_else(boot_id),
             address,
             interface: all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name),
             cores: cores(),
             gpu_ids: gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
             gpus: gpus.into_iter().map(|gpu| gpu.name).collect(),
             driver,
-            nccl: libraries.get(Which::Nccl).and_then(|library| library.version().ok()),
+            nccl: libraries.get(Library::Nccl).and_then(|library| library.version().ok()),
         })
     }
 }

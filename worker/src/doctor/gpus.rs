@@ -3,7 +3,7 @@
 use super::{Finding, Grade, finding, gib};
 use crate::gpu::{
     devices::{self, Gpu, Link},
-    libraries::{Libraries, Which},
+    libraries::{Libraries, Library},
     nvjpeg,
 };
 use std::fs;
@@ -12,7 +12,7 @@ use std::fs;
 pub(super) fn findings(quick: bool) -> Vec<Finding> {
     let libraries = Libraries::find();
     let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
-    if driver.is_none() && libraries.get(Which::Driver).is_none() {
+    if driver.is_none() && libraries.get(Library::Driver).is_none() {
         let advice = "Jobs train on the CPU. For GPUs install NVIDIA's driver (nvidia-smi must work), and in a \
                       container pass them in (docker run --gpus all).";
         return vec![finding("GPUs", Grade::Note, "no NVIDIA driver found".into(), advice)];
@@ -32,11 +32,11 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     if all.len() > 1 {
         findings.extend(links(&libraries, &all));
     }
-    let cuda = libraries.get(Which::Driver).and_then(|driver| driver.version().ok());
-    for which in Which::ALL.into_iter().filter(|which| *which != Which::Nvml) {
+    let cuda = libraries.get(Library::Driver).and_then(|driver| driver.version().ok());
+    for which in Library::ALL.into_iter().filter(|which| *which != Library::Nvml) {
         findings.push(library(&libraries, which, all.len(), cuda.as_deref()));
     }
-    if !quick && libraries.get(Which::Nvjpeg).is_some() {
+    if !quick && libraries.get(Library::Nvjpeg).is_some() {
         findings.push(jpeg_decoder(nvjpeg::hardware()));
     }
     findings
@@ -129,10 +129,10 @@ fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
 }
 
 /// A library; `cuda` is what the driver supports, such as `13.0`.
-fn library(libraries: &Libraries, which: Which, gpus: usize, cuda: Option<&str>) -> Finding {
+fn library(libraries: &Libraries, which: Library, gpus: usize, cuda: Option<&str>) -> Finding {
     let Some(library) = libraries.get(which) else {
         // One GPU does without NCCL.
-        let needed = Which::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
+        let needed = Library::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
         let grade = if needed { Grade::Problem } else { Grade::Note };
         return finding(which.name(), grade, "not found".into(), which.advice());
     };
@@ -142,11 +142,11 @@ fn library(libraries: &Libraries, which: Which, gpus: usize, cuda: Option<&str>)
         Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
     };
     let found = match which {
-        Which::Driver => format!("supports CUDA {version}: {place}"),
+        Library::Driver => format!("supports CUDA {version}: {place}"),
         _ => format!("{version}: {place}"),
     };
     let major = |version: &str| version.split('.').next().and_then(|n| n.parse::<u32>().ok());
-    if which == Which::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
+    if which == Library::Nvrtc && cuda.is_some_and(|cuda| major(&version) > major(cuda)) {
         let advice = "It is newer than the driver: update the driver, or pip install nvidia-cuda-nvrtc-cu12.";
         return finding(which.name(), Grade::Problem, found, advice);
     }
@@ -169,16 +169,16 @@ mod tests {
     #[test]
     fn a_library_that_is_missing_is_a_problem_with_a_way_to_get_it() {
         let nothing = Libraries::default();
-        let cudnn = library(&nothing, Which::Cudnn, 1, Some("13.0"));
+        let cudnn = library(&nothing, Library::Cudnn, 1, Some("13.0"));
         assert_eq!((cudnn.what.as_str(), cudnn.grade), ("cuDNN", Grade::Problem));
         assert!(cudnn.advice.unwrap().contains("pip install nvidia-cudnn"));
-        assert_eq!(library(&nothing, Which::Nccl, 1, None).grade, Grade::Note);
-        assert_eq!(library(&nothing, Which::Nccl, 2, None).grade, Grade::Problem);
+        assert_eq!(library(&nothing, Library::Nccl, 1, None).grade, Grade::Note);
+        assert_eq!(library(&nothing, Library::Nccl, 2, None).grade, Grade::Problem);
     }
 
     #[test]
     fn nobody_needs_a_jpeg_decoder_and_without_one_the_doctor_says_what_decodes() {
-        assert_eq!(library(&Libraries::default(), Which::Nvjpeg, 1, None).grade, Grade::Note);
+        assert_eq!(library(&Libraries::default(), Library::Nvjpeg, 1, None).grade, Grade::Note);
         let without = jpeg_decoder(Err("this GPU has no JPEG decoder".into()));
         assert_eq!(without.grade, Grade::Note);
         assert!(without.advice.unwrap().contains("on cores"));

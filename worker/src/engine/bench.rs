@@ -1,6 +1,6 @@
 //! Training throughput of named cases on synthetic pictures.
 
-use super::{Engine, EngineConfig, GpuConfig, Optimizer, StepResult, build_cpu, build_cuda};
+use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, registry};
 use crate::{
     comm::{
         ProcessGroup, SingleRank,
@@ -12,10 +12,10 @@ use crate::{
         DataError,
         loader::{Batch, DataSource, EpochPlan},
     },
-    made_up::values,
     net::{self, init},
+    synthetic::values,
 };
-use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+use lockstep_protocol::spec::{Arch, Device, LossScale, ModelSpec, Precision, Stem};
 use serde::Serialize;
 use std::{
     sync::Arc,
@@ -26,7 +26,7 @@ use std::{
 const WARM_UP: usize = 3;
 /// Steps of which the median counts.
 const MEASURED: usize = 10;
-/// Classes of the made-up pictures, as CIFAR-10 has.
+/// Classes of the synthetic pictures, as CIFAR-10 has.
 const CLASSES: usize = 10;
 /// Longest wait of a rank for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -159,9 +159,23 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
         gradients_mean: true,
         threads,
     };
-    let batch = made_up(batch_size, case.image_size, comm.rank());
+    let batch = synthetic(batch_size, case.image_size, comm.rank());
     let batch = Batch { global_samples: batch_size * ranks as usize, ..batch };
-    let mut engine = build_cpu(network, &initial, config, comm).map_err(|e| e.to_string())?;
+    let device = registry::device_of(None, Device::Cpu);
+    let built = device.backend.build(BuildArgs {
+        network,
+        initial: &initial,
+        config,
+        comm,
+        ordinal: device.ordinal,
+        precision: Precision::Fp32,
+        loss_scale: LossScale::Named("dynamic".into()),
+        deterministic: true,
+        store: None,
+        watchdog: None,
+        generation: 0,
+    });
+    let mut engine = built.map_err(|e| e.to_string())?;
     let mut steps = Vec::with_capacity(MEASURED);
     for step in 0..WARM_UP + MEASURED {
         let start = Instant::now();
@@ -186,26 +200,32 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
     })
 }
 
-/// Steps on a GPU before the clock runs: the first ones load kernels and record the step.
-const GPU_WARM_UP: u64 = 15;
+/// Steps on a device of its own before the clock runs: the first ones load kernels and record the step.
+const DEVICE_WARM_UP: u64 = 15;
 /// Steps of which the time is taken.
-const GPU_MEASURED: u64 = 60;
-/// Pictures in the made-up dataset, as CIFAR-10 has.
+const DEVICE_MEASURED: u64 = 60;
+/// Pictures in the synthetic dataset, as CIFAR-10 has.
 const PICTURES: usize = 50_000;
 
-/// Trains `case`, whose batch size is that of each rank here, as this rank of `comm` on the GPU that `gpu`
-/// names: pictures on the GPU, cropped, flipped, scaled and normalised there.
+/// How a rank computes that has a device of its own.
+pub struct OnDevice {
+    pub device: DeviceChoice,
+    pub precision: Precision,
+    /// The same bits in every run.
+    pub deterministic: bool,
+    pub sync_batch_norm: bool,
+    /// Where the ranks meet; absent for a single rank.
+    pub store: Option<Arc<Store>>,
+}
+
+/// Trains `case`, whose batch size is that of each rank here, as this rank of `comm` on its device: pictures are in the
+/// device's memory, and cropped, flipped, scaled and normalised there.
 ///
 /// # Errors
 /// Whatever keeps the engine from running.
-pub fn run_gpu_rank(
-    case: &Case,
-    sync_batch_norm: bool,
-    comm: Arc<dyn ProcessGroup>,
-    gpu: GpuConfig,
-) -> Result<Measurement, String> {
+pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
     let began = Instant::now();
-    let (mut engine, data) = on_gpu(case, sync_batch_norm, comm.clone(), gpu)?;
+    let (mut engine, data) = on_device(case, comm.clone(), how)?;
     let mut batches = batches(&data, case, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
@@ -218,11 +238,11 @@ pub fn run_gpu_rank(
     };
     run(1)?;
     let first_step_secs = began.elapsed().as_secs_f64();
-    run(GPU_WARM_UP)?;
+    run(DEVICE_WARM_UP)?;
     comm.barrier().map_err(|e| e.to_string())?;
     let clock = Instant::now();
-    let results = run(GPU_MEASURED)?;
-    let secs = clock.elapsed().as_secs_f64() / GPU_MEASURED as f64;
+    let results = run(DEVICE_MEASURED)?;
+    let secs = clock.elapsed().as_secs_f64() / DEVICE_MEASURED as f64;
     // A rank that leaves now looks dead to others that still wait for their last step.
     comm.barrier().map_err(|e| e.to_string())?;
     let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
@@ -242,12 +262,13 @@ pub fn run_gpu_rank(
     })
 }
 
-/// Where a step of `case` spends its time on a GPU: (call, milliseconds), in order.
+/// Where a step of `case` spends its time on a device: (call, milliseconds), in order.
 ///
 /// # Errors
 /// Whatever keeps the engine from running.
-pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, String> {
-    let (mut engine, data) = on_gpu(case, true, Arc::new(SingleRank), gpu)?;
+#[cfg(test)]
+pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
+    let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
     let mut batches = batches(&data, case, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first ones load kernels.
@@ -258,11 +279,10 @@ pub fn profile_gpu(case: &Case, gpu: GpuConfig) -> Result<Vec<(String, f64)>, St
 }
 
 /// The engine, and CIFAR-10 as far as speed is concerned.
-fn on_gpu(
+fn on_device(
     case: &Case,
-    sync_batch_norm: bool,
     comm: Arc<dyn ProcessGroup>,
-    gpu: GpuConfig,
+    how: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
     let initial = init::initial_parameters(&network, false, 0);
@@ -271,13 +291,26 @@ fn on_gpu(
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
         label_smoothing: 0.0,
         accumulate: 1,
-        sync_batch_norm,
+        sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
         threads: 1,
     };
-    let mut engine = build_cuda(network, &initial, config, comm, gpu).map_err(|e| e.to_string())?;
+    let built = how.device.backend.build(BuildArgs {
+        network,
+        initial: &initial,
+        config,
+        comm,
+        ordinal: how.device.ordinal,
+        precision: how.precision,
+        loss_scale: LossScale::Named("dynamic".into()),
+        deterministic: how.deterministic,
+        store: how.store,
+        watchdog: None,
+        generation: 0,
+    });
+    let mut engine = built.map_err(|e| e.to_string())?;
     let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
-    data.set_form(engine.take_data(&data).map_err(|e| e.to_string())?);
+    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
     Ok((engine, data))
 }
 
@@ -301,7 +334,7 @@ fn batches<'a>(
 }
 
 /// Speed does not depend on what is in a picture.
-fn made_up(pictures: usize, image_size: usize, rank: u32) -> Batch {
+fn synthetic(pictures: usize, image_size: usize, rank: u32) -> Batch {
     Batch {
         images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
         labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),

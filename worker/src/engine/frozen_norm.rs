@@ -5,8 +5,8 @@ use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
 use crate::{
     comm::SingleRank,
     data::loader::Batch,
-    made_up::{labels, values},
     net::{Network, Role, init, resnet},
+    synthetic::{labels, values},
     tensors::NamedTensors,
 };
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};

@@ -12,7 +12,7 @@ pub struct LayerTime {
     pub micros: f64,
 }
 
-/// Times by operation, as the sum of some that are told one after another.
+/// Times by operation, as the sum of some that are reported one after another.
 pub(super) fn layer_times(
     ops: &[super::fuse::FusedOp],
     micros: impl IntoIterator<Item = (usize, f64)>,

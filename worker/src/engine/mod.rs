@@ -2,10 +2,11 @@
 //! Nothing above this folder and `comm/` knows which engine it is.
 
 mod backend;
+mod batch_norm;
 pub mod bench;
 mod check;
 pub mod cpu;
-pub mod cuda;
+mod cuda;
 mod finite;
 #[cfg(test)]
 mod frozen_norm;
@@ -24,7 +25,6 @@ mod unfused;
 pub use crate::tensors::{HostTensor, NamedTensors};
 pub use backend::{Backend, BuildArgs, DeviceChoice, DeviceError, Devices, Needs, Selection, SharedMemory};
 pub use cpu::MOST_CPU_SLOTS;
-pub use cuda::GpuConfig;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
@@ -32,7 +32,7 @@ pub use state_dict::{Contribution, StateDict};
 
 use crate::{
     comm::{CommError, ProcessGroup},
-    data::loader::{Batch, DataSource, Form},
+    data::loader::{Batch, BatchFormat, DataSource},
 };
 use lockstep_protocol::spec::Precision;
 use serde::{Deserialize, Serialize};
@@ -124,42 +124,71 @@ pub enum EngineError {
 /// in the same order. All other methods concern this rank alone.
 pub trait Engine: Send {
     /// How this engine wants the pictures of its batches; it may take a copy of those in memory.
-    fn take_data(&mut self, _data: &DataSource) -> Result<Form, EngineError> {
-        Ok(Form::Normalised)
+    ///
+    /// # Errors
+    /// The device fails, or has no memory for a copy that it has begun.
+    fn take_data(&mut self, _data: &DataSource) -> Result<BatchFormat, EngineError> {
+        Ok(BatchFormat::Normalised)
     }
     /// Makes ready for pictures of other sizes than the network was built for: some to train on, others only for
     /// [`Engine::eval_step`] and [`Engine::predict`]. Before [`Engine::take_data`].
+    ///
+    /// # Errors
+    /// [`EngineError::Parameters`]: the network cannot be built for one of them. The device fails or has no memory for it.
     fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
     /// From the next batch on pictures have this side: the network's own, or one of [`Engine::take_sizes`]. Weights, running
     /// statistics and optimizer state stay as they are. No step may be under way.
+    ///
+    /// # Errors
+    /// [`EngineError::Parameters`]: none of those sizes.
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError>;
     /// Collective: starts one optimizer step over `micro_batches` (up to `accumulate`, as many on every rank): forward and backward of
     /// each, gradients reduced over all ranks while backward is still running, then the update.
     ///
     /// An engine may run behind its caller: results come in the order of steps, the oldest one that
     /// has not been reported yet with each call, `None` while the first steps are under way.
+    ///
+    /// # Errors
+    /// [`EngineError::Parameters`]: more micro-batches than `accumulate`, or a batch that does not fit the network.
+    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails. It may be an earlier step's error. After any of them
+    /// the engine is of no more use.
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError>;
     /// Waits for the steps under way; their results, oldest first.
+    ///
+    /// # Errors
+    /// As [`Engine::start_step`], of the steps under way.
     fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
         Ok(Vec::new())
     }
     /// Collective: a step from beginning to end.
+    ///
+    /// # Errors
+    /// As [`Engine::start_step`].
     fn train_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
         let result = self.start_step(micro_batches, lr)?;
         Ok(self.finish_steps()?.pop().or(result).unwrap_or_default())
     }
     /// A step (with a learning rate of 0) in which each call is timed by itself: (what, milliseconds), in
     /// order. Empty where the engine cannot measure it.
+    ///
+    /// # Errors
+    /// As [`Engine::start_step`].
     fn profile_step(&mut self, _batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
         Ok(Vec::new())
     }
     /// Collective: has the next step keep its gradients for [`Engine::gradients`].
+    ///
+    /// # Errors
+    /// There is no memory for them. [`EngineError::Comm`]: a rank of the group is gone.
     fn keep_gradients(&mut self) -> Result<(), EngineError> {
         Ok(())
     }
     /// The gradients of the newest step that was to keep them, reduced over all ranks as the update used them: names as in
     /// [`Engine::parameters`], without those of frozen batch norms. No step may be under way, and none may have been started
     /// since. Empty where the engine has no room for them.
+    ///
+    /// # Errors
+    /// The device fails.
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
         Ok(NamedTensors::new())
     }
@@ -170,33 +199,67 @@ pub trait Engine: Send {
         Vec::new()
     }
     /// Forward with running statistics; no change of state, no communication.
+    ///
+    /// # Errors
+    /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
     /// Logits `[samples, classes]` with running statistics.
+    ///
+    /// # Errors
+    /// As [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
     /// Weights, biases and running statistics.
+    ///
+    /// # Errors
+    /// The device fails.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
     /// Replaces weights, biases and running statistics; `values` must hold all of them. Where ranks share memory,
     /// weights and biases are rank 0's, for all to see after the next collective.
+    ///
+    /// # Errors
+    /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; nothing has changed then. The device
+    /// fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// What the optimizer keeps from step to step.
+    ///
+    /// # Errors
+    /// The device fails.
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError>;
     /// Replaces it: slots are shared as weights are, updates are counted by every rank.
+    ///
+    /// # Errors
+    /// As [`Engine::set_parameters`], of the optimizer's slots.
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError>;
     /// Takes weights, biases and running statistics as the steps so far leave them into their running average: `average =
     /// decay average + (1 - decay) value` (torchvision's `ExponentialMovingAverage`, whose buffers are averaged, too). The
     /// first time they are the average.
+    ///
+    /// # Errors
+    /// There is no memory for an average; the device fails.
     fn average(&mut self, decay: f64) -> Result<(), EngineError>;
     /// Whether there is one.
     fn has_average(&self) -> bool;
     /// That average, if there is one: names as in [`Engine::parameters`].
+    ///
+    /// # Errors
+    /// The device fails.
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError>;
     /// Replaces it.
+    ///
+    /// # Errors
+    /// As [`Engine::set_parameters`]; there is no memory for an average.
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Loss scaling as the next step will use it; `None` where nothing is scaled (all but float16).
+    ///
+    /// # Errors
+    /// The device fails.
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
         Ok(None)
     }
     /// Replaces it; without effect where nothing is scaled, or where the scale is a fixed one.
+    ///
+    /// # Errors
+    /// The device fails.
     fn set_loss_scaling(&mut self, _scaling: LossScaling) -> Result<(), EngineError> {
         Ok(())
     }
@@ -208,6 +271,9 @@ pub trait Engine: Send {
     fn replica(&self) -> u32;
     /// Collective: what this rank contributes to a checkpoint. Of replicas rank 0 alone copies its state off the device; the
     /// others do nothing.
+    ///
+    /// # Errors
+    /// The device fails.
     fn state_dict(&self) -> Result<Contribution, EngineError> {
         if self.replica() != 0 {
             return Ok(Contribution::Replica);
@@ -231,6 +297,9 @@ pub trait Engine: Send {
     /// Collective: continues from `state`, which is the same on every rank but for the average, which only rank 0 keeps. Where
     /// ranks share memory, none may use the old state any more when one calls this, nor the new one before all have: a
     /// barrier before and one after.
+    ///
+    /// # Errors
+    /// As [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. State that comes before the tensor at fault has been replaced.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<(), EngineError> {
         self.set_parameters(&state.parameters)?;
         if let Some(optimizer) = &state.optimizer {
@@ -245,8 +314,14 @@ pub trait Engine: Send {
         Ok(())
     }
     /// As [`first_not_finite`] of this rank's weights, biases, running statistics, optimizer state and average.
+    ///
+    /// # Errors
+    /// The device fails.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
     /// Collective: rank 0's parameters and running statistics to every rank.
+    ///
+    /// # Errors
+    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
     /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a
     /// device goes with the process.
@@ -279,18 +354,4 @@ pub fn build_cpu(
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
     cpu::build(network, initial, config, comm)
-}
-
-/// Builds the CUDA engine, as [`build_cpu`] does the CPU's.
-///
-/// # Errors
-/// When the initial tensors do not fit the network, or the device cannot be used.
-pub fn build_cuda(
-    network: Arc<crate::net::Network>,
-    initial: &NamedTensors,
-    config: EngineConfig,
-    comm: Arc<dyn ProcessGroup>,
-    gpu: GpuConfig,
-) -> Result<Box<dyn Engine>, EngineError> {
-    cuda::build(network, initial, config, comm, &gpu)
 }

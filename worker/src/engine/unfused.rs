@@ -1,11 +1,11 @@
 //! Networks of operations that nothing fits to fuse with, on the CPU engine: against PyTorch, and fused against not.
 
-use super::{EngineConfig, Optimizer, build_cpu};
+use super::{Engine, EngineConfig, Optimizer, build_cpu};
 use crate::{
     comm::SingleRank,
     data::loader::Batch,
-    made_up::{labels, values},
     net::{Network, Role},
+    synthetic::{labels, values},
     tensors::{HostTensor, NamedTensors},
 };
 use serde::Deserialize;
@@ -106,6 +106,7 @@ struct Gradient {
     values: Vec<f32>,
 }
 
+/// PyTorch's numbers of one step of [`network`].
 #[derive(Deserialize)]
 struct Fixture {
     batch_size: usize,
@@ -115,28 +116,51 @@ struct Fixture {
     running: BTreeMap<String, Vec<f32>>,
 }
 
-#[test]
-fn a_step_of_operations_by_themselves_is_pytorch_s() {
+/// How far an engine may be from PyTorch.
+pub(super) struct Tolerance {
+    /// Of the loss, relative.
+    pub(super) loss: f32,
+    /// Of a gradient's value, relative to the norm of its tensor.
+    pub(super) gradient: f32,
+    /// Of a running statistic, absolute.
+    pub(super) running: f32,
+}
+
+/// One step of [`network`] against PyTorch's, by the engine that `build` makes from network, initial values and
+/// configuration.
+pub(super) fn check_against_pytorch(
+    tolerance: &Tolerance,
+    build: impl FnOnce(Arc<Network>, &NamedTensors, EngineConfig) -> Box<dyn Engine>,
+) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/unfused.json");
     let fixture: Fixture = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let network = Arc::new(network(fixture.image_size));
-    let config = config(fixture.batch_size);
-    let mut engine = build_cpu(network.clone(), &initial(&network), config, Arc::new(SingleRank)).unwrap();
+    let mut engine = build(network.clone(), &initial(&network), config(fixture.batch_size));
     let step = engine.train_step(&[batch(&network, fixture.batch_size)], 0.1).unwrap();
-    assert!((step.loss - fixture.loss).abs() < 1e-6 * fixture.loss, "{} {}", step.loss, fixture.loss);
+    let near = |ours: f32, theirs: f32, within: f32| (ours - theirs).abs() < within;
+    assert!(near(step.loss, fixture.loss, tolerance.loss * fixture.loss), "{} {}", step.loss, fixture.loss);
     let gradients = engine.optimizer_state().unwrap().slots;
     assert_eq!(gradients.len(), fixture.gradients.len());
     for (name, wanted) in &fixture.gradients {
         let ours = &gradients[&format!("{name}.momentum")].values;
         for (place, theirs) in wanted.values.iter().enumerate() {
             let ours = ours[place * (ours.len() - 1) / 15];
-            assert!((ours - theirs).abs() < 1e-5 * wanted.norm, "{name}: {ours} instead of {theirs}");
+            let within = tolerance.gradient * wanted.norm;
+            assert!(near(ours, *theirs, within), "{name}: {ours} instead of {theirs}");
         }
     }
     let parameters = engine.parameters().unwrap();
     for (name, wanted) in &fixture.running {
         for (ours, theirs) in parameters[name].values.iter().zip(wanted) {
-            assert!((ours - theirs).abs() < 1e-5, "{name}: {ours} instead of {theirs}");
+            assert!(near(*ours, *theirs, tolerance.running), "{name}: {ours} instead of {theirs}");
         }
     }
+}
+
+#[test]
+fn a_step_of_operations_by_themselves_is_pytorch_s() {
+    check_against_pytorch(
+        &Tolerance { loss: 1e-6, gradient: 1e-5, running: 1e-5 },
+        |network, initial, config| build_cpu(network, initial, config, Arc::new(SingleRank)).unwrap(),
+    );
 }

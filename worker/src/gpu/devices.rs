@@ -4,7 +4,7 @@
 //! at any time; without NVML, or where its order cannot be matched with CUDA's, by the driver.
 #![allow(unsafe_code)] // The driver's calls; each is preceded by `libraries::ready`.
 
-use super::libraries::{self, Libraries, Which};
+use super::libraries::{self, Libraries, Library};
 use cudarc::driver::{DriverError, result};
 use nvml_wrapper::{
     Device, Nvml,
@@ -54,7 +54,7 @@ pub struct Link {
 /// # Errors
 /// Why they cannot be listed; a sentence. No driver at all gives an empty list.
 pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
-    if let Some(nvml) = libraries.get(Which::Nvml) {
+    if let Some(nvml) = libraries.get(Library::Nvml) {
         let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
         match listed {
             Ok(gpus) => return Ok(gpus),
@@ -66,7 +66,7 @@ pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
             }
         }
     }
-    match libraries.get(Which::Driver) {
+    match libraries.get(Library::Driver) {
         Some(_) => by_driver(),
         None => Ok(Vec::new()),
     }
@@ -100,7 +100,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
 /// # Errors
 /// A sentence.
 pub fn by_driver() -> Result<Vec<Gpu>, String> {
-    libraries::ready(&[Which::Driver])?;
+    libraries::ready(&[Library::Driver])?;
     let ask = || -> Result<Vec<Gpu>, DriverError> {
         result::init()?;
         let mut gpus = Vec::new();
@@ -237,7 +237,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
             .then(|| "the GPUs are divided (MIG); `nvidia-smi -mig 0` as root makes them whole".to_owned());
         return Ok(Usable { gpus, hindrance });
     }
-    let needed = Which::needed(u32::try_from(gpus.len()).unwrap_or(u32::MAX));
+    let needed = Library::needed(u32::try_from(gpus.len()).unwrap_or(u32::MAX));
     let hindrance = libraries::complete(&libraries, needed).err();
     Ok(Usable { gpus: if hindrance.is_some() { Vec::new() } else { gpus }, hindrance })
 }
@@ -247,7 +247,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
 /// # Errors
 /// NVML does not answer; a sentence.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
-    let nvml = libraries.get(Which::Nvml).ok_or("NVML is not there")?;
+    let nvml = libraries.get(Library::Nvml).ok_or("NVML is not there")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {
         let nvml = Nvml::builder().lib_path(nvml.path.as_os_str()).init()?;
         let devices = gpus
@@ -370,10 +370,10 @@ mod tests {
         let cuda: Vec<_> = by_driver().unwrap().into_iter().map(|gpu| gpu.uuid).collect();
         assert!(!ours.is_empty());
         assert_eq!(ours, cuda);
-        for library in libraries.found.iter().filter(|library| library.which != Which::Nvml) {
+        for library in libraries.found.iter().filter(|library| library.which != Library::Nvml) {
             let version = library.version().unwrap();
             assert!(version.contains('.') && !version.starts_with("0."), "{library:?}: {version}");
         }
-        libraries::ready(Which::needed(2)).unwrap();
+        libraries::ready(Library::needed(2)).unwrap();
     }
 }

@@ -36,7 +36,7 @@ const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 /// A library that GPU ranks use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Which {
+pub enum Library {
     /// The driver's own, `libcuda`.
     Driver,
     /// The driver's management library: lists GPUs and measures them.
@@ -53,7 +53,7 @@ pub enum Which {
     Nvjpeg,
 }
 
-impl Which {
+impl Library {
     /// All of them.
     pub const ALL: [Self; 7] =
         [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl, Self::Nvjpeg];
@@ -116,16 +116,16 @@ impl Which {
 
     /// What a rank of a job of `ranks` ranks cannot do without.
     pub fn needed(ranks: u32) -> &'static [Self] {
-        const ALONE: [Which; 3] = [Which::Driver, Which::Nvrtc, Which::Cudnn];
-        const TOGETHER: [Which; 4] = [Which::Driver, Which::Nvrtc, Which::Cudnn, Which::Nccl];
+        const ALONE: [Library; 3] = [Library::Driver, Library::Nvrtc, Library::Cudnn];
+        const TOGETHER: [Library; 4] = [Library::Driver, Library::Nvrtc, Library::Cudnn, Library::Nccl];
         if ranks > 1 { &TOGETHER } else { &ALONE }
     }
 }
 
 /// A library that was found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Library {
-    pub which: Which,
+pub struct FoundLibrary {
+    pub which: Library,
     pub path: PathBuf,
     /// The dynamic linker finds it without help.
     pub by_itself: bool,
@@ -134,7 +134,7 @@ pub struct Library {
 /// The libraries that were found, and the folders that were searched for the others.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Libraries {
-    pub found: Vec<Library>,
+    pub found: Vec<FoundLibrary>,
     /// Folders that exist and were searched, besides the dynamic linker's own.
     pub searched: Vec<PathBuf>,
 }
@@ -149,23 +149,23 @@ impl Libraries {
     /// Searches these folders, those of the setting first, and the linker's own if `linker`.
     fn find_in(folders: &Folders, linker: bool) -> Self {
         let mut found = Vec::new();
-        for which in Which::ALL {
+        for which in Library::ALL {
             let beside = |list: &[PathBuf], file: &str| {
                 list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())
             };
             let library = which.files().iter().find_map(|file| {
-                let elsewhere = |path| Library { which, path, by_itself: false };
+                let elsewhere = |path| FoundLibrary { which, path, by_itself: false };
                 beside(&folders.setting, file)
                     .map(elsewhere)
                     .or_else(|| {
                         let path = linker.then(|| by_linker(file)).flatten()?;
-                        Some(Library { which, path, by_itself: true })
+                        Some(FoundLibrary { which, path, by_itself: true })
                     })
                     .or_else(|| beside(&folders.usual, file).map(elsewhere))
             });
             let copied = || {
-                let path = (which == Which::Nvjpeg).then(|| folders.copied_nvjpeg()).flatten()?;
-                Some(Library { which, path, by_itself: false })
+                let path = (which == Library::Nvjpeg).then(|| folders.copied_nvjpeg()).flatten()?;
+                Some(FoundLibrary { which, path, by_itself: false })
             };
             found.extend(library.or_else(copied));
         }
@@ -174,12 +174,12 @@ impl Libraries {
     }
 
     /// One of them.
-    pub fn get(&self, which: Which) -> Option<&Library> {
+    pub fn get(&self, which: Library) -> Option<&FoundLibrary> {
         self.found.iter().find(|library| library.which == which)
     }
 
     /// Those of `needed` that are not there.
-    pub fn missing(&self, needed: &[Which]) -> Vec<Which> {
+    pub fn missing(&self, needed: &[Library]) -> Vec<Library> {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }
 
@@ -187,7 +187,7 @@ impl Libraries {
     pub fn folders(&self) -> Vec<&Path> {
         let mut folders: Vec<&Path> = Vec::new();
         // nvJPEG is opened by its path.
-        let by_name = |library: &&Library| !library.by_itself && library.which != Which::Nvjpeg;
+        let by_name = |library: &&FoundLibrary| !library.by_itself && library.which != Library::Nvjpeg;
         for library in self.found.iter().filter(by_name) {
             if let Some(dir) = library.path.parent()
                 && !folders.contains(&dir)
@@ -238,13 +238,13 @@ impl Libraries {
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
         for (which, name) in [
-            (Which::Nccl, "libnccl.so"),
-            (Which::Nvrtc, "libnvrtc.so"),
-            (Which::Cudnn, "libcudnn.so"),
-            (Which::CublasLt, "libcublasLt.so"),
+            (Library::Nccl, "libnccl.so"),
+            (Library::Nvrtc, "libnvrtc.so"),
+            (Library::Cudnn, "libcudnn.so"),
+            (Library::CublasLt, "libcublasLt.so"),
         ] {
             if let Some(library) = self.get(which)
-                && (which == Which::Nccl
+                && (which == Library::Nccl
                     || !library.by_itself
                     || library.path.file_name() == Some(OsStr::new("libnvrtc.so.12")))
             {
@@ -259,7 +259,7 @@ impl Libraries {
 ///
 /// # Errors
 /// Something is.
-pub fn complete(libraries: &Libraries, needed: &[Which]) -> Result<(), String> {
+pub fn complete(libraries: &Libraries, needed: &[Library]) -> Result<(), String> {
     let missing = libraries.missing(needed);
     if missing.is_empty() {
         return Ok(());
@@ -275,22 +275,22 @@ pub fn complete(libraries: &Libraries, needed: &[Which]) -> Result<(), String> {
 ///
 /// # Errors
 /// A sentence that names what is missing and how to get it.
-pub fn ready(needed: &[Which]) -> Result<(), String> {
-    let absent = |which: &Which| {
+pub fn ready(needed: &[Library]) -> Result<(), String> {
+    let absent = |which: &Library| {
         // SAFETY: these load the library (and unload it again): as above.
         let present = unsafe {
             match which {
-                Which::Driver => cudarc::driver::sys::is_culib_present(),
-                Which::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
-                Which::Cudnn => cudarc::cudnn::sys::is_culib_present(),
-                Which::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
-                Which::Nccl => cudarc::nccl::sys::is_culib_present(),
-                Which::Nvml | Which::Nvjpeg => true,
+                Library::Driver => cudarc::driver::sys::is_culib_present(),
+                Library::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
+                Library::Cudnn => cudarc::cudnn::sys::is_culib_present(),
+                Library::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
+                Library::Nccl => cudarc::nccl::sys::is_culib_present(),
+                Library::Nvml | Library::Nvjpeg => true,
             }
         };
         !present
     };
-    let absent: Vec<Which> = needed.iter().copied().filter(|which| absent(which)).collect();
+    let absent: Vec<Library> = needed.iter().copied().filter(|which| absent(which)).collect();
     if absent.is_empty() {
         return Ok(());
     }

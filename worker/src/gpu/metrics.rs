@@ -1,6 +1,6 @@
 //! Metrics of a rank's GPU, reported once a second while training moves on.
 
-use super::libraries::{Libraries, Which};
+use super::libraries::{Libraries, Library};
 use crate::report::{self, Observer};
 use nvml_wrapper::{Nvml, enum_wrappers::device::TemperatureSensor, error::NvmlError};
 use std::{
@@ -30,7 +30,7 @@ impl Reader {
     /// NVML is not there; a sentence.
     pub(crate) fn open() -> Result<Self, String> {
         let libraries = Libraries::find();
-        let path = libraries.get(Which::Nvml).map(|nvml| nvml.path.clone());
+        let path = libraries.get(Library::Nvml).map(|nvml| nvml.path.clone());
         let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) is not there")?;
         let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
         nvml.map(Self).map_err(|e| format!("no GPU metrics: NVML: {e}"))
@@ -138,7 +138,7 @@ mod tests {
             })
         };
         let sampler = Sampler::with(look, observer, progress.clone(), Duration::from_millis(1)).unwrap();
-        // Goes on only when the rank does.
+        // Continues only when the rank does.
         progress.store(7, Ordering::Relaxed);
         let four: Vec<_> = (0..4).map(|_| told.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
         assert!(four.iter().all(|(_, step, _)| *step == 7), "{four:?}");
@@ -163,7 +163,7 @@ mod tests {
         let libraries = Libraries::find();
         let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
         let nvml =
-            Nvml::builder().lib_path(libraries.get(Which::Nvml).unwrap().path.as_os_str()).init().unwrap();
+            Nvml::builder().lib_path(libraries.get(Library::Nvml).unwrap().path.as_os_str()).init().unwrap();
         // A context takes some memory, whatever else runs there.
         let _context = cudarc::driver::CudaContext::new(0).unwrap();
         let seen = sample(&nvml, &gpu.uuid).unwrap();

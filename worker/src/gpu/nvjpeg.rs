@@ -5,7 +5,7 @@
 //! thread at a time.
 #![allow(unsafe_code)] // A C interface, by its symbols.
 
-use super::libraries::{Libraries, Which};
+use super::libraries::{Libraries, Library};
 use cudarc::driver::{result, sys::CUstream};
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
 use std::{
@@ -74,7 +74,7 @@ impl Nvjpeg {
     /// There is none, or it cannot be used; a sentence.
     pub(crate) fn find() -> Result<(Self, String), String> {
         let libraries = Libraries::find();
-        let library = libraries.get(Which::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
+        let library = libraries.get(Library::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
         Ok((Self::load(&library.path)?, library.version()?))
     }
 
@@ -210,12 +210,12 @@ impl State {
         let Nvjpeg { parse_header, supported, .. } = **library;
         let mut unsupported = -1;
         // SAFETY: the bytes are only read during the call.
-        let told = unsafe {
+        let answered = unsafe {
             parse_header(*handle, bytes.as_ptr(), bytes.len(), self.header) == 0
                 && supported(*handle, self.header, &mut unsupported) == 0
         };
         // 0 means yes.
-        told && unsupported == 0
+        answered && unsupported == 0
     }
 
     /// Decodes pictures that it takes into planes. They are there once `stream` has gone past.
@@ -292,7 +292,7 @@ fn failed(doing: &str, status: Status) -> String {
 /// # Errors
 /// It has no decoder, or that cannot be found out; a sentence.
 pub fn hardware() -> Result<String, String> {
-    super::libraries::ready(&[Which::Driver])?;
+    super::libraries::ready(&[Library::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);
     let on = |error: result::DriverError| format!("GPU 0 cannot be opened: {error}");
     result::init().map_err(on)?;

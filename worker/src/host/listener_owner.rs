@@ -9,7 +9,7 @@ use std::{
 /// `st` of `/proc/net/tcp` for a socket that listens.
 const LISTEN: &str = "0A";
 
-/// The user ids of those that accept connections to `address` and `port`, as `/proc/net/tcp` and `tcp6` tell them; none where the
+/// The user ids of those that accept connections to `address` and `port`, as `/proc/net/tcp` and `tcp6` list them; none where the
 /// system does not say, or nobody listens. A server in a container shows as the account that forwards the port to it.
 pub fn listener_owners(address: IpAddr, port: u16) -> Vec<u32> {
     let read = |name: &str| fs::read_to_string(format!("/proc/net/{name}")).unwrap_or_default();

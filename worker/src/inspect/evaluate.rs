@@ -14,10 +14,10 @@ const MISTAKES: usize = 5000;
 /// Right predictions of each class that are named.
 const RIGHT: usize = 24;
 
-pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, String> {
+pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, String> {
     let start = Instant::now();
-    let spec = &question.spec;
-    let mut model = Model::open(Path::new(&question.model))?;
+    let spec = &request.spec;
+    let mut model = Model::open(Path::new(&request.model))?;
     // Pictures become what the model was trained on, whatever has become of the job or its dataset since.
     let seen = DataSpec {
         image_size: Some(ImageSize::Fixed(model.image_size as u32)),
@@ -30,7 +30,7 @@ pub(super) fn evaluate(question: &EvaluateModel) -> Result<ModelEvaluation, Stri
         ..spec.data.clone()
     };
     let data =
-        DataSource::open(Path::new(&question.dataset), &seen, spec.train.seed).map_err(|e| e.to_string())?;
+        DataSource::open(Path::new(&request.dataset), &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
             "the model was trained on pictures of {} channels, those of {} have {}",

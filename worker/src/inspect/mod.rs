@@ -53,7 +53,9 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
             return in_this_process(request.clone(), permit).await;
         }
         AgentRequest::InspectProgress { .. } => {
-            let Ok(permit) = PROGRESS.try_acquire() else { return Ok(AgentReply::Progress { looked: None }) };
+            let Ok(permit) = PROGRESS.try_acquire() else {
+                return Ok(AgentReply::Progress { inspected: None });
+            };
             return in_this_process(request.clone(), permit).await;
         }
         AgentRequest::InspectDataset { .. } => &DATASETS,
@@ -95,11 +97,11 @@ async fn in_this_process(
     request: AgentRequest,
     permit: SemaphorePermit<'static>,
 ) -> Result<AgentReply, String> {
-    let looked = tokio::task::spawn_blocking(move || {
+    let replying = tokio::task::spawn_blocking(move || {
         let _permit = permit;
         answer(request)
     });
-    looked.await.map_err(|e| e.to_string())?
+    replying.await.map_err(|e| e.to_string())?
 }
 
 /// As [`request`], blocking the caller until the reply or until `cancelled`. The inner error is what is wrong with the request
@@ -180,8 +182,8 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
         }
         AgentRequest::InspectProgress { path } => {
             let path = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
-            let looked = data::index_progress(&path).map(|progress| (progress.done, progress.total));
-            Ok(AgentReply::Progress { looked })
+            let inspected = data::index_progress(&path).map(|progress| (progress.done, progress.total));
+            Ok(AgentReply::Progress { inspected })
         }
         AgentRequest::Fingerprint { path, known } => {
             let look = if known { data::ChangeDetection::Folders } else { data::ChangeDetection::Files };
@@ -222,8 +224,8 @@ mod tests {
         let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let here = env!("CARGO_MANIFEST_DIR");
         let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
-        let looked = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
-        assert_eq!(looked, Ok(AgentReply::Files { there: vec![true, false, true] }));
+        let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
+        assert_eq!(reply, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
         let asked = AgentRequest::Samples { path: here.into(), pick };
         let answering = request(Path::new("/bin/false"), &asked);
@@ -237,7 +239,7 @@ mod tests {
         let asked = AgentRequest::InspectProgress { path: "/nothing there".into() };
         let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("at once");
-        assert_eq!(answer, Ok(AgentReply::Progress { looked: None }));
+        assert_eq!(answer, Ok(AgentReply::Progress { inspected: None }));
     }
 
     #[test]

@@ -12,14 +12,14 @@ use std::path::Path;
 const NAMED: usize = 3;
 
 /// What keeps a network from beginning with these weights, in words.
-pub(super) fn mistake(question: &FitWeights) -> Option<String> {
-    let path = Path::new(&question.weights);
+pub(super) fn mistake(request: &FitWeights) -> Option<String> {
+    let path = Path::new(&request.weights);
     let file = if path.is_dir() { path.join("model.safetensors") } else { path.to_owned() };
     let given = match checkpoint::shapes(&file) {
         Ok(given) => given,
         Err(why) => return Some(why),
     };
-    let FitWeights { model, image_size, channels, classes, .. } = question;
+    let FitWeights { model, image_size, channels, classes, .. } = request;
     // A network that cannot be built is reported elsewhere.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();

@@ -75,9 +75,24 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
 fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
     let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), format!("{}b", toy::DEVICE)] };
     let weights = trained(Some(gpu));
-    let asked = toy::ASKED.lock().unwrap().clone();
-    assert_eq!(asked, ["preflight for 1 ranks", "engine on device 1"]);
+    // Another test ends what is under way, at any time.
+    let asked = || {
+        let all = toy::ASKED.lock().unwrap().clone();
+        all.into_iter().filter(|what| !what.starts_with("abort")).collect::<Vec<_>>()
+    };
+    assert_eq!(asked(), ["preflight for 1 ranks", "engine on device 1"]);
     // It computes as the CPU does, so all that is around it came to the same bits.
     assert!(weights == trained(None), "other weights than on the CPU");
-    assert_eq!(toy::ASKED.lock().unwrap().len(), asked.len(), "the CPU's rank is not its own");
+    assert_eq!(asked().len(), 2, "the CPU's rank is not its own");
+}
+
+/// As when its watchdog, its agent's lease or a signal ends it.
+#[test]
+fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
+    let why = "steps have stopped for 60 s";
+    let noted = || toy::ASKED.lock().unwrap().iter().filter(|what| **what == format!("abort: {why}")).count();
+    assert_eq!(noted(), 0);
+    Life::default().abort(why);
+    assert_eq!(noted(), 1, "{:?}", toy::ASKED.lock().unwrap());
+    assert!(registry::wait_for_aborts(Duration::ZERO), "a backend still waits, though it had nothing to end");
 }

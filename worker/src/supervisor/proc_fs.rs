@@ -11,6 +11,9 @@ pub(super) struct Stat {
     pub(super) group: i32,
     /// Clock ticks after boot.
     pub(super) start_time: u64,
+    /// Clock ticks that all its threads have run.
+    pub(super) cpu_ticks: u64,
+    pub(super) resident_pages: u64,
 }
 
 impl Stat {
@@ -32,8 +35,11 @@ pub(super) fn stat(pid: i32) -> Option<Stat> {
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
     let group = fields.nth(1)?.parse().ok()?;
-    let start_time = fields.nth(16)?.parse().ok()?;
-    Some(Stat { state, group, start_time })
+    let mut number = |skipped: usize| fields.nth(skipped)?.parse::<u64>().ok();
+    let (user, system) = (number(8)?, number(0)?);
+    let start_time = number(6)?;
+    let resident_pages = number(1)?;
+    Some(Stat { state, group, start_time, cpu_ticks: user + system, resident_pages })
 }
 
 /// All processes of this machine that can be seen.

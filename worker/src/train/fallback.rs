@@ -61,8 +61,8 @@ impl Run<'_> {
         drop(self.engine.0.take());
         let build: &BuildEngine<'_> = self.build_engine;
         let mut engine = build(training, &self.data.shape, Some(Precision::Bf16), 1)?;
-        let form = engine.take_data(&self.data)?;
-        self.data.set_form(form);
+        let format = engine.take_data(&self.data)?;
+        self.data.set_format(format);
         engine.set_parameters(&parameters)?;
         engine.set_optimizer_state(&optimizer)?;
         if let Some(average) = average {

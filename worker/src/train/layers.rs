@@ -17,7 +17,7 @@ use lockstep_protocol::{
 /// The step of an attempt whose layers are timed, from 1: the first ones load kernels and allocate.
 const TIMED_STEP: u64 = 3;
 
-/// What a step is asked for beside its result.
+/// What a step is asked for in addition to its result.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asked {
     histograms: bool,
@@ -57,7 +57,7 @@ impl Layers {
 }
 
 impl Run<'_> {
-    /// Asks the engine for what the next step is to find out beside its result. All ranks keep their gradients together.
+    /// Asks the engine for what the next step is to find out in addition to its result. All ranks keep their gradients together.
     pub(super) fn ask_of_layers(&mut self) -> Result<Asked, TrainError> {
         let (next, every) = (self.step + 1, self.training.spec.log.histograms);
         let histograms = every > 0 && next.is_multiple_of(every);

@@ -7,7 +7,7 @@ use flate2::{Compression, write::GzEncoder};
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
 use lockstep_worker::data::{
     inspect,
-    loader::{Batch, DataSource, DrawnMix, EpochPlan, Form, Mixing},
+    loader::{Batch, BatchFormat, DataSource, EpochPlan, MixParams, Mixing},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -85,7 +85,7 @@ fn bytes_are_mixed_as_normalised_pictures_are_to_the_nearest_byte() {
         DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
     let mut source = mixed(&spec);
     let normalised = batches(&source, plan(0, 1));
-    source.set_form(Form::Bytes);
+    source.set_format(BatchFormat::Bytes);
     for (bytes, normalised) in batches(&source, plan(0, 1)).iter().zip(&normalised) {
         assert_eq!((bytes.lambda, bytes.bytes.len()), (normalised.lambda, 64 * 28 * 28));
         for (byte, value) in bytes.bytes.iter().zip(&normalised.images) {
@@ -113,7 +113,7 @@ fn an_engine_that_has_the_pictures_can_mix_them_itself() {
     let mut drawn = mixed(&spec);
     assert!(drawn.resident().is_some());
     assert!(drawn.is_prepared_each_step(), "cores mix");
-    drawn.set_form(Form::Draws);
+    drawn.set_format(BatchFormat::AugmentParams);
     assert!(!drawn.is_prepared_each_step(), "nothing is left to prepare");
     let (size, draws, pictures) = (28 * 28, drawn_without_mixing(&spec), augmented(&plain));
     for (world_size, accumulate) in [(1, 1), (2, 2)] {
@@ -129,10 +129,11 @@ fn an_engine_that_has_the_pictures_can_mix_them_itself() {
                 assert!(ours.images.is_empty() && ours.bytes.is_empty());
                 assert_eq!((&ours.labels, &ours.indices), (&wanted.labels, &wanted.indices));
                 assert_eq!((&ours.mixed_labels, ours.lambda), (&wanted.mixed_labels, wanted.lambda));
-                assert_eq!((ours.draws.len(), &wanted.drawn_mix), (ours.labels.len(), &None));
-                let DrawnMix { mix, before_index, before_draw } = ours.drawn_mix.clone().expect("mixed");
+                assert_eq!((ours.augment_params.len(), &wanted.mix_params), (ours.labels.len(), &None));
+                let MixParams { mix, before_index, before_params } = ours.mix_params.clone().expect("mixed");
                 assert_eq!(mix.lambda, ours.lambda);
-                let given = ours.indices.iter().zip(&ours.draws).chain([(&before_index, &before_draw)]);
+                let given =
+                    ours.indices.iter().zip(&ours.augment_params).chain([(&before_index, &before_params)]);
                 for (index, draw) in given {
                     assert_eq!(draws[index], *draw, "picture {index}");
                 }
@@ -168,7 +169,7 @@ fn augmented(plain: &DataSource) -> BTreeMap<u64, Vec<f32>> {
 /// The augmentation parameters of each training picture in the first epoch, without mixing.
 fn drawn_without_mixing(spec: &DataSpec) -> BTreeMap<u64, u32> {
     let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
-    source.set_form(Form::Draws);
+    source.set_format(BatchFormat::AugmentParams);
     let all = batches(&source, plan(0, 1)).into_iter();
-    all.flat_map(|batch| batch.indices.into_iter().zip(batch.draws)).collect()
+    all.flat_map(|batch| batch.indices.into_iter().zip(batch.augment_params)).collect()
 }

@@ -8,7 +8,7 @@ use lockstep_protocol::{
     inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
     spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
 };
-use lockstep_worker::{inspect, made_up, net::resnet};
+use lockstep_worker::{inspect, net::resnet, synthetic};
 use serde::Deserialize;
 use serde_json::json;
 use std::{fs, io::Write, path::Path};
@@ -34,7 +34,7 @@ fn spec(of: &Expected) -> JobSpec {
     JobSpec {
         model: ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() },
         data: DataSpec {
-            dataset: "made-up".into(),
+            dataset: "synthetic".into(),
             validation: Validation::Split("test".into()),
             mean: Some(vec![of.mean]),
             std: Some(vec![of.std]),
@@ -71,7 +71,7 @@ fn write_changed(
     header.insert("__metadata__".into(), metadata);
     let mut data: Vec<u8> = Vec::new();
     for p in network.parameters() {
-        let mut values = made_up::values(&format!("resnet20.{}", p.name), p.len());
+        let mut values = synthetic::values(&format!("resnet20.{}", p.name), p.len());
         let (scale, offset) = match p.name.as_str() {
             _ if p.shape.len() == 4 => {
                 ((6.0 / (p.shape[0] * p.shape[2] * p.shape[3]) as f64).sqrt() as f32, 0.0)
@@ -99,7 +99,7 @@ fn write_changed(
 }
 
 fn pixels(of: &Expected) -> Vec<u8> {
-    let values = made_up::values("looking.pictures", of.count * of.side * of.side);
+    let values = synthetic::values("looking.pictures", of.count * of.side * of.side);
     values.iter().map(|v| ((v + 1.0) * 127.5) as u8).collect()
 }
 
@@ -111,7 +111,7 @@ fn write_dataset(folder: &Path, of: &Expected) {
     images.extend(pixels(of));
     let mut labels = vec![0, 0, 8, 1];
     labels.extend(word(of.count));
-    labels.extend(made_up::labels("looking.labels", of.count, 10).into_iter().map(|l| l as u8));
+    labels.extend(synthetic::labels("looking.labels", of.count, 10).into_iter().map(|l| l as u8));
     for split in ["train", "t10k"] {
         fs::write(folder.join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
         fs::write(folder.join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
@@ -178,7 +178,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
     assert_eq!((found.samples, found.accuracy), (200, correct as f64 / 200.0));
     assert_eq!(found.mistakes.len() as u64, 200 - correct);
     assert!(found.mistakes.is_sorted_by(|a, b| a.confidence >= b.confidence));
-    let labels = made_up::labels("looking.labels", of.count, 10);
+    let labels = synthetic::labels("looking.labels", of.count, 10);
     assert!(found.mistakes.iter().all(|m| m.label != m.predicted && labels[m.index as usize] == m.label));
 }
 

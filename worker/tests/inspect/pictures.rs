@@ -96,7 +96,7 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &of);
-    let labels = made_up::labels("looking.labels", of.count, 10);
+    let labels = synthetic::labels("looking.labels", of.count, 10);
     let decoded = |png: &str| {
         use base64::Engine as _;
         let bytes = base64::engine::general_purpose::STANDARD.decode(png).unwrap();

@@ -18,8 +18,8 @@ use lockstep_worker::{
         Engine, EngineConfig, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StepResult,
         build_cpu, slots,
     },
-    made_up::{labels, values},
     net::{Network, init, resnet},
+    synthetic::{labels, values},
 };
 use std::{sync::Arc, time::Duration};
 

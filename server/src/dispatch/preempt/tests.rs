@@ -1,5 +1,8 @@
 use super::super::gang::tests::{Given, candidates};
 use super::*;
+use crate::{dispatch::slots::all_still_held, leases::Leases, store::Place};
+use lockstep_protocol::agent::{AttemptRef, FencingToken};
+use std::time::Duration;
 
 const CPU: &str = "a core";
 
@@ -8,7 +11,14 @@ type Running<'a> = (i32, bool, &'a [(&'a str, &'a [u32])]);
 
 fn occupied(running: &[Running<'_>]) -> Vec<Occupied> {
     let one = |(priority, ends, places): &Running<'_>| Occupied {
-        by: Occupant { job: JobId::generate(), priority: *priority, ends: *ends },
+        by: Occupant {
+            job: JobId::generate(),
+            priority: *priority,
+            preemptible: true,
+            ends: *ends,
+            preempted: *ends,
+        },
+        ends: *ends,
         slots: places
             .iter()
             .flat_map(|(agent, slots)| slots.iter().map(move |slot| (format!("id-{agent}"), *slot)))
@@ -23,8 +33,17 @@ fn planned(
     running: &[Running<'_>],
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
+    planned_with(given, &occupied(running), ranks)
+}
+
+/// The same for a job of priority 9, with jobs that are more particular.
+fn planned_with(
+    given: &[Given<'_>],
+    occupied: &[Occupied],
+    ranks: usize,
+) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(given);
-    let plan = plan(&candidates, ranks, &HashSet::new(), &occupied(running), &HashSet::new())?;
+    let plan = plan(&candidates, (ranks, 9), &HashSet::new(), occupied, &HashSet::new())?;
     let name = |(c, slots): (usize, Vec<u32>)| (candidates[c].agent.row.name.clone(), slots.len());
     Some((plan.chosen.into_iter().map(name).collect(), plan.victims))
 }
@@ -65,7 +84,7 @@ fn slots_that_come_free_anyway_are_counted_on_and_nobody_else_ends() {
     // They are promised to another job.
     let candidates = candidates(&one);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
-    let found = plan(&candidates, 1, &HashSet::new(), &occupied(&running), &promised).unwrap();
+    let found = plan(&candidates, (1, 9), &HashSet::new(), &occupied(&running), &promised).unwrap();
     assert_eq!((found.chosen, found.victims), (vec![(0, vec![0])], vec![0]));
 }
 
@@ -85,4 +104,57 @@ fn over_several_agents_those_that_are_not_needed_go_on() {
     assert_eq!(planned(&given, &running, 4), on(&[("a", 2), ("b", 2)], &[1, 2]));
     assert_eq!(planned(&given, &running, 5), on(&[("a", 2), ("b", 2), ("c", 1)], &[0, 1, 2]));
     assert_eq!(planned(&given, &running, 7), None);
+}
+
+#[test]
+fn of_agents_where_as_much_has_to_end_the_one_with_most_free_slots() {
+    let given = [("a", None, 3, 3, CPU), ("b", None, 3, 2, CPU), ("c", None, 3, 3, CPU)];
+    let running: [Running<'_>; 3] =
+        [(0, false, &[("a", &[0, 1])]), (0, false, &[("b", &[0])]), (0, false, &[("c", &[0, 1])])];
+    assert_eq!(planned(&given, &running, 2), on(&[("b", 2)], &[1]));
+}
+
+#[test]
+fn whoever_ends_anyway_is_counted_on_and_only_lower_ones_that_allow_it_are_stopped() {
+    let one = [("a", None, 3, 3, CPU)];
+    let mut running =
+        occupied(&[(0, false, &[("a", &[0])]), (9, true, &[("a", &[1])]), (12, false, &[("a", &[2])])]);
+    running[1].by.preemptible = false;
+    assert_eq!(planned_with(&one, &running, 1), on(&[("a", 1)], &[]), "of its own priority, not preemptible");
+    assert_eq!(planned_with(&one, &running, 2), on(&[("a", 2)], &[0]));
+    assert_eq!(planned_with(&one, &running, 3), None, "one of a higher priority stays");
+    // Its ranks on another machine have ended: these end, too.
+    running[2].ends = true;
+    assert_eq!(planned_with(&one, &running, 2), on(&[("a", 2)], &[]));
+    running[0].by.priority = 9;
+    assert_eq!(planned_with(&one, &running, 3), None, "one of its own priority stays");
+    running[0].by.priority = 8;
+    assert_eq!(planned_with(&one, &running, 3), on(&[("a", 3)], &[0]));
+    running[0].by.preemptible = false;
+    assert_eq!(planned_with(&one, &running, 3), None);
+}
+
+#[test]
+fn nobody_is_named_while_slots_are_becoming_free_that_the_round_does_not_know_of() {
+    let leases = Leases::new(Duration::from_secs(15));
+    let hold = |agent: &str, slot: u32| {
+        let job = JobId::generate();
+        let attempt = AttemptRef { job: job.clone(), attempt: 1, fencing_token: FencingToken::NONE };
+        let place =
+            Place { agent_id: format!("id-{agent}"), agent: agent.to_owned(), ranks: vec![(0, slot)] };
+        leases.hold(attempt, vec![place]);
+        job
+    };
+    let (first, second, elsewhere) = (hold("a", 0), hold("a", 1), hold("b", 0));
+    let held = leases.all_slots_in_use();
+    let candidates = candidates(&[("a", None, 3, 2, CPU)]);
+    let live = HashSet::from([first.clone(), second.clone()]);
+    // What another agent has, and what this round has given away itself, is no matter.
+    hold("a", 2);
+    leases.release(&elsewhere, 1);
+    assert!(all_still_held(&held, &candidates, &leases, &live));
+    // Its end is stored, and its slot not let go of yet; then it is.
+    assert!(!all_still_held(&held, &candidates, &leases, &HashSet::from([second])));
+    leases.release(&first, 1);
+    assert!(!all_still_held(&held, &candidates, &leases, &live));
 }

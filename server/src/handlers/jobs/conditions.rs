@@ -105,28 +105,52 @@ fn is_single(kind: &Kind) -> bool {
 }
 
 /// A key from the table of keys, so that nothing of the request becomes SQL; else what is wrong with it, for a sentence that names
-/// the parameter.
-pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+/// the parameter. A key that is in one table alone needs no table: `lr` is `train.lr`.
+pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
     let given = path.strip_prefix("spec.").unwrap_or(path);
-    let dotted =
-        |table: &str, key: &str| if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") };
     let all = || {
         KEYS.iter()
             .flat_map(|section| section.keys.iter().map(move |(key, kind)| (section.name, *key, *kind)))
     };
-    let single = || all().filter(|(_, _, kind)| is_single(kind));
-    if let Some(found) = single().find(|(table, key, _)| dotted(table, key) == given) {
+    if let Some(found) = all().find(|(table, key, _)| dotted(table, key) == given) {
         return Ok(found);
     }
-    if all().any(|(table, key, _)| dotted(table, key) == given) {
-        return Err(format!("names {given}, which has several values: name a setting with one value"));
+    let in_tables: Vec<_> = all().filter(|(_, key, _)| *key == given).collect();
+    let names = |of: &[(&str, &str, Kind)]| -> Vec<String> {
+        of.iter().map(|(table, key, _)| dotted(table, key)).collect()
+    };
+    match in_tables.as_slice() {
+        [one] => return Ok(*one),
+        [] => {}
+        several => {
+            return Err(format!(
+                "names {given}, which may be {}: name its table",
+                names(several).join(" or ")
+            ));
+        }
     }
-    let names: Vec<String> = single().map(|(table, key, _)| dotted(table, key)).collect();
-    // A key without its table is meant just as well.
-    let own = single().find(|(_, key, _)| *key == given).map(|(table, key, _)| dotted(table, key));
-    let near = own.or_else(|| nearest(given, names.iter().map(String::as_str)).map(str::to_owned));
-    let hint = near.map_or_else(|| "such as train.lr".to_owned(), |near| format!("did you mean {near:?}?"));
+    let all = names(&all().collect::<Vec<_>>());
+    let hint = match nearest(given, all.iter().map(String::as_str)) {
+        Some(near) => format!("did you mean {near:?}?"),
+        None => "such as train.lr".to_owned(),
+    };
     Err(format!("names {:?}, which is no setting; {hint}", shortened(path)))
+}
+
+fn dotted(table: &str, key: &str) -> String {
+    if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
+}
+
+/// The same of a setting with one value.
+pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+    let (table, key, kind) = setting(path)?;
+    match is_single(&kind) {
+        true => Ok((table, key, kind)),
+        false => Err(format!(
+            "names {}, which has several values: name a setting with one value",
+            dotted(table, key)
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -160,6 +184,11 @@ mod tests {
             let value = SettingValue::Number(0.5);
             assert_eq!(one(text), Condition { table: "train", key: "lr", comparison, value }, "{text}");
         }
+        let value = SettingValue::Number(0.1);
+        assert_eq!(
+            one("lr > 0.1"),
+            Condition { table: "train", key: "lr", comparison: Comparison::Greater, value }
+        );
         assert_eq!(one("model.arch=resnet50").value, SettingValue::Text("resnet50".into()));
         assert_eq!(one("private!=true").value, SettingValue::Bool(true));
         assert_eq!(
@@ -180,7 +209,8 @@ mod tests {
             ("train.lr>nan", "which is no number"),
             ("train.lr>inf", "which is no number"),
             ("train.lrr>1", "did you mean \"train.lr\"?"),
-            ("lr>1", "did you mean \"train.lr\"?"),
+            ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
+            ("milestones=1", "one value"),
             ("model.arch>resnet50", "with = and != alone"),
             ("model.arch=resnet5", "did you mean \"resnet56\"?"),
             ("private=yes", "true or false"),

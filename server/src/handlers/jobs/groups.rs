@@ -2,7 +2,7 @@
 
 use super::{
     group_keys,
-    list::{ListQuery, metric},
+    list::{ListQuery, number},
 };
 use crate::{
     access::Caller,
@@ -191,7 +191,7 @@ pub(crate) async fn list(
 ) -> Result<Json<Listed<Group>>> {
     let by = group_keys::by(&query.by)?;
     let names = names(query.metrics.as_deref())?;
-    let metrics = names.iter().map(|name| metric(name)).collect::<Result<Vec<_>>>()?;
+    let metrics = names.iter().map(|name| number(name)).collect::<Result<Vec<_>>>()?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let sort = query.sort.as_deref().filter(|sort| !sort.is_empty()).unwrap_or("group");
     let (sorted_by, _) = list::sort_key(sort);

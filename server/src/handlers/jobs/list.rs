@@ -13,8 +13,8 @@ use crate::{
 };
 use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
-    Job, JobState, labels,
-    spec::{KEYS, Kind, shortened},
+    Job, JobState, labels, metric,
+    spec::{Kind, shortened},
 };
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -31,6 +31,7 @@ pub(super) const FIELDS: &[&str] = &[
     "failure",
     "project",
     "tags",
+    "queue",
     "notes",
     "parent",
     "owner",
@@ -55,7 +56,7 @@ pub(super) const FIELDS: &[&str] = &[
     "sparkline",
 ];
 
-/// What jobs can be sorted by, besides `spec.` and a key of the specification.
+/// What jobs can be sorted by, besides other metrics, `tag:` and a tag, and `spec.` and a key of the specification.
 const SORTS: [(&str, SortBy); 19] = [
     ("created", SortBy::Created),
     ("started", SortBy::Started),
@@ -125,8 +126,9 @@ pub(crate) struct ListQuery {
     #[param(format = DateTime)]
     pub(super) created_before: Option<String>,
     /// `created`, `started`, `finished`, `name`, `state`, `project`, `owner`, `priority`, `step`, `epoch`, `attempt`, `ranks`, `speed` (images per
-    /// second), `loss`, `accuracy`, `val_loss`, `val_accuracy` and `lr` (the newest), `best`, or a number, word or text of the specification
-    /// such as `spec.train.lr`; `-` before it for the largest first. `-created` when absent.
+    /// second), `loss`, `accuracy`, `val_loss`, `val_accuracy`, `lr` and every other metric (the newest), `best`, `tag:` and a tag (those that
+    /// have it come last), or a key of the specification such as `spec.train.lr`, lists by their text; `-` before it for the largest first.
+    /// `-created` when absent.
     pub(crate) sort: Option<String>,
     /// At most so many: 1 to 1000; 50 when absent.
     #[param(minimum = 1, maximum = 1000)]
@@ -136,6 +138,10 @@ pub(crate) struct ListQuery {
     /// Only these fields of each job, with commas between: `id,name,state`. `notes` are in a list only when they are named here.
     #[param(min_length = 1)]
     pub(super) fields: Option<String>,
+    /// These metrics in `last` of each job, too, with commas between: `grad_norm,step_ms`. `loss`, `accuracy`, `lr`, `val_loss` and
+    /// `val_accuracy` are always there.
+    #[param(min_length = 1)]
+    pub(super) metrics: Option<String>,
     /// Also how many jobs match on all pages together, as `total`.
     pub(super) count: Option<bool>,
 }
@@ -201,6 +207,12 @@ impl ListQuery {
     }
 }
 
+/// # Errors
+/// 400: one that there is not.
+fn metrics(text: Option<&str>) -> Result<Vec<&'static str>> {
+    parts(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
+}
+
 /// What stands between commas.
 fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
     text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
@@ -210,12 +222,27 @@ fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
 /// 400: jobs cannot be sorted by it.
 fn sort(text: &str) -> Result<JobSort> {
     let (name, descending) = list::sort_key(text);
-    let by = match name.strip_prefix("spec.") {
-        Some(path) => setting(path)?,
-        None => {
-            let names = SORTS.map(|(name, _)| name);
-            let name = list::known_name("sort", name, &names)?;
-            SORTS.into_iter().find(|(known, _)| *known == name).map_or(SortBy::Created, |(_, by)| by)
+    let by = match (name.strip_prefix("spec."), name.strip_prefix("tag:")) {
+        (Some(path), _) => setting(path)?,
+        (_, Some(tag)) => {
+            if tag.trim().is_empty() {
+                return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
+            }
+            if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
+                return Err(Error::BadRequest(format!("sort: tag {mistake}")));
+            }
+            SortBy::Tag(tag.to_owned())
+        }
+        _ => {
+            let names: Vec<_> = SORTS.iter().map(|(name, _)| *name).chain(metric::NAMES).collect();
+            match list::known_name("sort", name, &names)? {
+                // The one speed that a job has.
+                "images_per_second" => SortBy::Speed,
+                name => {
+                    let own = SORTS.into_iter().find(|(known, _)| *known == name);
+                    own.map_or(SortBy::Metric(name), |(_, by)| by)
+                }
+            }
         }
     };
     Ok(JobSort { by, descending })
@@ -225,11 +252,11 @@ fn sort(text: &str) -> Result<JobSort> {
 ///
 /// # Errors
 /// 400: there is none of this name, or it is no number.
-pub(super) fn metric(name: &str) -> Result<SortBy> {
+pub(super) fn number(name: &str) -> Result<SortBy> {
     let JobSort { by, descending } = sort(name)?;
     let is_number = match by {
         SortBy::Created | SortBy::Started | SortBy::Finished => false,
-        SortBy::Name | SortBy::State | SortBy::Project | SortBy::Owner => false,
+        SortBy::Name | SortBy::State | SortBy::Project | SortBy::Owner | SortBy::Tag(_) => false,
         SortBy::Setting { is_number, .. } => is_number,
         _ => true,
     };
@@ -242,25 +269,21 @@ pub(super) fn metric(name: &str) -> Result<SortBy> {
     Ok(by)
 }
 
-/// A key of the specification: from the table of keys, so nothing of the request becomes SQL.
+/// A key of the specification.
+///
+/// # Errors
+/// 400: there is none of this name, or jobs have it beside their specification.
 fn setting(path: &str) -> Result<SortBy> {
-    let (table, key) = path.split_once('.').unwrap_or(("", path));
-    let section = KEYS.iter().find(|section| section.name == table);
-    let known = section.and_then(|section| {
-        let (key, kind) = section.keys.iter().find(|(known, _)| *known == key)?;
-        Some((section.name, *key, *kind))
-    });
-    let is_number = match known {
-        Some((_, _, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. })) => true,
-        Some((_, _, Kind::Text { .. } | Kind::Word(_) | Kind::Bool)) => false,
-        _ => {
-            return Err(Error::BadRequest(format!(
-                "jobs cannot be sorted by spec.{}; by a number, a word or a text of the specification they can, such as spec.train.lr",
-                shortened(path)
-            )));
+    let refused = |detail: String| Error::BadRequest(format!("sort {detail}"));
+    let (table, key, kind) = conditions::setting(path).map_err(refused)?;
+    let is_number = match kind {
+        Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
+        Kind::Project | Kind::Tags | Kind::Notes => {
+            return Err(refused(format!("names spec.{key}: sort by project or by tag:NAME, not by notes")));
         }
+        // What has several values, by its text.
+        _ => false,
     };
-    let (table, key) = known.map_or(("", ""), |(table, key, _)| (table, key));
     Ok(SortBy::Setting { table, key, is_number })
 }
 
@@ -275,7 +298,13 @@ pub(crate) async fn list(
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
-    let page = app.store.jobs(&filter).await?;
+    let metrics = metrics(query.metrics.as_deref())?;
+    let mut page = app.store.jobs(&filter).await?;
+    for job in &mut page.jobs {
+        // All of them would be most of a long list.
+        job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
+        app.wait_reasons.tell(job);
+    }
     let total = match query.count {
         Some(true) => Some(app.store.jobs_counted(&filter).await?),
         _ => None,
@@ -305,7 +334,18 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_with_one_value_is_a_sort() {
+    fn metrics_are_those_that_there_are() {
+        assert_eq!(metrics(Some(" grad_norm, step_ms")).unwrap(), ["grad_norm", "step_ms"]);
+        assert!(metrics(None).unwrap().is_empty());
+        let Err(Error::BadRequest(told)) = metrics(Some("grad_nrom")) else { panic!("it is none") };
+        assert!(
+            told.contains("no metric \"grad_nrom\"") && told.contains("did you mean \"grad_norm\"?"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn every_setting_is_a_sort() {
         for (path, expected) in [
             ("train.lr", Some(true)),
             ("train.seed", Some(true)),
@@ -313,7 +353,11 @@ mod tests {
             ("data.horizontal_flip", Some(false)),
             ("priority", Some(true)),
             ("project", None),
-            ("data.mean", None),
+            ("data.mean", Some(false)),
+            ("train.milestones", Some(false)),
+            ("tags", None),
+            ("lr", Some(true)),
+            ("every_steps", None),
             ("train.lr'", None),
             ("train", None),
             ("x.y", None),
@@ -324,6 +368,14 @@ mod tests {
             assert_eq!(is_number, expected, "{path}");
         }
         assert_eq!(sort("-loss").unwrap(), JobSort { by: SortBy::Loss, descending: true });
+        assert_eq!(sort("grad_norm").unwrap().by, SortBy::Metric("grad_norm"));
+        assert_eq!(sort("images_per_second").unwrap().by, SortBy::Speed);
+        assert_eq!(
+            sort("-tag:warm up").unwrap(),
+            JobSort { by: SortBy::Tag("warm up".into()), descending: true }
+        );
+        assert!(sort("tag:").is_err() && sort(&format!("tag:{}", "é".repeat(40))).is_ok());
+        assert!(sort(&format!("tag:{}", "é".repeat(41))).is_err());
         assert!(sort("losss").is_err() && sort("").is_err() && sort("-").is_err());
     }
 }

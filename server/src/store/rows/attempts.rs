@@ -51,21 +51,40 @@ pub struct AttemptRow {
     pub attempt: AttemptRef,
     /// Where its ranks are.
     pub places: Vec<Place>,
-    /// Why it is being stopped, if it is.
-    pub stop: Option<Reason>,
-    /// It is to keep a checkpoint and end.
-    pub pausing: bool,
+    /// Its ranks are to end, at once or with a checkpoint; the job says why.
+    pub ends: bool,
 }
 
-/// A preemptible job whose ranks hold slots.
+/// A place in the queue, behind a job; the default is before all of them.
+#[derive(Debug, Clone)]
+pub struct QueuePlace {
+    /// That job's priority.
+    pub(crate) priority: i64,
+    /// When it was submitted, in milliseconds since 1970.
+    pub(crate) created_at: i64,
+    /// Its id.
+    pub(crate) job: String,
+}
+
+impl Default for QueuePlace {
+    fn default() -> Self {
+        Self { priority: i64::MAX, created_at: 0, job: String::new() }
+    }
+}
+
+/// A job whose ranks hold slots.
 #[derive(Debug, Clone)]
 pub struct Occupant {
     /// Which.
     pub job: JobId,
     /// The job's priority now.
     pub priority: i32,
+    /// It allows that a job of higher priority takes its slots, and it can be told to end.
+    pub preemptible: bool,
     /// Its ranks are being ended already.
     pub ends: bool,
+    /// They are being ended for the sake of a job of higher priority.
+    pub preempted: bool,
 }
 
 /// Records of one source of an attempt, as they came.

@@ -76,7 +76,7 @@ pub enum SettingValue {
 }
 
 /// The order of a list of jobs. Jobs of the same value follow by their ids, and those without one come last.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobSort {
     /// By what.
     pub by: SortBy,
@@ -91,7 +91,7 @@ impl Default for JobSort {
 }
 
 /// What jobs are sorted by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum SortBy {
     Created,
@@ -120,6 +120,10 @@ pub enum SortBy {
     LearningRate,
     /// The best validation accuracy.
     Best,
+    /// The newest value of another metric, by its name among those that there are.
+    Metric(&'static str),
+    /// Whether people tagged it so.
+    Tag(String),
     /// A key of the specification; its table is empty for one at the top.
     Setting {
         table: &'static str,

@@ -27,7 +27,7 @@ pub struct HistogramFilter {
 pub struct HistogramRow {
     /// The step.
     pub step: u64,
-    /// That told it.
+    /// That reported it.
     pub attempt: u32,
     /// The layer.
     pub layer: String,

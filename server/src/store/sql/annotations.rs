@@ -1,25 +1,48 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects.
 
-use super::{Connection, SqlStore, purge};
+use super::{Connection, Db, SqlStore, job_list::push_seen, purge};
 use crate::store::{
-    Annotation, Result, StoreError,
+    Annotation, AnnotationPage, Result, StoreError,
     quarantine::readable,
-    values::{from_json, json, plain},
+    values::{from_json, json, plain, uint},
 };
 use lockstep_protocol::job::JobId;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use sqlx::QueryBuilder;
+
+/// Annotations of jobs that are there and that somebody sees.
+fn push_annotated(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
+    query.push(" FROM annotations JOIN jobs ON jobs.id = annotations.job_id");
+    push_seen(query, seen_by);
+}
 
 impl SqlStore {
-    pub(super) async fn read_annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
-        let rows: Vec<(String, String, String)> =
-            sqlx::query_as("SELECT job_id, notes, tags FROM annotations").fetch_all(&self.reader).await?;
+    pub(super) async fn read_annotations(
+        &self,
+        seen_by: Option<&str>,
+        behind: &str,
+        limit: u32,
+    ) -> Result<AnnotationPage> {
+        let mut query = QueryBuilder::new("SELECT job_id, notes, tags");
+        push_annotated(&mut query, seen_by);
+        query.push(" AND job_id > ").push_bind(plain(behind).into_owned());
+        query.push(" ORDER BY job_id LIMIT ").push_bind(i64::from(limit) + 1);
+        let mut rows: Vec<(String, String, String)> = query.build_query_as().fetch_all(&self.reader).await?;
+        let more = rows.len() > limit as usize;
+        rows.truncate(limit as usize);
+        let next = rows.last().filter(|_| more).map(|(id, ..)| id.clone());
         let read = |(id, notes, tags): (String, String, String)| {
             let flawed = |what: &str| StoreError::Corrupt(format!("{what} of the notes of job {id:?}"));
             let tags = from_json(&tags).map_err(|_| flawed("tags"))?;
             Ok((id.parse().map_err(|_| flawed("the id"))?, Annotation { notes, tags }))
         };
-        Ok(readable(rows.into_iter().map(read)).into_iter().collect())
+        Ok(AnnotationPage { jobs: readable(rows.into_iter().map(read)).into_iter().collect(), next })
+    }
+
+    pub(super) async fn number_of_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
+        let mut query = QueryBuilder::new("SELECT count(*)");
+        push_annotated(&mut query, seen_by);
+        Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
     pub(super) async fn write_annotation(

@@ -2,7 +2,7 @@
 
 use super::{
     DbRow, SqlStore,
-    jobs::{change, load, read, stop_reason},
+    jobs::{change, load, read},
 };
 use crate::{
     lifecycle,
@@ -16,6 +16,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, FencingToken},
     attempt::{Attempt, AttemptState},
     job::{JobId, JobState},
+    reason::{Reason, ReasonCode},
 };
 use sqlx::Row;
 
@@ -86,21 +87,27 @@ impl SqlStore {
         Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, fencing_token }, resume, changed }))
     }
 
-    pub(super) async fn list_preemptible(&self) -> Result<Vec<Occupant>> {
+    pub(super) async fn list_occupants(&self) -> Result<Vec<Occupant>> {
         let rows = sqlx::query(
-            "SELECT id, priority, state, stop FROM jobs WHERE preemptible = 1 AND fencing_token IS NOT NULL \
+            "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
              AND deleted_at IS NULL ORDER BY priority, created_at DESC, id DESC",
         )
         .fetch_all(&self.reader)
         .await?;
         let occupant = |row: &DbRow| {
             let id: String = row.try_get("id")?;
-            let state: &str = row.try_get("state")?;
-            let runs = [JobState::Starting, JobState::Running].iter().any(|runs| runs.as_str() == state);
+            // A state of another version is none of these: such a job runs, and is not told to end.
+            let state = row.try_get::<&str, _>("state")?.parse::<JobState>().ok();
+            let runs = matches!(state, None | Some(JobState::Starting | JobState::Running));
+            let pausing = state == Some(JobState::Pausing);
+            let cause = row.try_get::<Option<String>, _>("cause")?.filter(|_| pausing);
+            let cause = cause.and_then(|cause| read::<Option<Reason>>(&id, "cause", &cause));
             Ok(Occupant {
-                job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
+                preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
                 ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
+                preempted: cause.is_some_and(|cause| *cause.code() == ReasonCode::Preempting),
+                job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
             })
         };
         Ok(readable(rows.iter().map(occupant)))
@@ -123,8 +130,8 @@ impl SqlStore {
                     attempt: small(row.try_get("attempt")?),
                     fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
-                stop: row.try_get::<Option<String>, _>("stop")?.map(|text| stop_reason(&text)),
-                pausing: row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
+                ends: row.try_get::<Option<&str>, _>("stop")?.is_some()
+                    || row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
             })
         };
         Ok(readable(rows.iter().map(live)))

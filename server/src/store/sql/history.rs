@@ -12,7 +12,7 @@ use crate::store::{
 use lockstep_protocol::{job::Job, stream::Event};
 use sqlx::{AssertSqlSafe, Row};
 
-/// Changes of state, forks and requests that are told at most: the newest changes, the oldest forks, the newest requests.
+/// Changes of state, forks and requests that are listed at most: the newest changes, the oldest forks, the newest requests.
 const MOST: i64 = 1000;
 
 fn event(row: &DbRow) -> Result<Event> {
@@ -50,7 +50,7 @@ impl SqlStore {
             .fetch_all(&self.reader)
             .await?;
         }
-        // As `list_waiting` orders them.
+        // As `list_waiting` orders them: without fair share.
         let before_it: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM jobs WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
              AND (priority > $1 OR (priority = $1 AND (created_at, id) < ($2, $3)))",

@@ -219,7 +219,7 @@ async fn store_report(
         if row.fencing_token.is_none() {
             break; // The attempt has ended; nothing comes after that.
         }
-        // Rank 0 alone tells of layers, and of steps that there are.
+        // Only rank 0 reports layers and how many steps there are.
         let is_told = match &event {
             AttemptEvent::Histograms(found) => source == Source::Rank(0) && found.step <= row.job.total_steps,
             AttemptEvent::Network(_) => source == Source::Rank(0),

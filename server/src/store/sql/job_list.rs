@@ -32,7 +32,7 @@ enum Holds {
 }
 
 /// What to sort by as SQL, what it holds, and whether it may be NULL.
-fn expression(by: SortBy) -> (String, Holds, bool) {
+fn expression(by: &SortBy) -> (String, Holds, bool) {
     match by {
         SortBy::Created => ("jobs.created_at".into(), Holds::Integer, false),
         SortBy::Started => ("jobs.started_at".into(), Holds::Integer, true),
@@ -53,9 +53,15 @@ fn expression(by: SortBy) -> (String, Holds, bool) {
         SortBy::LearningRate => (json_number("jobs.last", &["lr"]), Holds::Number, true),
         SortBy::ValAccuracy => (json_number("jobs.last", &["val_accuracy"]), Holds::Number, true),
         SortBy::Best => (json_number("jobs.best", &["value"]), Holds::Number, true),
+        SortBy::Metric(name) => (json_number("jobs.last", &[name]), Holds::Number, true),
+        SortBy::Tag(_) => {
+            let has = |tag: &str| format!("{POSITION}(annotations.tags, sorting.{tag}) > 0");
+            let tagged = format!("{} OR {}", has("first_tag"), has("later_tag"));
+            (format!("CAST(CASE WHEN {tagged} THEN 1 ELSE 0 END AS BIGINT)"), Holds::Integer, false)
+        }
         SortBy::Setting { table, key, is_number } => {
-            let holds = if is_number { Holds::Number } else { Holds::Text };
-            (setting(table, key, is_number), holds, true)
+            let holds = if *is_number { Holds::Number } else { Holds::Text };
+            (setting(table, key, *is_number), holds, true)
         }
     }
 }
@@ -119,17 +125,33 @@ fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
     Ok(())
 }
 
+/// A tag as it stands in the list of a job's: between its quotation marks, as the first one or behind a comma. Quotation marks of a tag's
+/// own are escaped there.
+fn tag_places(tag: &str) -> Result<[String; 2]> {
+    let tag = json(&tag)?;
+    Ok([format!("[{tag}"), format!(",{tag}")])
+}
+
 /// A tag.
 fn push_tag(query: &mut QueryBuilder<Db>, tag: &str) -> Result<()> {
-    // Between its quotation marks, as the first of the list or behind a comma: quotation marks of a tag's own are escaped there.
-    let tag = json(&tag)?;
-    query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(format!("[{tag}"));
-    query.push(format!(") > 0 OR {POSITION}(annotations.tags, ")).push_bind(format!(",{tag}")).push(") > 0)");
+    let [first, later] = tag_places(tag)?;
+    query.push(format!(" AND ({POSITION}(annotations.tags, ")).push_bind(first);
+    query.push(format!(") > 0 OR {POSITION}(annotations.tags, ")).push_bind(later).push(") > 0)");
+    Ok(())
+}
+
+/// The tag that jobs are sorted by, bound once for every place where [`expression`] asks for it.
+fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
+    if let SortBy::Tag(tag) = by {
+        let [first, later] = tag_places(tag)?;
+        query.push(" CROSS JOIN (SELECT CAST(").push_bind(first).push(" AS TEXT) AS first_tag, CAST(");
+        query.push_bind(later).push(" AS TEXT) AS later_tag) AS sorting");
+    }
     Ok(())
 }
 
 /// What somebody sees: jobs that are there, without what is private to others.
-fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
+pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" WHERE jobs.deleted_at IS NULL");
     if let Some(name) = seen_by {
         query.push(" AND (jobs.private = 0 OR jobs.owner = ").push_bind(plain(name).into_owned()).push(")");
@@ -176,8 +198,8 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
 }
 
 /// Behind the cursor, in the order of `sort`.
-fn push_cursor(query: &mut QueryBuilder<Db>, sort: JobSort, cursor: &Cursor) -> Result<()> {
-    let (by, holds, nullable) = expression(sort.by);
+fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) -> Result<()> {
+    let (by, holds, nullable) = expression(&sort.by);
     let than = if sort.descending { "<" } else { ">" };
     query.push(" AND (");
     if cursor.value == SortValue::Missing {
@@ -213,13 +235,14 @@ fn value(row: &DbRow, holds: Holds) -> Result<SortValue> {
 impl SqlStore {
     pub(super) async fn list_jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { PAGE } else { filter.limit.min(PAGE_MAX) };
-        let (by, holds, nullable) = expression(filter.sort.by);
+        let (by, holds, nullable) = expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
         let jobs = if filter.with_notes { JOB_AND_NOTES } else { JOB };
         let mut query = QueryBuilder::new(jobs.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
+        push_sorting(&mut query, &filter.sort.by)?;
         push_conditions(&mut query, filter)?;
         if let Some(cursor) = &filter.cursor {
-            push_cursor(&mut query, filter.sort, cursor)?;
+            push_cursor(&mut query, &filter.sort, cursor)?;
         }
         query.push(" ORDER BY ");
         if nullable {

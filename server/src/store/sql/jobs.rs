@@ -5,7 +5,7 @@ use crate::{
     lifecycle,
     store::{
         Annotation, Change, Changed, Created, JobRow, NewJob, Result, StoreError,
-        quarantine::{self, read_spec, readable},
+        quarantine::{self, read_spec},
         values::{fencing, from_json, int, json, plain, reached, small, time, uint},
     },
 };
@@ -83,10 +83,13 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         cause,
         project: spec.project.clone(),
         tags,
+        queue: None,
         notes: optional("notes")?,
         parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
         owner: optional("owner")?,
-        batch: flaws.is_empty().then(|| Batch::of(&spec)),
+        batch: flaws
+            .is_empty()
+            .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
         attempt: small(row.try_get("attempt")?),
@@ -335,15 +338,6 @@ impl SqlStore {
 
     pub(super) async fn read_job(&self, id: &JobId) -> Result<Option<JobRow>> {
         load(&mut *self.reader.acquire().await?, id).await
-    }
-
-    pub(super) async fn list_waiting(&self) -> Result<Vec<JobRow>> {
-        let query = format!(
-            "{JOB} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
-             ORDER BY priority DESC, created_at, id LIMIT 1000"
-        );
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(job_row)))
     }
 
     pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {

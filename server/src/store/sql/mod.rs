@@ -23,17 +23,19 @@ mod machines;
 mod panels;
 mod people;
 mod purge;
+mod queue;
 mod reads;
 
 use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
 };
+use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts,
-    Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
-    Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow,
-    NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, Report, Result, SessionRow, SortBy,
-    Store, TokenRow,
+    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim,
+    Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow,
+    HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
+    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, QueuePlace, Report, Result,
+    SessionRow, SortBy, Store, TokenRow,
 };
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -47,7 +49,7 @@ use lockstep_protocol::{
     people::Identity,
 };
 use sqlx::{Pool, Transaction};
-use std::{collections::BTreeMap, fs::File, sync::Arc};
+use std::{collections::HashMap, fs::File, sync::Arc};
 
 /// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
 /// of others reads concurrently.
@@ -106,8 +108,12 @@ impl Store for SqlStore {
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         self.read_history(job, with_requests).await
     }
-    async fn waiting(&self) -> Result<Vec<JobRow>> {
-        self.list_waiting().await
+    async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
+        self.list_waiting(from).await
+    }
+
+    async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {
+        self.sum_shares(by).await
     }
     async fn unfinished(&self) -> Result<Vec<Job>> {
         self.list_unfinished().await
@@ -130,8 +136,8 @@ impl Store for SqlStore {
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
     }
-    async fn preemptible(&self) -> Result<Vec<Occupant>> {
-        self.list_preemptible().await
+    async fn occupants(&self) -> Result<Vec<Occupant>> {
+        self.list_occupants().await
     }
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>> {
         self.read_acknowledged(attempt, agent_id).await
@@ -207,8 +213,11 @@ impl Store for SqlStore {
     async fn agents(&self) -> Result<Vec<AgentRow>> {
         self.list_agents().await
     }
-    async fn annotations(&self) -> Result<BTreeMap<JobId, Annotation>> {
-        self.read_annotations().await
+    async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage> {
+        self.read_annotations(seen_by, behind, limit).await
+    }
+    async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64> {
+        self.number_of_annotations(seen_by).await
     }
     async fn annotate(
         &self,

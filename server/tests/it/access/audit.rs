@@ -53,6 +53,31 @@ async fn everything_that_may_change_something_is_written_down() {
     server.stop().await;
 }
 
+/// Of an address the first 300 characters are written down, and as many of what else a request was about.
+#[tokio::test]
+async fn what_a_request_was_about_is_cut_after_300_characters() {
+    let server = TestServer::new().await;
+    let address = |chars: usize| {
+        let start = "/api/v1/datasets/none?x=";
+        format!("{start}{}", "y".repeat(chars - start.len()))
+    };
+    for (chars, kept) in [(300, 300), (301, 300), (5000, 300)] {
+        let answer = server.http.delete(server.url(&address(chars))).send().await.unwrap();
+        assert_eq!(answer.status(), 404, "{chars}");
+        assert_eq!(entries(&server).await[0]["object"], address(kept), "{chars}");
+    }
+    // The form of the page People names whom it is about; letters count, not their bytes.
+    let about = |letters: usize| format!("Add \"{}", "ä".repeat(letters));
+    for (letters, written) in [(294, about(294) + "\""), (295, about(295)), (2000, about(295))] {
+        let form = server.http.post(server.url("/people"));
+        let form = form.header("content-type", "application/x-www-form-urlencoded");
+        let body = format!("action=add&name={}&password=correct+horse", "%C3%A4".repeat(letters));
+        assert_eq!(form.body(body).send().await.unwrap().status(), 422, "{letters}");
+        assert_eq!(entries(&server).await[0]["object"], format!("/people: {written}"), "{letters}");
+    }
+    server.stop().await;
+}
+
 #[tokio::test]
 async fn the_log_is_read_page_by_page_and_has_an_end() {
     let server = TestServer::with(|c| c.audit_entries = 20).await;

@@ -61,6 +61,8 @@ async fn members_change_their_own_jobs_and_admins_all() {
     let (_, old) = server.post("/jobs", &named("old")).await;
     assert_eq!(old["owner"], "this machine", "{old}");
     let old = format!("/jobs/{}", old["id"].as_str().unwrap());
+    let (_, older) = server.post("/jobs", &named("older")).await;
+    let older = format!("/jobs/{}", older["id"].as_str().unwrap());
     let note = || Some(json!({"note": "n"}));
     assert_eq!(server.as_who(&ci, "PATCH", &old, note()).await.0, 200, "without people, whoever may submit");
 
@@ -101,10 +103,13 @@ async fn members_change_their_own_jobs_and_admins_all() {
     assert_eq!(server.as_who(&ada, "PATCH", &hers, note()).await.0, 200);
     assert_eq!(server.as_who(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
     assert_eq!(server.as_who(&mona, "DELETE", &hers, None).await.0, 204);
+    for who in [&mona, &otto, &ada] {
+        assert_eq!(server.as_who(who, "DELETE", &hers, None).await.0, 404, "it is gone for everybody");
+    }
 
     // Of earlier versions, whose jobs have no owner.
     server.execute("UPDATE jobs SET owner = NULL").await;
-    let (status, problem) = server.as_who(&mona, "POST", &format!("{old}/cancel"), None).await;
+    let (status, problem) = server.as_who(&mona, "POST", &format!("{older}/cancel"), None).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("only admins"), "{problem}");
 
     server.as_who(&mona, "POST", "/jobs", Some(named("one"))).await;

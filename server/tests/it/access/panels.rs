@@ -51,7 +51,7 @@ async fn a_job_has_its_own_panels_or_its_projects() {
 
     // What is left out has its default, and comes back complete.
     let whole = json!({"title": "both", "metrics": ["loss", "lr"], "lines": "ranks", "columns": 2, "rows": 3, "smoothing": 0.5,
-        "log": true, "y_min": 0.001, "y_max": 10.0});
+        "robust": true, "log": true, "y_min": 0.001, "y_max": 10.0});
     let (status, stored) = server
         .put(&format!("/jobs/{one}/panels"), &json!({"panels": [whole, panel("b", &["accuracy"])]}))
         .await;
@@ -59,7 +59,7 @@ async fn a_job_has_its_own_panels_or_its_projects() {
     let (_, again) = server.get(&format!("/jobs/{one}/panels")).await;
     assert_eq!(again, stored);
     assert_eq!(again["panels"][0], whole);
-    let expected = json!({"title": "b", "metrics": ["accuracy"], "lines": "mean", "columns": 1, "rows": 1, "smoothing": 0.0, "log": false});
+    let expected = json!({"title": "b", "metrics": ["accuracy"], "lines": "mean", "columns": 1, "rows": 1, "smoothing": 0.0, "robust": false, "log": false});
     assert_eq!(again["panels"][1], expected);
     assert_eq!(shown(&server, &two).await, says("none", &[]));
 

@@ -1,12 +1,13 @@
-//! Every route and method as a viewer, as the member whose job it is, and as another member; with a private job and with an open one.
+//! Every route and method as a viewer, as the member whose job it is, and as another member; with a private job and with an open one; by
+//! tokens that these people have made and by the sessions of their browsers.
 
 use super::routes::{METHODS, Told, ask, every_path, sufficient};
 use crate::{
     agent::{Agent, info},
     document::a_job,
-    test_server::{TestServer, client, client_without_redirects},
+    test_server::{TestServer, builder, client, client_without_redirects},
 };
-use reqwest::Method;
+use reqwest::{Client, Method, header::HeaderMap};
 use serde_json::json;
 
 /// What a member reads of others by a method that may change something.
@@ -19,8 +20,37 @@ fn is_about(path: &str) -> bool {
     starts.iter().any(|start| path.starts_with(start))
 }
 
+/// How people show who they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum By {
+    Token,
+    Session,
+}
+
+impl By {
+    /// Somebody's program or browser; `token` is one that the person has made.
+    async fn client(self, server: &TestServer, name: &str, token: &str) -> Client {
+        if self == By::Token {
+            return client_without_redirects(token);
+        }
+        let cookie = server.signed_in(name).await.cookie.parse().unwrap();
+        let headers = HeaderMap::from_iter([(reqwest::header::COOKIE, cookie)]);
+        let client = builder("").default_headers(headers).redirect(reqwest::redirect::Policy::none());
+        client.build().unwrap()
+    }
+}
+
 #[tokio::test]
 async fn every_route_as_viewer_as_member_and_as_another_member() {
+    walk(By::Token).await;
+}
+
+#[tokio::test]
+async fn every_route_in_the_browsers_of_a_viewer_a_member_and_another_member() {
+    walk(By::Session).await;
+}
+
+async fn walk(by: By) {
     let mut server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
@@ -43,7 +73,7 @@ async fn every_route_as_viewer_as_member_and_as_another_member() {
     agent.vanish();
     // What others do is refused, so the owner finds all of it, and takes it away at last.
     for (name, scope, token) in &people {
-        let who = client_without_redirects(token);
+        let mut who = by.client(&server, name, token).await;
         for (private, job, checkpoint, dataset) in &objects {
             for path in every_path() {
                 let id = if path.contains("/checkpoints/{id}") { checkpoint } else { job };
@@ -54,7 +84,12 @@ async fn every_route_as_viewer_as_member_and_as_another_member() {
                     // Its own: the answers differ as it takes them away, and none is 403.
                     let owns = *name == "mona" && is_about(&path);
                     let told = ask(&server, &who, method, &real).await;
-                    let what = format!("{name}: {method} {path} (private: {private}): {told:?}");
+                    let what = format!("{name} by {by:?}: {method} {path} (private: {private}): {told:?}");
+                    if by == By::Session && path == "/logout" && *method == Method::POST {
+                        assert_eq!(ask(&server, &who, &Method::GET, "/jobs").await, Told::SignIn, "{what}");
+                        who = by.client(&server, name, token).await;
+                        continue;
+                    }
                     let enough = sufficient(method, &path).is_none_or(|enough| enough.contains(scope));
                     if !enough && !OWN_TOKENS.contains(&path.as_str()) {
                         assert_eq!(told, Told::Forbidden, "{what}");

@@ -26,10 +26,12 @@ const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/p
 pub(super) const METHODS: [Method; 7] =
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 
+const SAFE: [Method; 3] = [Method::GET, Method::HEAD, Method::OPTIONS];
+
 /// The scopes that suffice; none: it is open.
 pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
-    let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
-    if path == "/login" || (OPEN.contains(&path) && safe) {
+    let safe = SAFE.contains(method);
+    if ["/login", "/healthz", "/readyz"].contains(&path) || (OPEN.contains(&path) && safe) {
         return None;
     }
     Some(match path {
@@ -75,6 +77,22 @@ pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, p
         303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Told::SignIn,
         other => Told::Else(other),
     }
+}
+
+#[tokio::test]
+async fn open_addresses_say_which_methods_they_have() {
+    let server = TestServer::new().await;
+    for token in ["", server.token.as_str()] {
+        let client = client_without_redirects(token);
+        for path in ["/healthz", "/readyz"] {
+            for method in [Method::TRACE, Method::POST, Method::DELETE] {
+                let answer = client.request(method.clone(), server.url(path)).send().await.unwrap();
+                assert_eq!(answer.status().as_u16(), 405, "{method} {path}");
+                assert_eq!(answer.headers()["allow"], "GET,HEAD", "{method} {path}");
+            }
+        }
+    }
+    server.stop().await;
 }
 
 #[tokio::test]
@@ -128,6 +146,49 @@ async fn every_route_refuses_strangers_and_scopes_that_do_not_suffice() {
             }
         }
     }
+    server.stop().await;
+}
+
+/// As browsers send it with what another page makes them ask: whoever is signed in, nothing is changed, not even looked up.
+#[tokio::test]
+async fn pages_of_other_origins_are_refused_on_every_route_that_changes_something() {
+    const WORDS: &str = "requests from other web pages are refused";
+    let server = TestServer::new().await;
+    server.add_person("ada", "admin").await;
+    let ada = server.signed_in("ada").await;
+    let agent = client_without_redirects(&server.agent_token("somebody").await);
+    let own = format!("http://{}", server.address);
+    let mut refused = 0;
+    for path in every_path() {
+        let url =
+            server.url(&path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], ""));
+        for method in METHODS.iter().filter(|method| !SAFE.contains(method)) {
+            let by_cookie = || ada.client.request(method.clone(), &url).header("cookie", &ada.cookie);
+            let by_token = || server.http.request(method.clone(), &url);
+            for request in [
+                by_cookie().header("origin", "https://evil.example"),
+                by_cookie().header("origin", "null"),
+                by_cookie().header("sec-fetch-site", "cross-site"),
+                by_cookie().header("sec-fetch-site", "same-site"),
+                by_token().header("origin", "https://evil.example"),
+                agent.request(method.clone(), &url).header("origin", "https://evil.example"),
+                client_without_redirects("")
+                    .request(method.clone(), &url)
+                    .header("origin", "http://127.0.0.1:1"),
+            ] {
+                let answer = request.send().await.unwrap();
+                let (status, text) = (answer.status().as_u16(), answer.text().await.unwrap());
+                assert!(status == 403 && text.contains(WORDS), "{method} {path}: {status} {text}");
+                refused += 1;
+            }
+            // Signed out, it would be told to sign in.
+            if path != "/logout" {
+                let text = by_cookie().header("origin", &own).send().await.unwrap().text().await.unwrap();
+                assert!(!text.contains(WORDS), "{method} {path}: our own page");
+            }
+        }
+    }
+    assert!(refused > 1000, "{refused}");
     server.stop().await;
 }
 

@@ -1,7 +1,7 @@
 //! Kubernetes' API as a launch needs it: objects as plain JSON, conflicts read again, and an API server that is away tried again.
 
 use super::super::{
-    super::{output, watch::PATIENCE, wrong},
+    super::{api::PATIENCE, output, wrong},
     Args,
 };
 use kube::{
@@ -43,9 +43,21 @@ impl Kind {
     }
 }
 
+/// How long a cluster is waited for.
+#[derive(Debug, Clone, Copy)]
+struct Waits {
+    /// For the answer to a request that is no watch. A machine that is gone without a word keeps a connection open.
+    answer: Duration,
+    /// While the API server is away.
+    away: Duration,
+}
+
+const WAITS: Waits = Waits { answer: Duration::from_secs(30), away: PATIENCE };
+
 /// A namespace of a cluster.
 pub(super) struct Cluster {
     client: Client,
+    waits: Waits,
     pub(super) namespace: String,
     /// Whether it has been said that the API server is away.
     is_away: AtomicBool,
@@ -82,7 +94,7 @@ impl Cluster {
             )));
         }
         let client = Client::try_from(config).map_err(|e| unusable(&e))?;
-        Ok(Self { client, namespace, is_away: AtomicBool::new(false) })
+        Ok(Self { client, waits: WAITS, namespace, is_away: AtomicBool::new(false) })
     }
 
     pub(super) fn api(&self, kind: Kind) -> Api<DynamicObject> {
@@ -105,13 +117,20 @@ impl Cluster {
         }
     }
 
+    /// An answer; one that takes too long is none, as of a server that is away.
+    pub(super) async fn answer<T>(&self, asked: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        let within = self.waits.answer;
+        let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
+        tokio::time::timeout(within, asked).await.unwrap_or_else(late)
+    }
+
     /// Tries for a minute while the API server is away.
     async fn patiently<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
         let began = Instant::now();
         let mut pause = RETRY.0;
         loop {
-            match ask().await {
-                Err(error) if is_away(&error) && began.elapsed() < PATIENCE => self.note_away(&error),
+            match self.answer(ask()).await {
+                Err(error) if is_away(&error) && began.elapsed() < self.waits.away => self.note_away(&error),
                 answer => {
                     self.note_back();
                     return answer;
@@ -269,3 +288,7 @@ fn chain(error: &dyn std::error::Error) -> String {
     }
     text
 }
+
+#[cfg(test)]
+#[path = "cluster_tests.rs"]
+mod tests;

@@ -49,10 +49,11 @@ pub(super) async fn observe(
     let wanted = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
     let mut pause = RETRY.0;
     loop {
-        let list = match api.list(&wanted).await {
+        let list = match cluster.answer(api.list(&wanted)).await {
             Ok(list) => list,
             Err(error) if is_away(&error) => {
-                wait(cluster, &error, &mut pause).await;
+                cluster.note_away(&error);
+                wait(&mut pause).await;
                 continue;
             }
             Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
@@ -80,16 +81,20 @@ pub(super) async fn observe(
                     }
                     if before == version {
                         // A server that ends each watch at once is not asked without a pause.
-                        tokio::time::sleep(pause).await;
-                        pause = (pause * 2).min(RETRY.1);
+                        wait(&mut pause).await;
                     } else {
                         pause = RETRY.0;
                     }
                     ended
                 }
-                Err(Error::Api(status)) if status.code == GONE => Ended::Lost,
+                Err(Error::Api(status)) if status.code == GONE => {
+                    // What was listed just now is forgotten already: an API server under load is not asked without a pause.
+                    wait(&mut pause).await;
+                    Ended::Lost
+                }
                 Err(error) if is_away(&error) => {
-                    wait(cluster, &error, &mut pause).await;
+                    cluster.note_away(&error);
+                    wait(&mut pause).await;
                     Ended::Cut
                 }
                 Err(error) => return Err(cluster.explain(&format!("watching {kind:?}s"), &error)),
@@ -101,8 +106,8 @@ pub(super) async fn observe(
     }
 }
 
-async fn wait(cluster: &Cluster, error: &Error, pause: &mut Duration) {
-    cluster.note_away(error);
+/// Each pause is twice as long as the one before.
+async fn wait(pause: &mut Duration) {
     tokio::time::sleep(*pause).await;
     *pause = (*pause * 2).min(RETRY.1);
 }

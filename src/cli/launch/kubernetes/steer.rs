@@ -1,17 +1,22 @@
 //! Follows Kubernetes' Job and its pods, says what happens to them, and suspends the Job while ours is paused.
 
 use super::{
-    super::{super::output, Launch},
+    super::{
+        super::output,
+        Launch,
+        uploads::{Standing, say_once},
+    },
     POLL,
     cluster::{Cluster, Kind},
     objects::PAUSED,
     observe::{Seen, observe},
     words,
 };
+use anyhow::Context as _;
 use lockstep_protocol::{Job, JobState};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use tokio::sync::mpsc;
+use tokio::{sync::mpsc, time::Instant};
 
 /// How many changes may wait.
 const BACKLOG: usize = 64;
@@ -35,16 +40,28 @@ pub(super) async fn until_over(
         )
     };
     let steering = async {
-        let mut steering =
-            Steering { cluster, launch, name, queue, job: None, line: String::new(), said: BTreeSet::new() };
+        let mut steering = Steering {
+            cluster,
+            launch,
+            name,
+            queue,
+            job: None,
+            over: None,
+            line: String::new(),
+            said: BTreeSet::new(),
+            said_upload: false,
+        };
         let mut poll = tokio::time::interval(POLL);
         loop {
             let result = tokio::select! {
                 change = changes.recv() => match change {
-                    Some((kind, seen)) => steering.see(kind, seen).await,
+                    Some((kind, seen)) => {
+                        steering.see(kind, seen);
+                        continue;
+                    }
                     None => continue,
                 },
-                _ = poll.tick() => steering.follow_ours().await,
+                _ = poll.tick() => steering.poll().await,
             };
             if let Err(over) = result {
                 return over;
@@ -67,46 +84,47 @@ struct Steering<'a> {
     queue: Option<&'a str>,
     /// The Job as it was last seen.
     job: Option<Value>,
+    /// How it ended, and when that was seen. It is told once, and may be told while our server is away.
+    over: Option<(String, Instant)>,
     /// What was last said of it.
     line: String,
     /// What was said of pods.
     said: BTreeSet<String>,
+    /// Whether it was said that a checkpoint is waited for.
+    said_upload: bool,
 }
 
 impl Steering<'_> {
-    /// # Errors
-    /// Kubernetes' Job is over or gone, and ours is not.
-    async fn see(&mut self, kind: Kind, seen: Seen) -> anyhow::Result<()> {
+    fn see(&mut self, kind: Kind, seen: Seen) {
         match (kind, seen) {
             (Kind::Job, Seen::All(jobs)) => match jobs.into_iter().next() {
-                Some(job) => self.see_job(job).await,
-                None => self.over("is gone").await,
+                Some(job) => self.see_job(job),
+                None => self.see_end("is gone".into()),
             },
-            (Kind::Job, Seen::Changed(job)) => self.see_job(job).await,
-            (Kind::Job, Seen::Gone(_)) => self.over("was deleted").await,
-            (_, Seen::All(pods)) => {
-                pods.iter().for_each(|pod| self.see_pod(pod));
-                Ok(())
-            }
-            (_, Seen::Changed(pod) | Seen::Gone(pod)) => {
-                self.see_pod(&pod);
-                Ok(())
-            }
+            (Kind::Job, Seen::Changed(job)) => self.see_job(job),
+            (Kind::Job, Seen::Gone(_)) => self.see_end("was deleted".into()),
+            (_, Seen::All(pods)) => pods.iter().for_each(|pod| self.see_pod(pod)),
+            (_, Seen::Changed(pod) | Seen::Gone(pod)) => self.see_pod(&pod),
         }
     }
 
-    async fn see_job(&mut self, job: Value) -> anyhow::Result<()> {
+    fn see_job(&mut self, job: Value) {
         let line = words::of_job(&job, self.queue);
         if line != self.line {
             output::warn(format_args!("Kubernetes' Job {}: {line}", self.name));
             self.line = line;
         }
-        let end = words::end_of_job(&job);
-        self.job = Some(job);
-        match end {
-            Some(end) => self.over(&format!("is over ({end})")).await,
-            None => Ok(()),
+        match words::end_of_job(&job) {
+            Some(end) => self.see_end(format!("is over ({end})")),
+            // One that was made anew, perhaps.
+            None => self.over = None,
         }
+        self.job = Some(job);
+    }
+
+    fn see_end(&mut self, how: String) {
+        self.job = None;
+        self.over.get_or_insert((how, Instant::now()));
     }
 
     fn see_pod(&mut self, pod: &Value) {
@@ -119,13 +137,27 @@ impl Steering<'_> {
     }
 
     async fn ours(&self) -> anyhow::Result<Job> {
-        self.launch.api.get(&format!("/jobs/{}", self.launch.job.id)).await
+        let job = self.launch.api.find(&format!("/jobs/{}", self.launch.job.id)).await?;
+        job.context("the job is deleted")
     }
 
-    /// An error, unless our job is over, too: whoever watches it sees that in a moment.
-    async fn over(&self, how: &str) -> anyhow::Result<()> {
+    /// Looks at our job.
+    ///
+    /// # Errors
+    /// Kubernetes' Job is over or gone, and ours is not; or Kubernetes refuses a change.
+    async fn poll(&mut self) -> anyhow::Result<()> {
+        match &self.over {
+            Some((how, since)) => self.compare(how, *since).await,
+            None => self.follow_ours().await,
+        }
+    }
+
+    /// An error, unless our job is over, too: whoever watches it sees that in a moment. While our server does not answer, it is asked again.
+    async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
         // Agents end with the job: what they reported last may not be stored yet.
-        tokio::time::sleep(2 * POLL).await;
+        if since.elapsed() < 2 * POLL {
+            return Ok(());
+        }
         match self.ours().await {
             Ok(job) if !job.state.is_final() => anyhow::bail!(
                 "Kubernetes' Job {} {how}, and ours is {}; `lockstep launch {} --with kubernetes` starts agents for it again",
@@ -144,16 +176,25 @@ impl Steering<'_> {
         let Ok(ours) = self.ours().await else { return Ok(()) };
         let is_paused = ours.state == JobState::Paused;
         if is_paused && !is_by_us && !words::is_suspended(seen) {
-            // The pods have it on a disk that goes with them.
-            self.launch.uploaded().await;
+            // The pods have the last checkpoint on a disk that goes with them: they stay until it is known to be on the server, and until the job is
+            // seen to be paused after that.
+            match self.launch.standing().await {
+                Ok(Standing::Complete(ours)) if ours.state == JobState::Paused => {}
+                Ok(Standing::Uploading) => {
+                    say_once(&mut self.said_upload);
+                    return Ok(());
+                }
+                _ => return Ok(()),
+            }
             self.cluster.change(self.name, suspend).await?;
             output::warn(format_args!(
-                "the job is paused: Kubernetes' Job {} is suspended until it goes on",
+                "the job is paused: Kubernetes' Job {} is suspended until it continues",
                 self.name
             ));
+            self.said_upload = false;
             self.job = None;
         } else if !is_paused && is_by_us {
-            self.cluster.change(self.name, go_on).await?;
+            self.cluster.change(self.name, unsuspend).await?;
             self.job = None;
         }
         Ok(())
@@ -169,7 +210,7 @@ fn suspend(job: &mut Value) -> bool {
     true
 }
 
-fn go_on(job: &mut Value) -> bool {
+fn unsuspend(job: &mut Value) -> bool {
     let marked =
         job["metadata"]["annotations"].as_object_mut().is_some_and(|map| map.remove(PAUSED).is_some());
     if marked {

@@ -88,7 +88,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
         Some(Value::Object(map)) => Ok(map.clone()),
         Some(_) => Err(format!("{name} is no mapping")),
     };
-    let (mut metadata, spec) = (object("metadata")?, object("spec")?);
+    let (mut metadata, mut spec) = (object("metadata")?, object("spec")?);
     let count = |name: &str| spec.get(name).and_then(Value::as_array).map_or(0, Vec::len);
     let containers = count("containers");
     if containers == 0 {
@@ -106,7 +106,11 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
             ));
         }
     }
-    let gpus = gpus(&spec["containers"][container])?;
+    extensible("spec", &mut spec, "volumes", Value::is_array)?;
+    extensible("metadata", &mut metadata, "labels", Value::is_object)?;
+    let agent = &mut spec["containers"][container];
+    extensible_parts(agent, &format!("spec.containers[{container}]"))?;
+    let gpus = gpus(agent)?;
     // A name would be the same for all pods, and they are where the Job is.
     metadata.retain(|key, _| key == "labels" || key == "annotations");
     let mut job_labels = BTreeMap::new();
@@ -142,6 +146,44 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
         }
     }
     Ok(at)
+}
+
+/// Checks what the launch adds to in the agent's container.
+fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
+    let Some(container) = container.as_object_mut() else { return Err(format!("{path} is no mapping")) };
+    extensible(path, container, "volumeMounts", Value::is_array)?;
+    extensible(path, container, "resources", Value::is_object)?;
+    if let Some(resources) = container.get_mut("resources").and_then(Value::as_object_mut) {
+        let path = format!("{path}.resources");
+        extensible(&path, resources, "limits", Value::is_object)?;
+        extensible(&path, resources, "requests", Value::is_object)?;
+    }
+    Ok(())
+}
+
+/// What the launch adds to must be a mapping or a list; a key without a value is one that is not there.
+fn extensible(
+    path: &str,
+    of: &mut Map<String, Value>,
+    key: &str,
+    is_right: fn(&Value) -> bool,
+) -> Result<(), String> {
+    match of.get(key) {
+        Some(Value::Null) => drop(of.remove(key)),
+        Some(value) if !is_right(value) => {
+            let (wanted, example) = match key {
+                "volumes" | "volumeMounts" => ("list", "- name: ..."),
+                "limits" | "requests" => ("mapping", "cpu: 4"),
+                "resources" => ("mapping", "limits: {cpu: 4}"),
+                _ => ("mapping", "team: vision"),
+            };
+            return Err(format!(
+                "{path}.{key} is no {wanted}: write it as `{example}` below `{key}:`, or leave it away"
+            ));
+        }
+        _ => {}
+    }
+    Ok(())
 }
 
 /// GPUs that a container asks for.

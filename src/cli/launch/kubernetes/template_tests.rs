@@ -86,9 +86,34 @@ fn mistakes_are_named() {
         (with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is no number"),
         (format!("{POD}  restartPolicy: Always\n"), "spec.restartPolicy is Always"),
         (format!("{POD}  - {{name: other, image: y}}\n"), "call the one with lockstep `lockstep`"),
+        (with("resources: x"), "spec.containers[0].resources is no mapping: write it as `limits: {cpu: 4}`"),
+        (with("resources: {limits: []}"), "spec.containers[0].resources.limits is no mapping"),
+        (with("resources: {requests: 4}"), "spec.containers[0].resources.requests is no mapping"),
+        (with("volumeMounts: {a: b}"), "spec.containers[0].volumeMounts is no list"),
+        (format!("{POD}  volumes: {{a: b}}\n"), "spec.volumes is no list"),
+        (POD.replace("{team: vision}", "vision"), "metadata.labels is no mapping"),
         (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is no text"),
     ] {
         assert!(refused(&text).contains(said), "{text}: {}", refused(&text));
+    }
+}
+
+#[test]
+fn keys_without_a_value_are_as_if_they_were_not_there() {
+    let text = POD
+        .replace("latest'", "latest', volumeMounts: , resources: {limits: , requests: null}")
+        .replace("{team: vision}", "null")
+        + "  volumes:\n";
+    for (device, resources) in [
+        (Device::Cpu, json!({"requests": {"cpu": "2"}})),
+        (Device::Cuda, json!({"limits": {"nvidia.com/gpu": 2}})),
+    ] {
+        let made = pods(&text, 2, device);
+        let container = &made["spec"]["containers"][0];
+        assert_eq!(container["resources"], resources);
+        assert_eq!(container["volumeMounts"].as_array().map(Vec::len), Some(3));
+        assert_eq!(made["spec"]["volumes"].as_array().map(Vec::len), Some(3));
+        assert_eq!(made["metadata"]["labels"], json!({"lockstep/job": "id"}));
     }
 }
 

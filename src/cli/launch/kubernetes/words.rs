@@ -122,6 +122,11 @@ pub(super) fn is_suspended(job: &Value) -> bool {
     job["spec"]["suspend"] == true
 }
 
+/// Whether it has pods, be it that these are told to end.
+pub(super) fn has_pods(job: &Value) -> bool {
+    ["active", "terminating"].iter().any(|key| job["status"][key].as_u64().is_some_and(|pods| pods > 0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -77,7 +77,7 @@ fn meeting(table: &RankTable, variable: &impl Fn(&str) -> Option<String>) -> Res
     Ok(Meeting { addr, port, secret })
 }
 
-/// `RANK_ID`, by which MindSpore's scripts tell a process its rank in the table.
+/// `RANK_ID`, by which MindSpore's scripts give a process its rank in the table.
 pub(in super::super) fn rank_id(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u32>, String> {
     number(variable, "RANK_ID")
 }

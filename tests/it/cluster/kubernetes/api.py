@@ -17,7 +17,7 @@ import time
 import urllib.parse
 
 from nodes import control, inner
-from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, changed, create, delete
+from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, changed, create, delete, forget
 
 
 def shown(item):
@@ -116,6 +116,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do(self, verb, resource, namespace, name, query, body):
         key = (resource, namespace, name)
         if verb == "list":
+            if resource == "jobs":
+                STATE["lists"].append(time.time())
             items = [shown(o) for k, o in STORE.items() if k[:2] == key[:2] and selected(o, query)]
             kind = f"{KINDS[resource]}List"
             return 200, {"kind": kind, "apiVersion": "v1", "metadata": {"resourceVersion": str(STATE["version"])}, "items": items}
@@ -147,7 +149,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         version = int(query["resourceVersion"][0])
         until = time.time() + min(int(query.get("timeoutSeconds", ["60"])[0]), STATE.get("watch_secs", 600))
         with LOCK:
-            if version < STATE["oldest"]:
+            if version < STATE["oldest"] or STATE["expired"]:
                 raise Refused(410, "Expired", f'too old resource version: {version} ({STATE["oldest"]})')
         self.send_response(200)
         self.send_header("content-type", "application/json")
@@ -233,9 +235,25 @@ def suspend(body):
     return {}
 
 
+def annotate(body):
+    """As anybody does who may change Jobs."""
+    with LOCK:
+        job = next(o for k, o in STORE.items() if k[0] == "jobs")
+        job["metadata"]["annotations"].update(body)
+        changed("jobs", job)
+    return {}
+
+
+def drop(body):
+    """Takes an object away at once; what belongs to it goes later."""
+    with LOCK:
+        forget(next(k for k in STORE if k[0] == body["resource"]))
+    return {}
+
+
 def objects(_):
     with LOCK:
-        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"]}
+        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"], "lists": STATE["lists"]}
 
 
 def put(body):
@@ -255,7 +273,7 @@ def state(body):
     return {}
 
 
-ACTIONS = {"evict": evict, "oom": out_of_memory, "away": away, "suspend": suspend, "objects": objects, "put": put, "state": state}
+ACTIONS = {"annotate": annotate, "drop": drop, "evict": evict, "oom": out_of_memory, "away": away, "suspend": suspend, "objects": objects, "put": put, "state": state}
 
 
 class Server(http.server.ThreadingHTTPServer):

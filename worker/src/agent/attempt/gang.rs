@@ -29,7 +29,7 @@ impl Gang {
         Self { ready: Arc::default(), launch: watch::Sender::new(None) }
     }
 
-    /// What to tell the server, once there is something.
+    /// What to report to the server, once there is something.
     pub(in crate::agent) fn ready(&self) -> Option<Option<u16>> {
         self.ready.get().copied()
     }

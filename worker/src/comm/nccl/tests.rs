@@ -53,7 +53,7 @@ fn gpu_an_abort_while_other_threads_ask_for_errors() {
 
 #[test]
 fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
-    if libraries::ready(&[Which::Driver, Which::Nccl]).is_ok() {
+    if libraries::ready(&[Library::Driver, Library::Nccl]).is_ok() {
         return;
     }
     let store = Store::join(meeting(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();

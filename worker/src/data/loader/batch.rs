@@ -2,7 +2,7 @@
 
 use super::{
     demand::Demand,
-    mix::DrawnMix,
+    mix::MixParams,
     on_device::{self, Begun},
     part::Part,
     workers::{Scratch, Work, Workers},
@@ -17,17 +17,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which fields of a [`Batch`] hold its pictures. It depends on how much of the transform the engine does itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub enum Form {
+pub enum BatchFormat {
     /// [`Batch::images`].
     #[default]
     Normalised,
     /// [`Batch::bytes`]: transformed, but not normalised.
     Bytes,
-    /// [`Batch::draws`]: the engine has all pictures in its memory and augments them itself.
-    Draws,
+    /// [`Batch::augment_params`]: the engine has all pictures in its memory and augments them itself.
+    AugmentParams,
 }
 
-/// A batch ready for an engine, in one [`Form`].
+/// A batch ready for an engine, in one [`BatchFormat`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     /// NHWC, normalised: `labels.len() * image_size * image_size * channels` values.
@@ -35,15 +35,15 @@ pub struct Batch {
     /// NHWC, as many bytes.
     pub bytes: Vec<u8>,
     /// The augmentation parameters of each picture; see `AugmentParams::packed`.
-    pub draws: Vec<u32>,
+    pub augment_params: Vec<u32>,
     /// Class of each picture.
     pub labels: Vec<u32>,
     /// With mixup or cutmix: the class of the picture that each one is mixed with. Empty when pictures are not mixed.
     pub mixed_labels: Vec<u32>,
     /// The weight of an picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
     pub lambda: f32,
-    /// With mixup or cutmix and [`Form::Draws`]: how the engine mixes the pictures. In other forms they are mixed already.
-    pub drawn_mix: Option<DrawnMix>,
+    /// With mixup or cutmix and [`BatchFormat::AugmentParams`]: how the engine mixes the pictures. In other forms they are mixed already.
+    pub mix_params: Option<MixParams>,
     /// Position of each picture in its split, for tests and for error messages.
     pub indices: Vec<u64>,
     /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
@@ -94,7 +94,7 @@ impl Batch {
 pub(super) struct Maker<'a> {
     pub(super) part: &'a Part,
     pub(super) transform: &'a Transform,
-    pub(super) form: Form,
+    pub(super) format: BatchFormat,
     pub(super) workers: &'a Workers,
     /// Decodes JPEG files, if there is one; cores decode those that it does not take.
     pub(super) device: Option<&'a OnDevice>,
@@ -105,28 +105,30 @@ pub(super) struct Maker<'a> {
 impl Maker<'_> {
     /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
-        let Self { part, transform, form, workers, demand, .. } = *self;
+        let Self { part, transform, format, workers, demand, .. } = *self;
         let size = transform.side * transform.side * transform.channels;
-        let room = |wanted: Form| if form == wanted { chosen.len() * size } else { 0 };
+        let room = |wanted: BatchFormat| if format == wanted { chosen.len() * size } else { 0 };
         let mut batch = Batch {
-            images: vec![0.0; room(Form::Normalised)],
-            bytes: vec![0; room(Form::Bytes)],
-            draws: Vec::new(),
+            images: vec![0.0; room(BatchFormat::Normalised)],
+            bytes: vec![0; room(BatchFormat::Bytes)],
+            augment_params: Vec::new(),
             labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
             indices: chosen.iter().map(|c| u64::from(*c)).collect(),
             global_samples: chosen.len(),
             ..Batch::default()
         };
-        if form == Form::Draws {
+        if format == BatchFormat::AugmentParams {
             let packed =
                 |place: &u32| epoch.map_or(0, |e| AugmentParams::new(transform, e, (*place).into()).packed());
-            batch.draws = chosen.iter().map(packed).collect();
+            batch.augment_params = chosen.iter().map(packed).collect();
             return Ok(batch);
         }
         let all: Vec<usize> = (0..chosen.len()).collect();
         let pictures = Pictures {
-            outputs: match form {
-                Form::Bytes => Outputs::Bytes(batch.bytes.chunks_exact_mut(size).map(Mutex::new).collect()),
+            outputs: match format {
+                BatchFormat::Bytes => {
+                    Outputs::Bytes(batch.bytes.chunks_exact_mut(size).map(Mutex::new).collect())
+                }
                 _ => Outputs::Normalised(batch.images.chunks_exact_mut(size).map(Mutex::new).collect()),
             },
             maker: self,

@@ -85,14 +85,14 @@ impl DataSource {
         threads: usize,
         make: impl Fn(&Maker<'_>, usize) -> Result<Batch, DataError> + Send + Sync + 'static,
     ) -> Batches {
-        let (form, device) = (self.form, self.device.clone());
+        let (format, device) = (self.format, self.device.clone());
         let Preparation { lanes, ahead, workers } = match self.preparation(threads) {
             Ok(preparation) => preparation,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
         prepare_ahead(count, lanes, ahead, move |number, demand| {
             let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
-            make(&Maker { part, transform, form, workers, device: device.as_deref(), demand }, number)
+            make(&Maker { part, transform, format, workers, device: device.as_deref(), demand }, number)
         })
     }
 

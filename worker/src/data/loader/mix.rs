@@ -13,10 +13,10 @@ pub struct Mix {
 
 /// How an engine mixes the pictures of a batch that it has in its memory: each with the one before it in the batch.
 #[derive(Debug, Clone, PartialEq)]
-pub struct DrawnMix {
+pub struct MixParams {
     pub mix: Mix,
     /// The picture that the first one is mixed with: its position in its split, as in the batch's `indices`.
     pub before_index: u64,
-    /// Its augmentation parameters, as in the batch's `draws`.
-    pub before_draw: u32,
+    /// Its augmentation parameters, as in the batch's `augment_params`.
+    pub before_params: u32,
 }

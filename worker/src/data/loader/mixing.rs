@@ -6,7 +6,7 @@
 //! follow each other there, so it opens one picture more for each micro-batch, the one before its first. How they are mixed
 //! is drawn once for a step, from (seed, epoch, the step's first place in the epoch's order).
 
-use super::{Batch, DrawnMix, Mix};
+use super::{Batch, Mix, MixParams};
 use crate::data::random::Random;
 use lockstep_protocol::spec::TrainSpec;
 
@@ -71,8 +71,8 @@ impl Mix {
             ((u32::from(own) * weight + u32::from(other) * (ONE - weight) + ONE / 2) / ONE) as u8
         });
         let before_index = batch.indices.pop().unwrap_or_default();
-        if let Some(before_draw) = batch.draws.pop() {
-            batch.drawn_mix = Some(DrawnMix { mix: self.clone(), before_index, before_draw });
+        if let Some(before_params) = batch.augment_params.pop() {
+            batch.mix_params = Some(MixParams { mix: self.clone(), before_index, before_params });
         }
         if let Some(before) = batch.labels.pop() {
             let others = std::iter::once(before).chain(batch.labels.iter().copied());

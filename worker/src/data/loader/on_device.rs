@@ -221,7 +221,7 @@ impl Shared<'_> {
         numbers.iter().filter_map(encoded).collect()
     }
 
-    /// Goes on with what the device has made of these numbers; cores make what it has refused.
+    /// Continues with what the device has made of these numbers; cores make what it has refused.
     fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
         self.device.done(done, made.len() as u64 - done);
@@ -238,7 +238,7 @@ impl Shared<'_> {
     /// Makes the last picture that nobody has begun on this core; says whether there was one.
     fn one_on_a_core(&self) -> bool {
         let Some(at) = self.queue.back() else { return false };
-        self.device.for_cores(ForCores::Beside, 1);
+        self.device.for_cores(ForCores::Concurrently, 1);
         self.queue.note(at, (self.fill)(Work::Decoding, self.queue.numbers((at, at + 1)), self.read));
         true
     }

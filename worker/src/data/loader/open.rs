@@ -2,7 +2,7 @@
 
 use super::{
     DataSource, Mixing,
-    batch::Form,
+    batch::BatchFormat,
     broken::Broken,
     part::{Part, Pixels},
     shape::Shape,
@@ -158,7 +158,7 @@ impl DataSource {
         Ok(Self::new(shape, training, evaluation, train, validation))
     }
 
-    /// A source with batches in their default form, without mixing and without a device that decodes.
+    /// A source with batches in their default format, without mixing and without a device that decodes.
     fn new(
         shape: Shape,
         training: Vec<Arc<Transform>>,
@@ -173,7 +173,7 @@ impl DataSource {
             evaluation,
             train: Arc::new(train),
             validation: Arc::new(validation),
-            form: Form::default(),
+            format: BatchFormat::default(),
             mixing: Mixing::default(),
             stays: false,
             device: None,

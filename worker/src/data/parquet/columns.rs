@@ -35,17 +35,21 @@ pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
         let feature = features.as_ref().and_then(|features| features.get(top(column)));
         feature.is_some_and(|feature| feature["_type"] == "ClassLabel")
     };
-    let told = |why: &str| format!("{why}: its columns are {}", listed(&all));
+    let with_columns = |why: &str| format!("{why}: its columns are {}", listed(&all));
     let is_struct = |column: &ColumnDescriptor| holds_pictures(column) && column.path().parts().len() == 2;
     let picture = named(&all, &PICTURES, holds_pictures)
         .or_else(|| only(&all, is_struct))
         .or_else(|| only(&all, holds_pictures))
         .ok_or_else(|| {
-            told("has no column that is surely the pictures (image or img: their bytes, or {bytes, path})")
+            with_columns(
+                "has no column that is surely the pictures (image or img: their bytes, or {bytes, path})",
+            )
         })?;
     let label = named(&all, &LABELS, holds_labels)
         .or_else(|| only(&all, |column| holds_labels(column) && is_class(column)))
-        .ok_or_else(|| told("has no column that is surely the classes (label: whole numbers or text)"))?;
+        .ok_or_else(|| {
+            with_columns("has no column that is surely the classes (label: whole numbers or text)")
+        })?;
     let names = match features.as_ref().map(|features| &features[top(all[label])]["names"]) {
         Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
         _ => None,

@@ -70,9 +70,9 @@ impl ParquetFile {
                 Ok((pictures, next_labels(&mut labels, count)?))
             })?;
             let numbered = (row..).zip(batch.0).zip(batch.1).collect::<Vec<_>>();
-            let looked: Vec<Entry> =
+            let inspected: Vec<Entry> =
                 numbered.into_par_iter().map(|((row, picture), label)| entry(row, picture, label)).collect();
-            entries.extend(looked);
+            entries.extend(inspected);
             row += count as u64;
         }
         Ok(())

@@ -349,12 +349,12 @@ fn reading_speed() {
     let began = std::time::Instant::now();
     let catalog = open(&path).expect("opens");
     let listing = listing(&catalog, 0);
-    let looked = began.elapsed().as_secs_f64();
+    let read_secs = began.elapsed().as_secs_f64();
     let order = crate::data::Random::new(&[1]).permutation(listing.len());
     let began = std::time::Instant::now();
     let some = &order[..order.len().min(300)];
     let bytes: usize = some.iter().map(|i| listing.read(*i as usize).expect("is read").len()).sum();
     let each = began.elapsed().as_secs_f64() * 1e3 / some.len() as f64;
     let mean = bytes / some.len();
-    eprintln!("{} pictures of {mean} bytes: read in {looked:.2} s; {each:.3} ms a picture", listing.len());
+    eprintln!("{} pictures of {mean} bytes: read in {read_secs:.2} s; {each:.3} ms a picture", listing.len());
 }

@@ -36,7 +36,7 @@ pub enum ForCores {
     /// The GPU could not decode the batch that it was in.
     Failed,
     /// The GPU decodes others meanwhile.
-    Beside,
+    Concurrently,
 }
 
 impl fmt::Display for ForCores {
@@ -55,7 +55,7 @@ impl fmt::Display for ForCores {
             ForCores::Damaged => "damaged",
             ForCores::Refused => "refused by nvJPEG",
             ForCores::Failed => "in batches that the GPU could not decode",
-            ForCores::Beside => "while the GPU decoded others",
+            ForCores::Concurrently => "while the GPU decoded others",
         })
     }
 }

@@ -10,8 +10,8 @@ use super::{
 };
 use crate::engine::optimizer::Optimizer;
 use crate::{
-    made_up::{labels, values},
     net::TensorShape,
+    synthetic::{labels, values},
 };
 use lockstep_protocol::spec::OptimizerKind;
 use safetensors::SafeTensors;

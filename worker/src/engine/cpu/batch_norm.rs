@@ -9,12 +9,8 @@ use super::{
     elementwise::relu_of,
     simd::{LANES, with_simd},
 };
+use crate::engine::batch_norm::{EPSILON, MOMENTUM};
 use rayon::prelude::*;
-
-/// PyTorch's default: added to the variance before its root is taken.
-pub(super) const EPSILON: f64 = 1e-5;
-/// PyTorch's default: the share of a new batch in the running statistics.
-pub(super) const MOMENTUM: f32 = 0.1;
 
 /// Values of a chunk, about: two or three operands of it fit a core's second-level cache.
 const CHUNK: usize = 1 << 14;

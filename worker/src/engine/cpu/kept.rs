@@ -14,7 +14,7 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<crate
     (build_cpu(network.clone(), &initial, config, Arc::new(SingleRank)).unwrap(), network)
 }
 
-/// Whatever the optimizer makes of them, they are the loss's: without momentum and decay SGD's first step tells.
+/// Whatever the optimizer makes of them, they are the loss's: without momentum and decay SGD's first step shows.
 #[test]
 fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
     let mut wanted = None;
@@ -61,5 +61,5 @@ fn each_layer_of_a_step_that_is_asked_has_a_time() {
     assert!(sum <= all, "{sum} of {all}");
     let named = |name: &str| times.iter().filter(|time| time.name.as_deref() == Some(name)).count();
     assert_eq!((named("conv1"), named("layer3.2.bn2"), named("fc")), (1, 1, 1));
-    assert!(engine.layer_times().is_empty(), "it is told once");
+    assert!(engine.layer_times().is_empty(), "it is reported once");
 }

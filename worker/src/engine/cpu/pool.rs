@@ -14,7 +14,7 @@ pub(super) struct MaxPool {
 }
 
 impl MaxPool {
-    /// Calls `visit(tap, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that
+    /// Calls `visit(position, input offset)` for the pixels of the window of output pixel (`oy`, `ox`) that
     /// lie in the picture, row by row.
     #[inline(always)]
     fn window(&self, oy: usize, ox: usize, mut visit: impl FnMut(u8, usize)) {
@@ -32,7 +32,7 @@ impl MaxPool {
         }
     }
 
-    /// `argmax` gets, for each output, which tap of the window won: the first of equals, as in PyTorch.
+    /// `argmax` gets, for each output, which position of the window won: the first of equals, as in PyTorch.
     pub(super) fn forward(&self, x: &[f32], y: &mut [f32], argmax: &mut [u8]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
         y.par_chunks_mut(outputs).zip(argmax.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(
@@ -41,13 +41,13 @@ impl MaxPool {
                     y.chunks_exact_mut(channels).zip(argmax.chunks_exact_mut(channels)).enumerate()
                 {
                     let mut first = true;
-                    self.window(pixel / self.output.width, pixel % self.output.width, |tap, at| {
+                    self.window(pixel / self.output.width, pixel % self.output.width, |position, at| {
                         let x = &x[at..at + channels];
                         for c in 0..channels {
                             // A NaN wins and stays, so that a diverged run shows.
                             if first || x[c] > y[c] || x[c].is_nan() {
                                 y[c] = x[c];
-                                argmax[c] = tap;
+                                argmax[c] = position;
                             }
                         }
                         first = false;
@@ -66,10 +66,10 @@ impl MaxPool {
                 for (pixel, (dy, argmax)) in
                     dy.chunks_exact(channels).zip(argmax.chunks_exact(channels)).enumerate()
                 {
-                    self.window(pixel / self.output.width, pixel % self.output.width, |tap, at| {
+                    self.window(pixel / self.output.width, pixel % self.output.width, |position, at| {
                         let dx = &mut dx[at..at + channels];
                         for c in 0..channels {
-                            if argmax[c] == tap {
+                            if argmax[c] == position {
                                 dx[c] += dy[c];
                             }
                         }

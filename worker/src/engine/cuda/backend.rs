@@ -11,7 +11,7 @@ use crate::{
     gpu::{
         RankGpu,
         devices::{self, Usable},
-        libraries::{self, Which},
+        libraries::{self, Library},
         metrics::Sampler,
     },
     report::Observer,
@@ -91,7 +91,7 @@ impl Backend for Cuda {
     }
 
     fn preflight(&self, world_size: u32) -> Result<(), String> {
-        libraries::ready(Which::needed(world_size))
+        libraries::ready(Library::needed(world_size))
     }
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {

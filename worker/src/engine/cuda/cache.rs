@@ -1,5 +1,5 @@
 //! Files that save work at the next start: compiled kernels and the choice of convolution plans.
-//! Losing them costs seconds, so trouble with them is only told.
+//! Losing them costs seconds, so trouble with them is only logged.
 
 use crate::cache::dir;
 use std::fs;

@@ -127,7 +127,7 @@ pub(super) enum Arg {
     Out(Operand),
     /// Is read and written.
     InOut(Operand),
-    /// Is passed, but not looked at in this mode of the kernel.
+    /// Is passed, but not read in this mode of the kernel.
     Unused(Operand),
     U32(u32),
     U64(u64),
@@ -195,7 +195,7 @@ impl StreamId {
 /// A point in a stream that other streams wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum EventId {
-    /// The main stream has come to where the side stream goes on.
+    /// The main stream has come to where the side stream continues.
     SideBegin,
     /// The side stream has done all that it was given.
     SideEnd,

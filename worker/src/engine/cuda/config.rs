@@ -1,23 +1,23 @@
-//! What the CUDA engine is told.
+//! The configuration of the CUDA engine.
 
 use crate::comm::{rendezvous::Store, watchdog::Watchdog};
 use lockstep_protocol::spec::{LossScale, Precision};
 use std::sync::Arc;
 
-/// What the CUDA engine is given beside what every engine is.
+/// What the CUDA engine is given in addition to what every engine is.
 #[derive(Debug, Clone)]
-pub struct GpuConfig {
+pub(super) struct GpuConfig {
     /// As CUDA numbers the devices that this process sees.
-    pub ordinal: i32,
-    pub precision: Precision,
+    pub(super) ordinal: i32,
+    pub(super) precision: Precision,
     /// For fp16.
-    pub loss_scale: LossScale,
+    pub(super) loss_scale: LossScale,
     /// The same bits in every run.
-    pub deterministic: bool,
+    pub(super) deterministic: bool,
     /// Where the ranks meet; absent for a single rank.
-    pub store: Option<Arc<Store>>,
-    /// To be told of every step that is submitted and done.
-    pub watchdog: Option<Arc<Watchdog>>,
+    pub(super) store: Option<Arc<Store>>,
+    /// Notified of every step that is submitted and completed.
+    pub(super) watchdog: Option<Arc<Watchdog>>,
     /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
-    pub generation: u32,
+    pub(super) generation: u32,
 }

@@ -2,9 +2,10 @@
 
 use crate::comm::DataType;
 
-/// What activations and weights are computed in.
+/// What activations and weights are computed in: those of [`DataType`] for which there are kernels, so that a `match` names
+/// them all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DType {
+pub(super) enum DType {
     F32,
     F16,
     Bf16,
@@ -12,15 +13,12 @@ pub enum DType {
 
 impl DType {
     /// Bytes of a value.
-    pub fn size(self) -> usize {
-        match self {
-            DType::F32 => 4,
-            DType::F16 | DType::Bf16 => 2,
-        }
+    pub(super) fn size(self) -> usize {
+        DataType::from(self).size_bytes()
     }
 
     /// `fp32`, `fp16` or `bf16`.
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             DType::F32 => "fp32",
             DType::F16 => "fp16",

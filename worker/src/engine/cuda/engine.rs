@@ -17,14 +17,14 @@ impl Engine for CudaEngine {
         Ok(())
     }
 
-    fn take_data(&mut self, data: &DataSource) -> Result<Form, EngineError> {
+    fn take_data(&mut self, data: &DataSource) -> Result<BatchFormat, EngineError> {
         self.device.bind()?;
         self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
         if let Some(resident) = data.resident() {
             self.on_gpu = OnGpu::new(&self.device, &resident)?;
             self.program.set_size(&self.device, resident.height, resident.width)?;
         }
-        Ok(if self.on_gpu.is_some() { Form::Draws } else { Form::Bytes })
+        Ok(if self.on_gpu.is_some() { BatchFormat::AugmentParams } else { BatchFormat::Bytes })
     }
 
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
@@ -44,7 +44,7 @@ impl Engine for CudaEngine {
                 lambda: batch.lambda,
                 ..Control::default()
             }
-            .with_mix(batch.drawn_mix.as_ref());
+            .with_mix(batch.mix_params.as_ref());
             let whole = batch.labels.len() == self.config.batch_size;
             self.run(Phase::Train(MicroBatch { first, last, whole }), control, batch)?;
         }

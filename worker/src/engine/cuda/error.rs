@@ -7,8 +7,8 @@ use cudarc::{
 
 /// A call that failed, with what it was for.
 #[derive(Debug, thiserror::Error)]
-pub enum CudaError {
-    /// The driver refused a call, or tells of a kernel that failed earlier.
+pub(super) enum CudaError {
+    /// The driver refused a call, or reports a kernel that failed earlier.
     #[error("{doing}: CUDA says {error}")]
     Driver { doing: &'static str, error: String, retriable: bool },
     /// cuDNN refused a call.
@@ -35,9 +35,6 @@ pub enum CudaError {
     /// The kernels' results did not come back in time.
     #[error("the GPU has not finished a step for {secs:.0} s")]
     Hung { secs: f64 },
-    /// A file of the cache.
-    #[error("{path}: {error}")]
-    Cache { path: String, error: std::io::Error },
 }
 
 impl CudaError {
@@ -60,7 +57,7 @@ impl CudaError {
     }
 
     /// Whether another attempt, in new processes, may fare better.
-    pub fn is_retriable(&self) -> bool {
+    pub(super) fn is_retriable(&self) -> bool {
         match self {
             CudaError::Driver { retriable, .. } | CudaError::Cudnn { retriable, .. } => *retriable,
             CudaError::Hung { .. } => true,
@@ -70,13 +67,11 @@ impl CudaError {
             | CudaError::Unsupported(_)
             | CudaError::Commands(_)
             | CudaError::Missing(_) => false,
-            // A full disk, a folder that another user owns: a person has to look.
-            CudaError::Cache { .. } => false,
         }
     }
 }
 
-/// Whether a driver's error tells of a moment (a kernel that failed, a memory error, a GPU that fell off the bus or is in
+/// Whether a driver's error is of a moment (a kernel that failed, a memory error, a GPU that fell off the bus or is in
 /// use) and not of what was asked for or of how the machine is set up.
 pub(super) fn may_pass(error: CUresult) -> bool {
     use CUresult as E;

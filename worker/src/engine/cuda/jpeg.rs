@@ -81,7 +81,7 @@ impl JpegDecoder {
         let sessions = (0..SESSIONS).map(|_| Session::open(&hardware)).collect::<Result<Vec<_>, String>>()?;
         let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
-        // What nvJPEG starts on a stream is not ours to run beside.
+        // What nvJPEG starts on a stream is not ours: nothing may run concurrently with it.
         let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
         let sessions = Sessions::new(sessions);
         let name = format!("nvJPEG {version}{engines}");
@@ -301,5 +301,5 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
 
 /// Where memory of `bytes` begins, all [`NOTHING`] where it is new.
 fn nothing(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))
+    Ok(room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))?.ptr)
 }

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // Module loading and launches are C calls; arguments are checked by the kernels' wrappers in `ops`.
 
+mod constants;
+
 use super::{
     cache,
     command::Geometry,
@@ -100,7 +102,8 @@ impl Kernels {
         self
     }
 
-    /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type.
+    /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type, and addresses among them
+    /// those of memory that is as long as the kernel's description in `ops` says and is kept until it has ended.
     pub(super) fn launch(
         &self,
         stream: Stream,
@@ -142,7 +145,11 @@ impl Kernels {
             numAttrs: attributes.len() as u32,
         };
         let start = || {
-            // SAFETY: `pointers` are as many live values as there are arguments.
+            // SAFETY: `pointers` are as many live values as there are arguments. What the values are is checked elsewhere:
+            // that they fit the kernel's parameters by the tests of `program/emitter/tests/signatures.rs`; that operands of a
+            // step are alive, ordered and inside of their allocation by `command::verify`, before `Program` starts a list.
+            // Regions are buffers of that `Program`, and those of the JPEG cropper its own: both wait for the GPU before they
+            // drop them.
             unsafe { sys::cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) }
                 .result()
                 .map_err(|error| CudaError::Driver {
@@ -190,16 +197,17 @@ impl Drop for Kernels {
     }
 }
 
-/// What NVRTC is told for `capability` (90: 9.0) and `dtype`.
+/// The options of NVRTC for `capability` (90: 9.0) and `dtype`.
 fn options(capability: u32, dtype: DType) -> Vec<String> {
     let own = if capability == WARPGROUPS { "a" } else { "" };
-    vec![
+    let mut options = vec![
         format!("--gpu-architecture=sm_{capability}{own}"),
         "--std=c++17".into(),
         "-default-device".into(),
         "--extra-device-vectorization".into(),
-        format!("-DDTYPE={}", dtype.number()),
-    ]
+    ];
+    options.extend(constants::of(dtype).map(|(name, value)| format!("-D{name}={value}")));
+    options
 }
 
 /// The machine code for `capability`.

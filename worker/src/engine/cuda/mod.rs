@@ -1,7 +1,7 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
 //! A step is captured once as a CUDA graph and then replayed: what changes from step to step is read by the
-//! kernels from [`rings`]. The host starts a step, goes on, and reads its result when it comes. Results
+//! kernels from [`rings`]. The host starts a step, continues, and reads its result when it comes. Results
 //! are the same bits in every run: every sum has a fixed order.
 
 mod arena;
@@ -34,9 +34,9 @@ mod steps;
 mod tests;
 mod tuner;
 
-pub use config::GpuConfig;
-pub use dtype::DType;
-pub use error::CudaError;
+use config::GpuConfig;
+use dtype::DType;
+use error::CudaError;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
@@ -49,9 +49,9 @@ use crate::{
     comm::{CommError, ProcessGroup},
     data::{
         device::DeviceDecoder,
-        loader::{Batch, DataSource, Form},
+        loader::{Batch, BatchFormat, DataSource},
     },
-    gpu::libraries::{self, Which},
+    gpu::libraries::{self, Library},
     net::Network,
 };
 pub(super) use backend::Cuda;
@@ -76,13 +76,13 @@ const AHEAD: usize = 2;
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
 
 /// Opens GPU `ordinal`'s decoder of JPEG files, for an engine that computes in `precision`.
-pub(super) fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-    libraries::ready(&[Which::Driver, Which::Nvrtc])?;
+fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
+    libraries::ready(&[Library::Driver, Library::Nvrtc])?;
     jpeg::open(ordinal, dtype_of(precision))
 }
 
 /// Builds the engine on the GPU that `gpu` names.
-pub(super) fn build(
+fn build(
     network: Arc<Network>,
     initial: &NamedTensors,
     config: EngineConfig,
@@ -95,9 +95,9 @@ pub(super) fn build(
         (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
         (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
     };
-    let mut needed = vec![Which::Driver, Which::Nvrtc, Which::Cudnn];
+    let mut needed = vec![Library::Driver, Library::Nvrtc, Library::Cudnn];
     if comm.size() > 1 {
-        needed.push(Which::Nccl);
+        needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let device = Device::open(gpu.ordinal)?;

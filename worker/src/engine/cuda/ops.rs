@@ -6,7 +6,7 @@
 //! these launches can be replayed; what changes is in the [control block](self#control).
 //!
 //! # Control
-//! Device memory: `u32 valid, 0; f32 stat_pictures, grad_scale, lr; u32 0, 0, 0`, then `u32` index, draw and
+//! Device memory: `u32 valid, 0; f32 stat_pictures, grad_scale, lr; u32 0, 0, 0`, then `u32` index, augmentation parameters and
 //! label of each of the batch's pictures. `valid` real pictures come first; the rest is padding, which
 //! statistics, losses and gradients leave out (its gradients are zeros). `stat_pictures` is how many
 //! pictures batch norm's statistics are of (over all ranks when they are synchronised), `grad_scale`
@@ -32,13 +32,15 @@ pub(super) use adam::{AdamW, Lamb, Moments};
 pub(super) use block_end::BlockEnd;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use elementwise::PlainPool;
-pub(super) use input::{Gather, PadChannels, ScaleTable, Scaling, Which};
-pub(super) use loss::{BiasedLogits, CrossEntropy};
-pub(super) use norm::{Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, Shape, Shortcut};
-pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, Rates, Sgd, Update};
+pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
+pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
+pub(super) use norm::{
+    Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
+};
+pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, Sgd, Update};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
 pub(super) use step::{Fetch, Record};
-pub(super) use through::Through;
+pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};
 
 use super::{
     command::{Arg, Geometry, Kernel, Operand, Region},
@@ -49,6 +51,14 @@ use super::{
 const COUNTERS: usize = 1024;
 const LOSS_COUNTER: usize = 1022;
 const NORM_COUNTER: usize = 1023;
+
+/// Groups of 8 values, of rows of their own, that a thread has in flight at a time: 64 bytes.
+pub(super) fn in_flight(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => 2,
+        DType::F16 | DType::Bf16 => 4,
+    }
+}
 
 /// The one compute capability whose warpgroups multiply matrices (PTX's wgmma).
 pub(super) const WARPGROUPS: u32 = 90;
@@ -76,7 +86,7 @@ impl Ops {
         COUNTERS * 4 + sums.max(loss).max(norms) as usize
     }
 
-    /// The counters of kernels that sum over rows, and what blocks tell each other.
+    /// The counters of kernels that sum over rows, and the partial results of blocks.
     pub(super) fn scratch(&self) -> [Operand; 2] {
         [Operand::new(Region::Scratch, 0, LOSS_COUNTER * 4), self.partials()]
     }
@@ -91,7 +101,7 @@ impl Ops {
         Arg::InOut(Operand::new(Region::Scratch, number * 4, 4))
     }
 
-    /// What blocks tell the one that ends last.
+    /// Partial results of blocks, for the one that ends last.
     fn partials(&self) -> Operand {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
@@ -101,16 +111,8 @@ impl Ops {
         capability == WARPGROUPS && dtype != DType::F32
     }
 
-    /// Values of a row that one thread has in flight at a time; `IN_FLIGHT` of `numbers.cu`.
-    fn in_flight(&self) -> u32 {
-        match self.dtype {
-            DType::F32 => 2,
-            DType::F16 | DType::Bf16 => 4,
-        }
-    }
-
-    /// Blocks of `threads` that walk `rows` of `channels`, at most `per_multiprocessor` on each: (grid, block).
-    fn walk(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
+    /// Blocks of `threads` that share `rows` of `channels` (a grid-stride loop), at most `per_multiprocessor` on each: (grid, block).
+    fn grid_stride(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
         let (y, columns) = (threads / x, groups.div_ceil(x).max(1));
@@ -118,9 +120,9 @@ impl Ops {
         plain([rows.div_ceil(y).clamp(1, most), columns, 1], [x, y, 1])
     }
 
-    /// [`Ops::walk`] for kernels that sum over rows: one block a multiprocessor, two rows a thread at least.
+    /// [`Ops::grid_stride`] for kernels that sum over rows: one block a multiprocessor, two rows a thread at least.
     fn sums(&self, rows: u32, channels: u32) -> Geometry {
-        self.walk(rows.div_ceil(2), channels, 512, 1)
+        self.grid_stride(rows.div_ceil(2), channels, 512, 1)
     }
 
     /// Blocks of 256 threads for `items` independent ones.

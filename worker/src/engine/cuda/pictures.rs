@@ -5,7 +5,7 @@ use super::{
     device::{Buffer, Device, Event, OwnedStream, Pinned, Stream},
     error::CudaError,
 };
-use crate::data::loader::{Batch, Form, Resident};
+use crate::data::loader::{Batch, BatchFormat, Resident};
 use bytemuck::NoUninit;
 
 /// Of the GPU's free memory, the part that a dataset may take.
@@ -52,7 +52,7 @@ const AHEAD: usize = 3;
 
 /// Batches on their way to the GPU.
 pub(super) struct Staging {
-    form: Form,
+    format: BatchFormat,
     /// Of a batch.
     bytes: usize,
     host: Pinned,
@@ -67,12 +67,12 @@ pub(super) struct Staging {
 
 impl Staging {
     /// Room for batches of `values` values.
-    pub(super) fn new(device: &Device, form: Form, values: usize) -> Result<Self, CudaError> {
-        let size = if form == Form::Bytes { 1 } else { 4 };
+    pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self, CudaError> {
+        let size = if format == BatchFormat::Bytes { 1 } else { 4 };
         let bytes = (values * size).next_multiple_of(256);
         let events = || (0..AHEAD).map(|_| Event::new(false)).collect::<Result<Vec<_>, _>>();
         Ok(Self {
-            form,
+            format,
             bytes,
             host: Pinned::new(AHEAD * bytes)?,
             gpu: device.alloc(AHEAD * bytes)?,
@@ -84,14 +84,14 @@ impl Staging {
         })
     }
 
-    pub(super) fn form(&self) -> Form {
-        self.form
+    pub(super) fn format(&self) -> BatchFormat {
+        self.format
     }
 
     /// Has `batch` where the next step on `main` looks for it.
     pub(super) fn send(&mut self, main: Stream, batch: &Batch) -> Result<(), CudaError> {
-        match self.form {
-            Form::Bytes => self.send_values(main, &batch.bytes),
+        match self.format {
+            BatchFormat::Bytes => self.send_values(main, &batch.bytes),
             _ => self.send_values(main, &batch.images),
         }
     }
@@ -105,12 +105,12 @@ impl Staging {
         }
         self.host.write(offset, values);
         if bytes > 0 {
-            self.stream.0.upload(self.gpu.ptr + offset as u64, &self.host, offset, bytes)?;
+            self.stream.0.upload(&self.gpu, &self.host, offset, bytes)?;
         }
         self.copied[slot].record(self.stream.0)?;
         main.wait(&self.copied[slot])?;
         if bytes > 0 {
-            main.copy(self.input.ptr, self.gpu.ptr + offset as u64, bytes)?;
+            main.copy(&self.input, &self.gpu, offset, bytes)?;
         }
         self.taken[slot].record(main)?;
         self.sent += 1;

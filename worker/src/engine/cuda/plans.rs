@@ -90,20 +90,21 @@ fn gpu_convolutions_have_plans() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_tells_where_its_time_goes() {
-    use crate::engine::{GpuConfig, bench};
-    use lockstep_protocol::spec::{LossScale, Precision};
+    use crate::{
+        engine::{bench, registry},
+        gpu::RankGpu,
+    };
+    use lockstep_protocol::spec::{Device, Precision};
+    let first = RankGpu { ordinal: 0, visible: Vec::new() };
     for case in std::env::var("CASES").as_deref().unwrap_or("resnet50:224:32").split(' ') {
-        let loss_scale = LossScale::Named("dynamic".into());
-        let gpu = GpuConfig {
-            ordinal: 0,
+        let how = bench::OnDevice {
+            device: registry::device_of(Some(&first), Device::Cuda),
             precision: Precision::Fp16,
-            loss_scale,
             deterministic: true,
+            sync_batch_norm: true,
             store: None,
-            watchdog: None,
-            generation: 0,
         };
-        let calls = bench::profile_gpu(&case.parse().unwrap(), gpu).unwrap();
+        let calls = bench::profile(&case.parse().unwrap(), how).unwrap();
         let mut parts: std::collections::BTreeMap<&str, (usize, f64)> = Default::default();
         for (name, ms) in &calls {
             let part = parts.entry(name).or_default();

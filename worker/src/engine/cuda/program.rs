@@ -5,6 +5,7 @@
 //! it. Emitted twice, a list uses the same memory, so it may be run as it is or captured and replayed.
 
 use super::{
+    GpuConfig,
     arena::{Allocation, Arena},
     command::{Command, Kernel, Operand, Part, Region, verify},
     convolution::{Convolution, Direction, Tensors},
@@ -24,9 +25,9 @@ use super::{
 };
 use crate::{
     comm::ProcessGroup,
-    data::loader::Form,
+    data::loader::BatchFormat,
     engine::{
-        EngineConfig, EngineError, GpuConfig, LayerTime, NamedTensors,
+        EngineConfig, EngineError, LayerTime, NamedTensors,
         fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
         layers::layer_times,
     },
@@ -64,7 +65,7 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// Whether it goes on from what a micro-batch before it has left: gradients and totals.
+    /// Whether it continues from what a micro-batch before it has left: gradients and totals.
     fn carries_over(self) -> bool {
         matches!(self, Phase::Train(MicroBatch { first: false, .. }))
     }
@@ -84,7 +85,7 @@ pub(super) enum Input {
         mixes: bool,
     },
     /// The batch, cropped and scaled.
-    Staged { at: Ptr, form: Form },
+    Staged { at: Ptr, format: BatchFormat },
 }
 
 impl Input {

@@ -13,9 +13,9 @@ use crate::{
     comm::{
         CommError, Exchange, ProcessGroup, Reduction,
         nccl::{self, Nccl},
-        peers::Peers,
+        peers::{MAX_PEERS, Peers},
     },
-    engine::{EngineError, GpuConfig},
+    engine::{EngineError, cuda::GpuConfig},
 };
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ use std::sync::Arc;
 struct Table {
     rank: u32,
     world: u32,
-    data: [u64; 8],
-    flags: [u64; 8],
+    data: [u64; MAX_PEERS],
+    flags: [u64; MAX_PEERS],
     abort: u64,
 }
 

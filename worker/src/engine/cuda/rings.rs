@@ -1,4 +1,4 @@
-//! What the host and the GPU tell each other about steps, through page-locked memory that both see: nothing
+//! What the host and the GPU exchange about steps, through page-locked memory that both see: nothing
 //! is copied or waited for by a call.
 
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
@@ -9,7 +9,7 @@ use super::{
     error::CudaError,
     ops,
 };
-use crate::data::loader::{Batch, DrawnMix};
+use crate::data::loader::{Batch, MixParams};
 use std::{
     ops::Range,
     time::{Duration, Instant},
@@ -48,12 +48,12 @@ pub(super) struct Control {
 
 impl Control {
     /// With what the GPU needs to mix pictures of the dataset.
-    pub(super) fn with_mix(self, drawn: Option<&DrawnMix>) -> Self {
-        let Some(DrawnMix { mix, before_index, before_draw }) = drawn else { return self };
+    pub(super) fn with_mix(self, drawn: Option<&MixParams>) -> Self {
+        let Some(MixParams { mix, before_index, before_params }) = drawn else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
         let [cut_rows, cut_columns] =
             mix.cut.as_ref().map_or_else(Default::default, |cut| cut.each_ref().map(ends));
-        Self { before: [*before_index as u32, *before_draw], cut_rows, cut_columns, ..self }
+        Self { before: [*before_index as u32, *before_params], cut_rows, cut_columns, ..self }
     }
 }
 
@@ -146,7 +146,7 @@ impl Inputs {
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
         let mut next = || lists.next().into_iter().flatten();
         next().zip(&batch.indices).for_each(|(w, v)| *w = *v as u32);
-        next().zip(&batch.draws).for_each(|(w, v)| *w = *v);
+        next().zip(&batch.augment_params).for_each(|(w, v)| *w = *v);
         next().zip(&batch.labels).for_each(|(w, v)| *w = *v);
         next().zip(&batch.mixed_labels).for_each(|(w, v)| *w = *v);
         self.ring.write(self.sent as usize % SLOTS * words.len() * 4, &words);
@@ -181,23 +181,23 @@ impl Results {
     }
 }
 
-/// Waits until `done`, which looks at what the GPU writes into the host's memory.
+/// Waits until `done`, which reads what the GPU writes into the host's memory.
 fn wait_until<E: From<CudaError>>(
     mut done: impl FnMut() -> bool,
     patience: Duration,
     mut alive: impl FnMut() -> Result<(), E>,
 ) -> Result<(), E> {
     let began = Instant::now();
-    let mut looks = 0u32;
+    let mut reads = 0u32;
     while !done() {
-        looks += 1;
+        reads += 1;
         // A short wait is met at once; a long one leaves the core to others.
-        if looks < 2_000 {
+        if reads < 2_000 {
             std::hint::spin_loop();
             continue;
         }
         std::thread::sleep(Duration::from_micros(20));
-        if looks.is_multiple_of(256) {
+        if reads.is_multiple_of(256) {
             alive()?;
             if began.elapsed() > patience {
                 return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64() }.into());
@@ -219,7 +219,7 @@ pub(super) fn fetch(batch: usize) -> ops::Fetch {
     }
 }
 
-/// How the GPU tells the next result.
+/// How the GPU reports the next result.
 pub(super) fn record() -> ops::Record {
     ops::Record {
         ring: Operand::whole(Region::ResultRing),

@@ -236,7 +236,7 @@ impl State {
     }
 
     /// Looks at all weights, biases, running statistics, what the optimizer keeps and the average, one after another: which are
-    /// not finite, [`Region::Found`] tells.
+    /// not finite, [`Region::Found`] says so.
     pub(super) fn find_not_finite(&self, ops: &Ops) -> Vec<Kernel> {
         let slots = self.optimizer_slots.iter().enumerate();
         let average = self.average.iter().flatten();

@@ -37,24 +37,24 @@ impl CudaEngine {
     /// Where the pictures of `batch` are, after having them copied if need be.
     fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
         let training = matches!(phase, Phase::Train(_));
-        if let (Some(data), false) = (&self.on_gpu, batch.draws.len() != batch.labels.len()) {
+        if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
             let pictures = data.pictures(training);
             let (height, width, crop_padding) = (data.height, data.width, data.crop_padding);
-            let mixes = batch.drawn_mix.is_some();
+            let mixes = batch.mix_params.is_some();
             return Ok(Input::Dataset { pictures, height, width, crop_padding, training, mixes });
         }
-        let form = if batch.bytes.is_empty() { Form::Normalised } else { Form::Bytes };
-        if self.staging.as_ref().is_none_or(|s| s.form() != form && !batch.labels.is_empty()) {
+        let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
+        if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
             let values = self.config.batch_size * self.program.most_values();
             self.device.synchronize()?;
             self.graphs.clear();
-            self.staging = Some(Staging::new(&self.device, form, values)?);
+            self.staging = Some(Staging::new(&self.device, format, values)?);
         }
         let Some(staging) = &mut self.staging else {
             return Err(CudaError::Unsupported("no room for pictures".into()).into());
         };
         staging.send(self.program.main.0, batch)?;
-        Ok(Input::Staged { at: staging.input.ptr, form: staging.form() })
+        Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
     }
 
     /// Waits for the oldest step under way.
@@ -127,7 +127,7 @@ pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch>
         Batch {
             images: batch.images[cut(batch.images.len(), size)].to_vec(),
             bytes: batch.bytes[cut(batch.bytes.len(), size)].to_vec(),
-            draws: batch.draws[cut(batch.draws.len(), 1)].to_vec(),
+            augment_params: batch.augment_params[cut(batch.augment_params.len(), 1)].to_vec(),
             labels: batch.labels[from..to].to_vec(),
             indices: batch.indices[cut(batch.indices.len(), 1)].to_vec(),
             global_samples: to - from,
@@ -146,7 +146,7 @@ fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), Engi
             "a batch of {pictures} pictures where there is room for {room}"
         )));
     }
-    if batch.draws.len() != pictures && values != pictures * picture {
+    if batch.augment_params.len() != pictures && values != pictures * picture {
         return Err(EngineError::Parameters(format!(
             "a batch of {pictures} labels has {values} values where {picture} a picture are needed"
         )));

@@ -3,10 +3,10 @@
 
 use crate::{
     comm::SingleRank,
-    data::loader::{Batch, DataSource, EpochPlan, Form},
-    engine::{self, Engine, EngineConfig, GpuConfig, NamedTensors, Optimizer},
-    made_up::{labels, values},
+    data::loader::{Batch, BatchFormat, DataSource, EpochPlan},
+    engine::{self, Engine, EngineConfig, NamedTensors, Optimizer, cuda::GpuConfig},
     net::{Network, init, resnet},
+    synthetic::{labels, values},
 };
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, LossScale, ModelSpec, Precision, SizeFrom, Stem};
 use std::{path::PathBuf, sync::Arc};
@@ -104,7 +104,7 @@ fn cuda_as(
     config: &EngineConfig,
     gpu: GpuConfig,
 ) -> Box<dyn Engine> {
-    engine::build_cuda(network.clone(), initial, config.clone(), Arc::new(SingleRank), gpu).unwrap()
+    super::build(network.clone(), initial, config.clone(), Arc::new(SingleRank), &gpu).unwrap()
 }
 
 fn pictures(network: &Network, count: usize, number: usize) -> Batch {

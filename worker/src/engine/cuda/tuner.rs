@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Most memory that a plan may ask for beside its tensors.
+/// Most memory that a plan may ask for in addition to its tensors.
 const MOST_WORKSPACE: usize = 512 << 20;
 /// Bytes of activations that a pass of its own reads in a millisecond: what takes sums along saves that pass.
 const PASS_BYTES_A_MILLI: f32 = 3e9;

@@ -9,12 +9,12 @@ use crate::net::{Network, TensorId};
 
 /// Channels on the two sides of the convolutions that are fused in both passes: `bottleneck.cu`, `bottleneck_forward.cu`
 /// and `block_end.cu` keep their weights in shared memory.
-pub(in crate::engine) const REDUCED: usize = 64;
-pub(in crate::engine) const EXPANDED: usize = 256;
+pub(in crate::engine) const REDUCED: u32 = 64;
+pub(in crate::engine) const EXPANDED: u32 = 256;
 
 /// Whether `norm_through.cu` computes the dgrad of a 1x1 convolution: its weights for 256 of the input's channels have to
 /// fit in shared memory.
-fn dgrad_fits(inputs: usize, outputs: usize) -> bool {
+fn dgrad_fits(inputs: u32, outputs: u32) -> bool {
     matches!(outputs, 64 | 128 | 256) && inputs.is_multiple_of(256)
 }
 
@@ -24,7 +24,7 @@ pub(super) fn fuse(network: &Network, ops: &mut [FusedOp]) {
         if !conv.is_pointwise() {
             continue;
         }
-        match (conv.shape.in_c, conv.shape.out_c) {
+        match (conv.shape.in_c as u32, conv.shape.out_c as u32) {
             (REDUCED, EXPANDED) => with_norms(network, ops, at),
             (inputs, outputs) => {
                 if (inputs, outputs) == (EXPANDED, REDUCED) {

@@ -23,9 +23,9 @@ fn environment(root: &Path) -> impl Fn(&str) -> Option<OsString> {
 fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
     let root = tempfile::tempdir().unwrap();
     let libraries = Libraries::find_in(&folders(&environment(root.path())), false);
-    let nccl = libraries.get(Which::Nccl).unwrap();
+    let nccl = libraries.get(Library::Nccl).unwrap();
     assert!(nccl.path.ends_with("nvidia/nccl/lib/libnccl.so.2"), "{nccl:?}");
-    assert!(libraries.get(Which::Cudnn).is_some() && libraries.get(Which::Nvrtc).is_some());
+    assert!(libraries.get(Library::Cudnn).is_some() && libraries.get(Library::Nvrtc).is_some());
 
     let cache = root.path().join("cache/libraries");
     let variables = libraries.environment(&cache).unwrap();
@@ -37,7 +37,7 @@ fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
     assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
     assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
     // Where the system has a cuDNN of its own, cudarc must not take that one.
-    assert_eq!(fs::read_link(dir.join("libcudnn.so")).unwrap(), libraries.get(Which::Cudnn).unwrap().path);
+    assert_eq!(fs::read_link(dir.join("libcudnn.so")).unwrap(), libraries.get(Library::Cudnn).unwrap().path);
     // A second time, also when NCCL has moved meanwhile.
     symlink("/elsewhere", dir.join("other")).unwrap();
     fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
@@ -56,7 +56,7 @@ fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
         folders.usual.retain(|dir| dir.starts_with(root.path()));
         folders.torchvision.retain(|dir| dir.starts_with(root.path()));
         let libraries = Libraries::find_in(&folders, false);
-        (libraries.get(Which::Nvjpeg).map(|nvjpeg| nvjpeg.path.clone()), libraries)
+        (libraries.get(Library::Nvjpeg).map(|nvjpeg| nvjpeg.path.clone()), libraries)
     };
     assert_eq!(found().0, None);
     let copy = packages.join("torchvision.libs/libnvjpeg.4a0b5c81.so.13");
@@ -81,8 +81,8 @@ fn the_setting_comes_first() {
         if name == SETTING { Some(own.clone().into_os_string()) } else { plain(name) }
     };
     let libraries = Libraries::find_in(&folders(&with), false);
-    assert_eq!(libraries.get(Which::Cudnn).unwrap().path, own.join("libcudnn.so.9"));
-    assert!(libraries.get(Which::Nccl).is_some());
+    assert_eq!(libraries.get(Library::Cudnn).unwrap().path, own.join("libcudnn.so.9"));
+    assert!(libraries.get(Library::Nccl).is_some());
 }
 
 #[test]
@@ -91,11 +91,11 @@ fn what_is_missing_is_named_with_a_way_to_get_it() {
     let bare = |_: &str| None;
     let _ = root;
     let nothing = Libraries { searched: folders(&bare).usual, ..Libraries::default() };
-    let error = complete(&nothing, Which::needed(2)).unwrap_err();
+    let error = complete(&nothing, Library::needed(2)).unwrap_err();
     for part in ["cuDNN (libcudnn.so.9)", "nvidia-cudnn-cu13", "NCCL", "driver", SETTING] {
         assert!(error.contains(part), "{part}: {error}");
     }
-    assert!(!complete(&nothing, Which::needed(1)).unwrap_err().contains("NCCL"));
+    assert!(!complete(&nothing, Library::needed(1)).unwrap_err().contains("NCCL"));
 }
 
 #[test]
@@ -103,8 +103,8 @@ fn a_file_that_is_no_library_is_an_error_and_not_the_end() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("libcudnn.so.9");
     touch(&path);
-    for which in Which::ALL {
-        let error = Library { which, path: path.clone(), by_itself: false }.version().unwrap_err();
+    for which in Library::ALL {
+        let error = FoundLibrary { which, path: path.clone(), by_itself: false }.version().unwrap_err();
         assert!(error.contains("libcudnn.so.9"), "{error}");
     }
 }

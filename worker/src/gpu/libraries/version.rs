@@ -1,9 +1,9 @@
 //! The version of a library, as the library itself reports it.
 
-use super::{Library, Which};
+use super::{FoundLibrary, Library};
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
 
-impl Library {
+impl FoundLibrary {
     /// Asks the library itself: `13.0`, `9.19.0`, `2.28.9`. NVML is asked elsewhere: no version.
     ///
     /// # Errors
@@ -34,11 +34,11 @@ impl Library {
             unsafe { Ok(handle.get::<Plain>(name.as_bytes()).map_err(lacks)?()) }
         };
         let version = match self.which {
-            Which::Driver => {
+            Library::Driver => {
                 pointer("cuDriverGetVersion", &mut a)?;
                 format!("{}.{}", a / 1000, a % 1000 / 10)
             }
-            Which::Nvrtc => {
+            Library::Nvrtc => {
                 // SAFETY: nvrtcVersion takes two pointers to ints.
                 let status = unsafe {
                     let ask = handle.get::<Pair>(b"nvrtcVersion").map_err(lacks)?;
@@ -49,13 +49,13 @@ impl Library {
                 }
                 format!("{a}.{b}")
             }
-            Which::Nccl => {
+            Library::Nccl => {
                 pointer("ncclGetVersion", &mut a)?;
                 three(usize::try_from(a).unwrap_or(0))
             }
-            Which::Cudnn => three(plain("cudnnGetVersion")?),
-            Which::CublasLt => three(plain("cublasLtGetVersion")?),
-            Which::Nvjpeg => {
+            Library::Cudnn => three(plain("cudnnGetVersion")?),
+            Library::CublasLt => three(plain("cublasLtGetVersion")?),
+            Library::Nvjpeg => {
                 let of = |which: i32| {
                     let mut value = 0;
                     // SAFETY: nvjpegGetProperty takes a number and a pointer to an int.
@@ -67,7 +67,7 @@ impl Library {
                 };
                 format!("{}.{}.{}", of(0)?, of(1)?, of(2)?)
             }
-            Which::Nvml => String::new(),
+            Library::Nvml => String::new(),
         };
         // CUDA's libraries do not like to be unloaded.
         std::mem::forget(handle);

@@ -67,7 +67,7 @@ fn histogram(name: String, kind: HistogramKind, values: &[f32]) -> LayerHistogra
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::HostTensor, made_up::values};
+    use crate::{engine::HostTensor, synthetic::values};
 
     fn of(values: &[f32]) -> LayerHistogram {
         let found = histogram("a".into(), HistogramKind::Weight, values);

@@ -107,7 +107,7 @@ impl SqlStore {
         metrics: &[SortBy],
         most: usize,
     ) -> Result<Option<Vec<GroupRow>>> {
-        let metrics: Vec<_> = metrics.iter().map(|metric| expression(*metric)).collect();
+        let metrics: Vec<_> = metrics.iter().map(expression).collect();
         let groups = by.iter().enumerate().map(|(n, by)| format!(", {} AS by_{n}", grouped_by(*by)));
         let numbers = metrics.iter().enumerate().map(|(n, (sql, ..))| format!(", {sql} AS metric_{n}"));
         let columns: String = groups.chain(numbers).collect();

@@ -20,7 +20,7 @@ async fn what_is_missing_is_said_before_anything_starts() {
 #[test]
 fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
     use crate::agent::preflight::check;
-    let looked = |script: &str| {
+    let checked = |script: &str| {
         let mut place = place(1, script);
         let data = place.dir.path().join("data/train/cat");
         fs::create_dir_all(&data).unwrap();
@@ -30,11 +30,11 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
             check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
         (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
     };
-    let (said, note) = looked("kill -9 $$");
+    let (said, note) = checked("kill -9 $$");
     let refusal = said.unwrap_err();
     assert!(refusal.detail.contains("was not examined") && note.is_none(), "{refusal:?} {note:?}");
     // What is no dataset is left to the ranks.
-    let (said, note) = looked("echo '{\"Err\":\"holds nothing\"}'");
+    let (said, note) = checked("echo '{\"Err\":\"holds nothing\"}'");
     assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
 }
 

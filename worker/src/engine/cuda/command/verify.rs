@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 /// By stream: commands that are known to be done.
 type Clock = [usize; StreamId::ALL.len()];
 
-/// Checks a list. `carries_over`: it goes on from the gradients and totals of a micro-batch before it.
+/// Checks a list. `carries_over`: it continues from the gradients and totals of a micro-batch before it.
 ///
 /// # Errors
 /// The first command that is wrong, and why.

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // As in `device.rs`.
 
-use super::{Buffer, Pinned, Ptr};
+use super::{Buffer, Pinned};
 use crate::engine::cuda::error::CudaError;
 use cudarc::driver::{result, sys};
 use std::{cell::Cell, marker::PhantomData};
@@ -20,7 +20,7 @@ unsafe impl Send for OwnedStream {}
 unsafe impl Sync for OwnedStream {}
 
 impl OwnedStream {
-    /// A stream beside the default one; `urgent` work goes before other streams' work that waits.
+    /// A stream that runs concurrently with the default one; `urgent` work goes before other streams' work that waits.
     pub(in crate::engine::cuda) fn new(urgent: bool) -> Result<Self, CudaError> {
         let (_, greatest) = result::stream::get_priority_range().unwrap_or((0, 0));
         let priority = if urgent { greatest } else { 0 };
@@ -73,25 +73,36 @@ impl Stream {
             .map_err(CudaError::driver("ordering streams"))
     }
 
-    /// A copy within the GPU's memory.
-    pub(in crate::engine::cuda) fn copy(self, to: Ptr, from: Ptr, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: callers pass ranges of their own buffers.
-        unsafe { result::memcpy_dtod_async(to, from, bytes, self.0) }.map_err(CudaError::driver("copying"))
+    /// Copies `bytes` from `offset` bytes on to the beginning of another buffer.
+    pub(in crate::engine::cuda) fn copy(
+        self,
+        to: &Buffer,
+        from: &Buffer,
+        offset: usize,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        assert!(bytes <= to.bytes && offset + bytes <= from.bytes, "a copy past the end of a buffer");
+        // SAFETY: both ranges are inside of their buffers, as just checked; a buffer's owner waits for what uses it
+        // before it drops it.
+        unsafe { result::memcpy_dtod_async(to.ptr, from.ptr + offset as u64, bytes, self.0) }
+            .map_err(CudaError::driver("copying"))
     }
 
-    /// A copy from page-locked memory that must stay as it is until this stream has gone past it.
+    /// Copies `bytes` from `offset` bytes on of page-locked memory, which must stay as they are until this stream has
+    /// gone past it, to the same offset of a buffer.
     pub(in crate::engine::cuda) fn upload(
         self,
-        to: Ptr,
+        to: &Buffer,
         from: &Pinned,
         offset: usize,
         bytes: usize,
     ) -> Result<(), CudaError> {
         assert!(offset + bytes <= from.bytes, "a copy past the end of page-locked memory");
-        // SAFETY: checked above.
+        assert!(offset + bytes <= to.bytes, "a copy past the end of a buffer");
+        // SAFETY: both ranges are inside, as just checked; owners wait for what uses their memory before they drop it.
         unsafe {
             let source = std::slice::from_raw_parts(from.host.as_ptr().add(offset), bytes);
-            result::memcpy_htod_async(to, source, self.0)
+            result::memcpy_htod_async(to.ptr + offset as u64, source, self.0)
         }
         .map_err(CudaError::driver("copying to the GPU"))
     }
@@ -100,14 +111,15 @@ impl Stream {
     pub(in crate::engine::cuda) fn download(
         self,
         to: &mut Pinned,
-        from: Ptr,
+        from: &Buffer,
         bytes: usize,
     ) -> Result<(), CudaError> {
         assert!(bytes <= to.bytes, "a copy past the end of page-locked memory");
-        // SAFETY: checked above.
+        assert!(bytes <= from.bytes, "a copy past the end of a buffer");
+        // SAFETY: both ranges are inside, as just checked; owners wait for what uses their memory before they drop it.
         unsafe {
             let target = std::slice::from_raw_parts_mut(to.host.as_ptr(), bytes);
-            result::memcpy_dtoh_async(target, from, self.0)
+            result::memcpy_dtoh_async(target, from.ptr, self.0)
         }
         .map_err(CudaError::driver("copying from the GPU"))
     }
@@ -144,7 +156,7 @@ pub(in crate::engine::cuda) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 unsafe impl Send for Event {}
 
 impl Event {
-    /// One that orders streams, and tells the time if `timed`.
+    /// One that orders streams, and records the time if `timed`.
     pub(in crate::engine::cuda) fn new(timed: bool) -> Result<Self, CudaError> {
         let flags = match timed {
             true => sys::CUevent_flags::CU_EVENT_DEFAULT,

@@ -66,6 +66,7 @@ impl Cropper {
             self.host_lists = None;
             self.host_lists = Some(Pinned::new(bytes + bytes / 8)?);
         }
+        let lists_at = lists.ptr;
         if let Some(host) = &self.host_lists {
             host.write(0, croppings);
             host.write(tables_after, tables);
@@ -73,8 +74,8 @@ impl Cropper {
         }
         let (band, shared_bytes) = band(croppings, height);
         let args = [
-            Value::Ptr(lists),
-            Value::Ptr(lists + tables_after as u64),
+            Value::Ptr(lists_at),
+            Value::Ptr(lists_at + tables_after as u64),
             Value::Ptr(outputs.ptr),
             Value::U32(width),
             Value::U32(height),
@@ -93,7 +94,7 @@ impl Cropper {
     pub(super) fn end(&mut self, pictures: usize) -> Result<(), CudaError> {
         let bytes = pictures * self.bytes();
         if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
-            self.stream.0.download(host, outputs.ptr, bytes)?;
+            self.stream.0.download(host, outputs, bytes)?;
         }
         Ok(())
     }
@@ -104,24 +105,25 @@ impl Cropper {
     }
 }
 
-/// Where memory of `bytes` begins: what there is, or more in its place.
-fn at_least(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+/// Memory of `bytes`: what there is, or more in its place.
+fn at_least<'a>(
+    buffer: &'a mut Option<Buffer>,
+    device: &Device,
+    bytes: usize,
+) -> Result<&'a Buffer, CudaError> {
     room_of(buffer, bytes, |bytes| device.alloc(bytes))
 }
 
-/// Where memory of `bytes` begins: what there is, or what `take` gives in its place.
+/// Memory of `bytes`: what there is, or what `take` gives in its place.
 pub(super) fn room_of(
     buffer: &mut Option<Buffer>,
     bytes: usize,
     take: impl FnOnce(usize) -> Result<Buffer, CudaError>,
-) -> Result<u64, CudaError> {
-    match buffer {
-        Some(there) if there.bytes >= bytes => Ok(there.ptr),
-        _ => {
-            // Given back first. A little more than was asked for, since groups differ.
-            *buffer = None;
-            let more = take((bytes + bytes / 8).next_multiple_of(1 << 20))?;
-            Ok(buffer.insert(more).ptr)
-        }
-    }
+) -> Result<&Buffer, CudaError> {
+    // What is too small is freed first. A little more than was asked for is taken, since groups differ.
+    let large_enough = match buffer.take().filter(|there| there.bytes >= bytes) {
+        Some(there) => there,
+        None => take((bytes + bytes / 8).next_multiple_of(1 << 20))?,
+    };
+    Ok(buffer.insert(large_enough))
 }

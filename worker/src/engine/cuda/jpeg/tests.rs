@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::data::device::{Sharing, Stored, Subsampling};
-use crate::data::loader::{Batch, DataSource, EpochPlan, Form, Mixing};
+use crate::data::loader::{Batch, BatchFormat, DataSource, EpochPlan, Mixing};
 use lockstep_protocol::spec::{Augment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -172,9 +172,9 @@ const PLAN: EpochPlan = EpochPlan {
     threads: 2,
 };
 
-fn open(dir: &Path, spec: &DataSpec, form: Form) -> DataSource {
+fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     let mut data = DataSource::open(dir, spec, 5).unwrap();
-    data.set_form(form);
+    data.set_format(format);
     data
 }
 
@@ -196,30 +196,45 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
         ..photographs.clone()
     };
     for (name, dir, spec, forms) in [
-        ("random resized crops", &of_all_sizes, photographs.clone(), &[Form::Bytes, Form::Normalised][..]),
+        (
+            "random resized crops",
+            &of_all_sizes,
+            photographs.clone(),
+            &[BatchFormat::Bytes, BatchFormat::Normalised][..],
+        ),
         (
             "enlarged",
             &of_all_sizes,
             DataSpec { image_size: Some(ImageSize::Fixed(90)), ..photographs },
-            &[Form::Bytes][..],
+            &[BatchFormat::Bytes][..],
         ),
-        ("changed", &of_all_sizes, changed.clone(), &[Form::Bytes][..]),
-        ("erased", &of_all_sizes, DataSpec { random_erasing: 0.5, ..changed }, &[Form::Normalised][..]),
+        ("changed", &of_all_sizes, changed.clone(), &[BatchFormat::Bytes][..]),
+        (
+            "erased",
+            &of_all_sizes,
+            DataSpec { random_erasing: 0.5, ..changed },
+            &[BatchFormat::Normalised][..],
+        ),
         // Training crops the largest centred square; only validation needs all of a picture.
         (
             "squares",
             &of_all_sizes,
             DataSpec { image_size: Some(ImageSize::Fixed(24)), resize_size: Some(28), ..spec() },
-            &[Form::Bytes][..],
+            &[BatchFormat::Bytes][..],
         ),
-        ("as they are", &of_one_size, DataSpec { resize_size: Some(50), ..spec() }, &[Form::Bytes][..]),
+        (
+            "as they are",
+            &of_one_size,
+            DataSpec { resize_size: Some(50), ..spec() },
+            &[BatchFormat::Bytes][..],
+        ),
     ] {
-        for form in forms {
-            let on_cores = open(dir.path(), &spec, *form);
-            let mut elsewhere = open(dir.path(), &spec, *form);
+        for format in forms {
+            let on_cores = open(dir.path(), &spec, *format);
+            let mut elsewhere = open(dir.path(), &spec, *format);
             assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
             elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
-            assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {form:?}");
+            assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {format:?}");
             assert_eq!(on_cores.decoded(), None);
             let decoded = elsewhere.decoded().unwrap();
             let cores = BTreeMap::from([(ForCores::OtherFormat, 1), (ForCores::Grey, 1)]);
@@ -232,9 +247,9 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
 fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
     let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    for form in [Form::Bytes, Form::Normalised] {
-        let wanted = batches(&open(dir.path(), &spec, form));
-        let mut data = open(dir.path(), &spec, form);
+    for format in [BatchFormat::Bytes, BatchFormat::Normalised] {
+        let wanted = batches(&open(dir.path(), &spec, format));
+        let mut data = open(dir.path(), &spec, format);
         let slow = OnTheHost { most: Some(1), ..OnTheHost::default() };
         data.set_decoder(Some(Arc::new(slow)), Sharing::WithCores);
         // Who takes which differs from time to time; all are taken, each time.
@@ -244,9 +259,9 @@ fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
             assert!(batches(&data) == wanted);
             rounds += 1;
             let decoded = data.decoded().unwrap();
-            let beside = decoded.by_cores.get(&ForCores::Beside).copied().unwrap_or(0);
-            assert_eq!(decoded.by_device + beside, 16 * rounds, "{decoded:?}");
-            both = decoded.by_device > 0 && beside > 0;
+            let concurrently = decoded.by_cores.get(&ForCores::Concurrently).copied().unwrap_or(0);
+            assert_eq!(decoded.by_device + concurrently, 16 * rounds, "{decoded:?}");
+            both = decoded.by_device > 0 && concurrently > 0;
         }
         assert!(data.decoded().unwrap().to_string().contains("while the GPU decoded others"));
 
@@ -259,7 +274,7 @@ fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
         // A single thread has none to share with.
         data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::WithCores);
         assert!(data.epoch(EpochPlan { threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
-        assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Beside));
+        assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Concurrently));
     }
 }
 
@@ -269,8 +284,8 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
-    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
 
     data.set_decoder(
         Some(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() })),
@@ -323,7 +338,7 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
             [Mixing::default(), Mixing { mixup: 0.4, cutmix: 0.0 }, Mixing { mixup: 0.0, cutmix: 1.0 }]
         {
             let (mut on_cores, mut elsewhere) =
-                (open(dir.path(), &spec, Form::Bytes), open(dir.path(), &spec, Form::Bytes));
+                (open(dir.path(), &spec, BatchFormat::Bytes), open(dir.path(), &spec, BatchFormat::Bytes));
             on_cores.set_mixing(mixing);
             elsewhere.set_mixing(mixing);
             elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
@@ -350,8 +365,8 @@ fn pictures_in_shards_are_decoded_as_files_are() {
     let settings = crate::data::PrepareSettings::default();
     crate::data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let on_cores = open(to.path(), &spec, Form::Bytes);
-    let mut elsewhere = open(to.path(), &spec, Form::Bytes);
+    let on_cores = open(to.path(), &spec, BatchFormat::Bytes);
+    let mut elsewhere = open(to.path(), &spec, BatchFormat::Bytes);
     assert!(elsewhere.decodes_jpeg());
     elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
     assert!(batches(&elsewhere) == batches(&on_cores));
@@ -373,6 +388,6 @@ fn without_a_jpeg_file_there_is_nothing_for_a_decoder_to_do() {
     // What a file is called says nothing.
     picture(22, 40, 40).save(home.join("other.png")).unwrap();
     fs::rename(home.join("other.png"), home.join("other.jpg")).unwrap();
-    let data = open(dir.path(), &spec, Form::Bytes);
+    let data = open(dir.path(), &spec, BatchFormat::Bytes);
     assert!(data.is_prepared_each_step() && !data.decodes_jpeg());
 }

@@ -1,8 +1,8 @@
 //! Compiles every kernel for every GPU that it may meet. NVRTC needs none of them.
 
 use super::*;
-use crate::gpu::libraries::{self, Libraries, SETTING, Which};
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use crate::gpu::libraries::{self, Libraries, Library, SETTING};
+use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
 use std::{
     path::{Path, PathBuf},
     sync::{
@@ -23,7 +23,7 @@ fn installed() -> PathBuf {
 /// Has cudarc find NVRTC: what is loaded already goes by its own name.
 fn load_nvrtc() {
     let named = std::env::var_os(SETTING).is_some();
-    let found = Libraries::find().get(Which::Nvrtc).map(|library| library.path.clone());
+    let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
     let path = if installed().is_file() && !named { Some(installed()) } else { found };
     let path = path.unwrap_or_else(|| {
         panic!(
@@ -34,7 +34,7 @@ fn load_nvrtc() {
     });
     let load = |path: &Path| {
         // SAFETY: NVRTC's initialisers have no preconditions. It stays loaded.
-        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+        let loaded = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
         std::mem::forget(loaded.unwrap_or_else(|e| panic!("{}: {e}", path.display())));
     };
     // It opens the other half of itself by a bare name, too.
@@ -45,10 +45,10 @@ fn load_nvrtc() {
         }
     }
     load(&path);
-    libraries::ready(&[Which::Nvrtc]).unwrap();
+    libraries::ready(&[Library::Nvrtc]).unwrap();
 }
 
-/// Compiles everything, on all cores, with `more` options beside the engine's.
+/// Compiles everything, on all cores, with `more` options in addition to the engine's.
 fn compile_all(more: &[&str]) {
     load_nvrtc();
     let cases: Vec<_> = CAPABILITIES.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
@@ -82,6 +82,21 @@ fn every_kernel_compiles_for_every_number_format_and_capability() {
 #[ignore = "minutes: the same, optimised as the engine has it"]
 fn slow_every_kernel_compiles_as_the_engine_compiles_it() {
     compile_all(&[]);
+}
+
+/// A value that kernels defined themselves could differ from the host's, unnoticed until results are wrong.
+#[test]
+fn kernels_use_what_the_host_defines_and_do_not_define_it_again() {
+    for (name, value) in constants::of(DType::F16) {
+        let is_name =
+            |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == name);
+        assert!(SOURCE.lines().any(is_name), "no kernel uses {name} ({value})");
+        let again =
+            SOURCE.lines().filter_map(|line| line.trim_start().strip_prefix("#define")).find(|define| {
+                define.trim_start().split(|c: char| !c.is_alphanumeric() && c != '_').next() == Some(name)
+            });
+        assert_eq!(again, None, "{name} is {value} already");
+    }
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! The end of a bottleneck block and the convolution that begins the next one; see `block_end.cu`.
 
 use super::{
-    Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut,
-    bottleneck::{APART, EXPANDED, REDUCED, ROWS},
-    kernel,
+    Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut, kernel,
     norm::shape_args,
+    through::{ROW_PADDING, TILE_ROWS},
 };
+use crate::engine::fuse::{EXPANDED, REDUCED};
 
 /// y = relu(scale x + bias + shortcut) and z, y's 1x1 convolution.
 #[derive(Debug, Clone, Copy)]
@@ -34,7 +34,7 @@ impl Ops {
     /// y with its mask, z, and z's statistics as [`Ops::norm_statistics`] leaves them. Moves: x, the shortcut, y, the
     /// mask and z once.
     pub(in crate::engine::cuda) fn block_end(&self, p: BlockEnd) -> Kernel {
-        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.multiprocessors);
+        let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::In).to_vec();
         args.extend(p.shortcut.args());
         args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::In(p.weights), Arg::Out(p.z)]);
@@ -43,8 +43,8 @@ impl Ops {
         args.extend(p.behind.forward_args(p.reduce));
         args.extend(p.reduce.args());
         // The weights, the tiles of y and z, two of x and the shortcut; coefficients.
-        let values = REDUCED * EXPANDED + ROWS * (EXPANDED + REDUCED + APART + 2 * 2 * EXPANDED);
-        let shared_bytes = (1024 + values * self.dtype.size() + 4 * EXPANDED * 4) as u32;
+        let values = REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
+        let shared_bytes = 1024 + values * self.dtype.size() as u32 + 4 * EXPANDED * 4;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = match p.shortcut {
             Shortcut::Norm { .. } => "block_end_add_norm",

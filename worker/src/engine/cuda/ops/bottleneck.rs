@@ -1,13 +1,13 @@
 //! A bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu` and
 //! `bottleneck_forward.cu`.
 
-use super::{Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel, norm::shape_args, plain};
-
-/// Channels of the convolution's output and of its input; `EXPANDED` and `REDUCED` of `bottleneck.cu`.
-pub(super) use crate::engine::fuse::{EXPANDED, REDUCED};
-/// Rows of a tile, and values by which its rows are longer in shared memory.
-pub(super) const ROWS: usize = 64;
-pub(super) const APART: usize = 8;
+use super::{
+    Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel,
+    norm::shape_args,
+    plain,
+    through::{ROW_PADDING, TILE_ROWS},
+};
+use crate::engine::fuse::{EXPANDED, REDUCED};
 
 /// The batch norm with a ReLU whose output the convolution reads.
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +63,7 @@ impl Ops {
     /// The convolution's output, and its batch norm's statistics as [`Ops::norm_statistics`] leaves them. Moves: `from`
     /// and y once.
     pub(in crate::engine::cuda) fn bottleneck_forward(&self, p: BottleneckForward) -> Kernel {
-        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.multiprocessors);
+        let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
         let mut args = [p.from, scale, bias, p.weights].map(Arg::In).to_vec();
         args.push(Arg::Out(p.y));
@@ -72,8 +72,8 @@ impl Ops {
         args.extend(p.behind.forward_args(p.reduce));
         args.extend(p.reduce.args());
         // The weights, two tiles of the input, one of the output.
-        let values = REDUCED * EXPANDED + ROWS * (2 * REDUCED + EXPANDED + APART);
-        let shared_bytes = (1024 + values * self.dtype.size()) as u32;
+        let values = REDUCED * EXPANDED + TILE_ROWS * (2 * REDUCED + EXPANDED + ROW_PADDING);
+        let shared_bytes = 1024 + values * self.dtype.size() as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
         let name = if p.before.is_some() { "bottleneck_forward" } else { "projection_forward" };
         kernel(name, geometry, args)
@@ -81,13 +81,13 @@ impl Ops {
 
     /// Memory for the weight gradients of all blocks.
     pub(in crate::engine::cuda) fn bottleneck_bytes(&self) -> usize {
-        self.multiprocessors as usize * EXPANDED * REDUCED * 4
+        (self.multiprocessors * EXPANDED * REDUCED * 4) as usize
     }
 
     /// The gradients of the convolution's input and weights; with `before`, also its batch norm's sums and what follows
     /// from them, as [`Ops::norm_backward_sums`] leaves them. Moves: x, g and `from` once, `dfrom` once.
     pub(in crate::engine::cuda) fn bottleneck_backward(&self, p: Bottleneck) -> [Kernel; 2] {
-        let blocks = p.shape.rows().div_ceil(ROWS as u32).clamp(1, self.multiprocessors);
+        let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let mut args = [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from]
             .map(Arg::In)
             .to_vec();
@@ -99,20 +99,21 @@ impl Ops {
                 args.extend(before.site.backward_args(before.accumulate, before.reduce));
                 args.extend(before.reduce.args());
             }
-            // Nothing is looked at of a batch norm that is not there.
+            // Nothing is read of a batch norm that is not there.
             None => {
                 args.extend(p.behind.backward_args(false, Reduce::Local).map(Arg::unused));
                 args.extend(Reduce::Local.args());
             }
         }
         // The weights, the tiles of dy, its input and the product, two of x and g; coefficients.
-        let values = REDUCED * EXPANDED + ROWS * (EXPANDED + REDUCED + REDUCED + APART + 2 * 2 * EXPANDED);
+        let values =
+            REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let coefficients = 3 * (EXPANDED + REDUCED);
-        let shared_bytes = (1024 + values * self.dtype.size() + coefficients * 4) as u32;
+        let shared_bytes = 1024 + values * self.dtype.size() as u32 + coefficients * 4;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
         let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
         let gradients = kernel(name, geometry, args);
-        let length = (EXPANDED * REDUCED) as u32;
+        let length = EXPANDED * REDUCED;
         let args = [Arg::In(p.room), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
         [gradients, kernel("sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), args)]
     }

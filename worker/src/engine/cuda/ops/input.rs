@@ -6,10 +6,10 @@ pub(in crate::engine::cuda) use crate::data::device::ScaleTable;
 
 /// Which pictures a batch is made of, and whether they are augmented.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::engine::cuda) enum Which {
-    /// By the control block's index, cropped and flipped by its draw: top of the window in bits 0 to 14, left
+pub(in crate::engine::cuda) enum GatherMode {
+    /// By the control block's index, cropped and flipped by its augmentation parameters: top of the window in bits 0 to 14, left
     /// in 15 to 29 (both from 0 to 2 x padding), flip in 30.
-    Drawn { crop_padding: u32 },
+    Augmented { crop_padding: u32 },
     /// The same, each then mixed with the one before it, and the first with another one; see `gather_mixed.cu`.
     Mixed { crop_padding: u32 },
     /// By the control block's index, as they are.
@@ -37,7 +37,7 @@ pub(in crate::engine::cuda) struct Gather<'a> {
     pub(in crate::engine::cuda) width: u32,
     /// 1 or 3.
     pub(in crate::engine::cuda) channels: u32,
-    pub(in crate::engine::cuda) which: Which,
+    pub(in crate::engine::cuda) mode: GatherMode,
     /// None when height = width = side.
     pub(in crate::engine::cuda) scaling: Option<Scaling<'a>>,
     pub(in crate::engine::cuda) control: Operand,
@@ -96,14 +96,14 @@ impl Ops {
     /// Pictures so wide that one output row's inputs pass 44 KB need more shared memory than a kernel gets
     /// unasked: the launcher has to raise the kernel's limit to `shared_bytes`.
     pub(in crate::engine::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
-        let (mode, crop_padding) = match p.which {
-            Which::Drawn { crop_padding } | Which::Mixed { crop_padding } => (0, crop_padding),
-            Which::Indexed => (1, 0),
-            Which::InOrder => (2, 0),
+        let (mode, crop_padding) = match p.mode {
+            GatherMode::Augmented { crop_padding } | GatherMode::Mixed { crop_padding } => (0, crop_padding),
+            GatherMode::Indexed => (1, 0),
+            GatherMode::InOrder => (2, 0),
         };
         // A picture that is mixed is made of two.
-        let (names, made_of) = match p.which {
-            Which::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
+        let (names, made_of) = match p.mode {
+            GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
             _ => (["gather", "gather_scaled"], 1),
         };
         let mut args = vec![Arg::In(p.source)];

@@ -41,9 +41,11 @@ pub(in crate::engine::cuda) struct BiasedLogits {
     pub(in crate::engine::cuda) padded: u32,
 }
 
-/// Eight rows a block, one a warp.
+/// Rows of a block: one a warp.
+pub(in crate::engine::cuda) const LOSS_ROWS: u32 = 8;
+
 pub(super) fn blocks(pictures: u32) -> u32 {
-    pictures.div_ceil(8).max(1)
+    pictures.div_ceil(LOSS_ROWS).max(1)
 }
 
 impl Ops {
@@ -65,7 +67,7 @@ impl Ops {
             Arg::Out(self.partials()),
             self.counter(LOSS_COUNTER),
         ];
-        kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [256, 1, 1]), args)
+        kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
     }
 
     /// Adds the bias and drops the padding.

@@ -4,7 +4,7 @@
 //! cluster of up to 8 blocks owns 16 channels and keeps its rows in registers or the first-level cache; or two
 //! launches, each at the memory's speed.
 
-use super::{Arg, Geometry, Kernel, Operand, Ops, kernel, plain};
+use super::{Arg, Geometry, Kernel, Operand, Ops, in_flight, kernel, plain};
 
 mod backward;
 mod forward;
@@ -139,7 +139,7 @@ impl NormSite {
     }
 }
 
-/// `control`, pixels, rows, channels: how kernels are told an activation's shape.
+/// `control`, pixels, rows, channels: how kernels are given an activation's shape.
 pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
     [Arg::In(control), Arg::U32(shape.pixels), Arg::U32(shape.rows()), Arg::U32(shape.channels)]
 }
@@ -147,8 +147,8 @@ pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
 /// Most rows a thread walks on the one-launch way. Longer, and two launches on all multiprocessors win: on an
 /// H200 ResNet-50's step at 224 pixels and batch 32 takes 5.13 ms with 4 or 8 here and 5.43 ms with 16.
 const SMALL_ROWS_PER_THREAD: u32 = 4;
-/// Groups of 8 channels of a block there, at most; `SMALL_GROUPS` of `norm_forward.cu`.
-const SMALL_GROUPS: u32 = 4;
+/// Groups of 8 channels of a block there, at most.
+pub(in crate::engine::cuda) const SMALL_GROUPS: u32 = 4;
 /// Multiprocessors that a launch leaves free while it waits for other ranks, so that a collective on
 /// another stream can run to its end concurrently: NCCL uses up to 32 blocks.
 const LEFT_FREE: u32 = 32;
@@ -172,7 +172,7 @@ impl Ops {
         let (columns, tall) = (groups.div_ceil(x), 512 / x);
         let walked = |k: u32| rows.div_ceil(tall * k);
         let mut k = 1;
-        while self.clusters && k < 8 && walked(k) > self.in_flight() && columns * k * 2 <= room {
+        while self.clusters && k < 8 && walked(k) > in_flight(self.dtype) && columns * k * 2 <= room {
             k *= 2;
         }
         if rows == 0 || columns * k > room || walked(k) > SMALL_ROWS_PER_THREAD {

@@ -5,8 +5,8 @@
 
 use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, kernel, plain};
 
-/// Blocks that share the norm of one parameter; `NORM_PARTS` of `optimizer.cu`.
-pub(super) const NORM_PARTS: u32 = 16;
+/// Blocks that share the norm of one parameter.
+pub(in crate::engine::cuda) const NORM_PARTS: u32 = 16;
 
 /// A step's gradients, times the loss scale.
 #[derive(Debug, Clone, Copy)]
@@ -220,6 +220,6 @@ impl Ops {
     /// to (T) = from (float32); `length` values, a multiple of 8.
     pub(in crate::engine::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
         let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];
-        kernel("narrow", self.items(length / 8, 8), args)
+        kernel("to_low_precision", self.items(length / 8, 8), args)
     }
 }

@@ -71,7 +71,7 @@ impl Ops {
         let wanted = (columns * u64::from(height) / (all * 4).max(1)) as u32;
         let strip = wanted.clamp(1, STRIP.min(height.max(1)));
         let items = pool.pictures * width * height.div_ceil(strip);
-        let geometry = self.walk(items, pool.channels, threads, resident);
+        let geometry = self.grid_stride(items, pool.channels, threads, resident);
         let args = [pool.pictures, pool.height, pool.width, height, width, strip].map(Arg::U32);
         (geometry, args)
     }

@@ -2,10 +2,13 @@
 
 use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, norm::shape_args};
 
-/// Rows and channels of a tile; `TILE_ROWS` and `TILE_CHANNELS` of `norm_through.cu`.
-const TILE: (u32, u32) = (64, 256);
-/// Values by which the product's rows are longer in shared memory; `APART` there.
-const APART: u32 = 8;
+/// Rows of the tiles that this kernel, `bottleneck.cu`, `bottleneck_forward.cu` and `block_end.cu` work on.
+pub(in crate::engine::cuda) const TILE_ROWS: u32 = 64;
+/// Channels of a tile of this kernel.
+pub(in crate::engine::cuda) const TILE_CHANNELS: u32 = 256;
+/// Values by which rows of a product are longer in shared memory than the product is wide: rows that a warp reads
+/// together then lie in different banks.
+pub(in crate::engine::cuda) const ROW_PADDING: u32 = 8;
 
 /// Where a block's output gets its gradient from: dy `[rows, inner]` of the next block's first convolution times
 /// that one's weights `[inner, channels]`, and `more` of the shortcut.
@@ -35,12 +38,11 @@ impl Ops {
 
     /// One block a multiprocessor: its columns of the weights, a tile of dy and one of the product.
     fn tiles(&self, shape: Shape, inner: u32) -> Geometry {
-        let (rows, channels) = TILE;
-        let values = inner * (channels + rows) + rows * (channels + APART);
+        let values = inner * (TILE_CHANNELS + TILE_ROWS) + TILE_ROWS * (TILE_CHANNELS + ROW_PADDING);
         let shared_bytes = 1024 + values * self.dtype.size() as u32;
-        let columns = shape.channels / channels;
+        let columns = shape.channels / TILE_CHANNELS;
         let most = (self.multiprocessors / columns).max(1);
-        let blocks = shape.rows().div_ceil(rows).clamp(1, most);
+        let blocks = shape.rows().div_ceil(TILE_ROWS).clamp(1, most);
         Geometry { grid: [blocks, columns, 1], block: [32, 16, 1], cluster: 1, shared_bytes }
     }
 }

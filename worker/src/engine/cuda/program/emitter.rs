@@ -253,7 +253,7 @@ impl<'a> GraphEmitter<'a> {
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
     let only = MicroBatch { first: true, last: true, whole: true };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
-        let input = Input::Staged { at: 0, form: Form::Bytes };
+        let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
         Ok(emit(facts, phase, input, side_stream)?.arena_bytes)
     };
     let evaluated = peak(Phase::Evaluate, true)?;

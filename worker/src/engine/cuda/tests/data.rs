@@ -35,18 +35,20 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             threads: 2,
         };
         let mut wanted = Vec::new();
-        for (form, on_gpu) in [(Form::Normalised, false), (Form::Draws, true), (Form::Bytes, true)] {
+        for (format, on_gpu) in
+            [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
+        {
             let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
             let mut engine =
                 if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
-            assert_eq!(engine.take_data(&data).unwrap() == Form::Draws, on_gpu);
-            data.set_form(form);
+            assert_eq!(engine.take_data(&data).unwrap() == BatchFormat::AugmentParams, on_gpu);
+            data.set_format(format);
             let batch = data.epoch(plan).next().unwrap().unwrap();
             let result = engine.train_step(&[batch], 0.01).unwrap();
             let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
             let evaluated = engine.eval_step(&checked).unwrap();
             eprintln!(
-                "{side} px, {form:?}: loss {}, gradient {}, {evaluated:?}",
+                "{side} px, {format:?}: loss {}, gradient {}, {evaluated:?}",
                 result.loss, result.grad_norm
             );
             wanted.push((result.loss, result.grad_norm, evaluated.loss_sum));

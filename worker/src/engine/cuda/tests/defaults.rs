@@ -131,11 +131,11 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
     for accumulate in [1, 16, ring - 1, ring, ring + 1, 3 * ring, 4096] {
         let config = EngineConfig { accumulate, ..config(PICTURES) };
         let mut wanted = Vec::new();
-        for (form, gpu) in [
-            (Form::Normalised, None),
-            (Form::Draws, Some(deterministic())),
-            (Form::Draws, Some(default_in(Precision::Fp32))),
-            (Form::Bytes, Some(deterministic())),
+        for (format, gpu) in [
+            (BatchFormat::Normalised, None),
+            (BatchFormat::AugmentParams, Some(deterministic())),
+            (BatchFormat::AugmentParams, Some(default_in(Precision::Fp32))),
+            (BatchFormat::Bytes, Some(deterministic())),
         ] {
             let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
             let initial = initial(&network);
@@ -144,7 +144,7 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
                 None => cpu_from(&initial, &network, &config),
             };
             engine.take_data(&data).unwrap();
-            data.set_form(form);
+            data.set_format(format);
             // The same 256 micro-batches over and over: 4096 are more than the bundled pictures.
             let batches: Vec<Batch> = data.epoch(plan).take(256).map(Result::unwrap).collect();
             let mut all = batches.iter().cycle();
@@ -157,7 +157,7 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
             }
             results.extend(engine.finish_steps().unwrap());
             let losses: Vec<f32> = results.iter().map(|r| r.loss).collect();
-            eprintln!("{accumulate} micro-batches, {form:?}: {losses:?}");
+            eprintln!("{accumulate} micro-batches, {format:?}: {losses:?}");
             wanted.push(losses);
         }
         let cpu = wanted.remove(0);

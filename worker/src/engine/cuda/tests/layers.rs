@@ -3,7 +3,7 @@
 use super::*;
 use crate::engine::frozen_norm::{frozen, is_of_norm, trained};
 
-/// The kept gradients are the CPU engine's, without the loss scale, and their norm is the one that the step tells.
+/// The kept gradients are the CPU engine's, without the loss scale, and their norm is the one that the step reports.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_gradients_are_the_cpu_engine_s() {

@@ -63,7 +63,7 @@ fn plan(world_size: u32, accumulate: usize) -> EpochPlan {
     }
 }
 
-/// The bundled pictures, or made-up ones in colour as CIFAR-10 files.
+/// The bundled pictures, or synthetic ones in colour as CIFAR-10 files.
 fn source(colour: Option<&std::path::Path>, side: u32, mixing: Mixing) -> DataSource {
     let spec = DataSpec {
         crop_padding: 2,
@@ -112,12 +112,12 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
                 let [resident, sent] = [true, false].map(|resident| {
                     let mut data = source(path, side, mixing);
                     let mut engine = cuda(&network, &config, precision);
-                    let form = engine.take_data(&data).unwrap();
-                    assert_eq!(form, Form::Draws);
-                    data.set_form(if resident { form } else { Form::Normalised });
+                    let format = engine.take_data(&data).unwrap();
+                    assert_eq!(format, BatchFormat::AugmentParams);
+                    data.set_format(if resident { format } else { BatchFormat::Normalised });
                     let batches: Vec<Batch> =
                         data.epoch(plan(1, accumulate)).take(8 * accumulate).map(Result::unwrap).collect();
-                    assert!(batches.iter().all(|b| b.drawn_mix.is_some() == resident));
+                    assert!(batches.iter().all(|b| b.mix_params.is_some() == resident));
                     let steps = batches.chunks(accumulate);
                     let losses: Vec<f32> =
                         steps.map(|step| engine.train_step(step, 0.02).unwrap().loss).collect();
@@ -151,9 +151,9 @@ fn gpu_steps_on_resident_mixed_pictures_are_the_cpu_engine_s() {
                 let mut data = source(path, side, mixing);
                 let mut engine =
                     if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
-                let form = engine.take_data(&data).unwrap();
-                assert_eq!(form == Form::Draws, on_gpu);
-                data.set_form(form);
+                let format = engine.take_data(&data).unwrap();
+                assert_eq!(format == BatchFormat::AugmentParams, on_gpu);
+                data.set_format(format);
                 let batches: Vec<Batch> =
                     data.epoch(plan(1, accumulate)).take(5 * accumulate).map(Result::unwrap).collect();
                 let results: Vec<_> =
@@ -198,10 +198,10 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
     let wanted: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
     // As where they do not fit into its memory.
     gpu.take_data(&data).unwrap();
-    data.set_form(Form::Bytes);
+    data.set_format(BatchFormat::Bytes);
     let ours: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
     for (ours, wanted) in ours.iter().zip(&wanted) {
-        assert!(ours.draws.is_empty() && ours.bytes.len() == 16 * 28 * 28);
+        assert!(ours.augment_params.is_empty() && ours.bytes.len() == 16 * 28 * 28);
         let [a, b] = [(&mut gpu, ours), (&mut cpu, wanted)]
             .map(|(engine, batch)| engine.train_step(std::slice::from_ref(batch), 0.0).unwrap().loss);
         assert!((a - b).abs() < 5e-3 * b, "{a} instead of {b}");

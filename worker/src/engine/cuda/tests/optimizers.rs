@@ -65,7 +65,11 @@ fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_non
             if step == 3 {
                 // More than the gradient of the logits can be multiplied by.
                 b.set_loss_scaling(LossScaling { scale: 8_388_608.0, growth_tracker: 0 }).unwrap();
-                assert_eq!(b.optimizer_state().unwrap().updates, 3, "{name}: they are kept beside the scale");
+                assert_eq!(
+                    b.optimizer_state().unwrap().updates,
+                    3,
+                    "{name}: they are kept next to the scale"
+                );
             }
             let batch = [pictures(&network, 32, step)];
             let result = b.train_step(&batch, lr).unwrap();

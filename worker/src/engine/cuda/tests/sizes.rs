@@ -76,13 +76,15 @@ fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
     let network = Arc::new(resnet::build(&model, 28, 1, 10).unwrap());
     let config = config(64);
     let mut wanted = Vec::new();
-    for (form, on_gpu) in [(Form::Normalised, false), (Form::Draws, true), (Form::Bytes, true)] {
+    for (format, on_gpu) in
+        [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
+    {
         let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
         let mut engine =
             if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
         engine.take_sizes(&[16], &[40]).unwrap();
         engine.take_data(&data).unwrap();
-        data.set_form(form);
+        data.set_format(format);
         let mut told = Vec::new();
         for epoch in 0..2 {
             engine.set_image_size(data.shape.training_size(epoch)).unwrap();
@@ -103,7 +105,7 @@ fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
             let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
             told.push(engine.eval_step(&checked).unwrap().loss_sum as f32 / 64.0);
         }
-        eprintln!("{form:?}: {told:?}");
+        eprintln!("{format:?}: {told:?}");
         wanted.push(told);
     }
     let cpu = wanted.remove(0);

@@ -1,7 +1,7 @@
-//! Operations that nothing fits to fuse with, against the CPU engine, which is held to PyTorch (`engine/unfused.rs`).
+//! Operations that nothing fits to fuse with, against the CPU engine and against PyTorch (`engine/unfused.rs`).
 
 use super::*;
-use crate::engine::unfused;
+use crate::engine::unfused::{self, Tolerance, check_against_pytorch};
 
 fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)> {
     let mut found = Vec::new();
@@ -28,6 +28,18 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
         found.push((network.arch.clone(), logits, gradient));
     }
     found
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_operations_by_themselves_in_float32_are_pytorch_s() {
+    // cuDNN may take another algorithm than PyTorch's direct sums in float64.
+    check_against_pytorch(
+        &Tolerance { loss: 1e-4, gradient: 1e-3, running: 1e-4 },
+        |network, initial, config| {
+            cuda_as(initial, &network, &config, GpuConfig { precision: Precision::Fp32, ..deterministic() })
+        },
+    );
 }
 
 #[test]

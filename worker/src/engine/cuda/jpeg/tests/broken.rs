@@ -23,7 +23,7 @@ fn a_picture_that_breaks_is_named_whoever_decodes() {
             fs::write(&path, content).unwrap();
         }
         let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-        let mut data = open(dir.path(), &spec, Form::Bytes);
+        let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
         data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
         if content.is_none() {
             fs::write(&path, "I am no picture").unwrap();
@@ -45,8 +45,8 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
         broken_files: BrokenFiles::Skip,
         ..spec()
     };
-    let on_cores = open(dir.path(), &spec, Form::Bytes);
-    let mut elsewhere = open(dir.path(), &spec, Form::Bytes);
+    let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
+    let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);
     elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
     fs::remove_file(home.join("11.jpg")).unwrap();
     let wanted = batches(&on_cores);

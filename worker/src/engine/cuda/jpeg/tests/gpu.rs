@@ -57,8 +57,8 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
 
 /// A GPU's decoder, the folder that it decodes and the same batches of cores.
 fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
-    let wanted = batches(&open(dir, spec, Form::Bytes));
-    let mut data = open(dir, spec, Form::Bytes);
+    let wanted = batches(&open(dir, spec, BatchFormat::Bytes));
+    let mut data = open(dir, spec, BatchFormat::Bytes);
     data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
     let found = batches(&data);
     let pairs = || {
@@ -108,7 +108,7 @@ fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
     let cut = [&file[..file.len() / 2], b"\xff\xd9"].concat();
     fs::write(&path, cut).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
-    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
     for epoch in 0..3 {
         let pictures: usize =
@@ -127,9 +127,9 @@ fn gpu_a_damaged_picture_costs_its_batch_nothing_but_time() {
 fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
     let dir = folder(|_| (140, 132));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
-    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
     assert_eq!(batches(&data).len(), batches(&data).len());
     data.close_decoder();
-    assert!(batches(&data) == batches(&open(dir.path(), &spec, Form::Bytes)));
+    assert!(batches(&data) == batches(&open(dir.path(), &spec, BatchFormat::Bytes)));
 }

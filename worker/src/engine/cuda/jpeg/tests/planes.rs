@@ -86,7 +86,7 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
             let told = Told::new(&in_a_row, ColorSpace::YCbCr)?;
             (told.plane(1, 4, chroma), told.plane(2, 4, chroma))
         }
-        // Two: each a component, beside the two of chroma.
+        // Two: each a component, in addition to the two of chroma.
         _ => {
             let one_more = |list: &mut Vec<u8>, first: usize, entry: usize| {
                 list[first - 1] = 4;

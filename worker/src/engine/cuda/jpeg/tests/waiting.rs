@@ -1,4 +1,4 @@
-//! Cores decode beside a GPU only while a step waits for its batch.
+//! Cores decode concurrently with a GPU only while a step waits for its batch.
 
 use super::*;
 use std::{
@@ -48,17 +48,18 @@ impl DeviceDecoder for Held {
 fn while_a_step_waits_cores_make_what_a_gpu_has_not_begun() {
     let dir = folder(|_| (50, 44));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let wanted: Vec<Batch> = open(dir.path(), &spec, Form::Bytes).epoch(PLAN).map(Result::unwrap).collect();
-    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let wanted: Vec<Batch> =
+        open(dir.path(), &spec, BatchFormat::Bytes).epoch(PLAN).map(Result::unwrap).collect();
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     let held = Arc::new(Held::default());
     data.set_decoder(Some(held.clone()), Sharing::WithCores);
     let mut epoch = data.epoch(PLAN);
     thread::scope(|scope| {
         let waiting = scope.spawn(move || epoch.next().unwrap().unwrap());
         // As many as the batch has, from this one and from those after it.
-        let beside = || data.decoded().unwrap().by_cores.get(&ForCores::Beside).copied().unwrap_or(0);
+        let by_cores = || data.decoded().unwrap().by_cores.get(&ForCores::Concurrently).copied().unwrap_or(0);
         let deadline = Instant::now() + Duration::from_secs(60);
-        while beside() < wanted[0].labels.len() as u64 {
+        while by_cores() < wanted[0].labels.len() as u64 {
             assert!(Instant::now() < deadline, "{:?}", data.decoded());
             thread::yield_now();
         }
@@ -71,7 +72,7 @@ fn while_a_step_waits_cores_make_what_a_gpu_has_not_begun() {
 fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
     let dir = folder(|_| (50, 44));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(Some(Arc::new(OnTheHost { most: Some(1), ..OnTheHost::default() })), Sharing::WithCores);
     // Nobody asks for a batch yet; those of the epoch are made ahead.
     let epoch = data.epoch(PLAN);
@@ -80,7 +81,7 @@ fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
         assert!(Instant::now() < deadline, "{:?}", data.decoded());
         thread::yield_now();
     }
-    assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Beside), "{:?}", data.decoded());
+    assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Concurrently), "{:?}", data.decoded());
     drop(epoch);
 }
 
@@ -88,10 +89,10 @@ fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
 fn files_are_held_for_a_gpu_up_to_a_limit() {
     let dir = folder(|_| (40, 40));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let wanted = batches(&open(dir.path(), &spec, Form::Bytes));
+    let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     // All of a batch: as many as there are of the training split.
     let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
-    let mut data = open(dir.path(), &spec, Form::Bytes);
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     let chosen = data.epoch(plan).next().unwrap().unwrap().indices;
     let mut files: Vec<_> =
         fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();

@@ -125,7 +125,7 @@ impl Ops {
         kernel(name, self.sums(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Goes on from the sums that [`Reduce::Leave`] left, float32 `[2, C]`, after an all-reduce.
+    /// Continues from the sums that [`Reduce::Leave`] left, float32 `[2, C]`, after an all-reduce.
     pub(in crate::engine::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));
@@ -147,7 +147,7 @@ impl Ops {
         args.extend([p.site.scale, p.site.bias, p.site.slope, p.site.offset].map(Arg::In));
         args.push(Arg::Out(p.dx));
         args.extend(shape_args(p.control, p.shape));
-        kernel(name, self.walk(p.shape.rows(), p.shape.channels, 256, 2), args)
+        kernel(name, self.grid_stride(p.shape.rows(), p.shape.channels, 256, 2), args)
     }
 
     /// Backward of a batch norm whose statistics do not depend on its input: dx is scale times the gradient. No parameter has a
@@ -160,6 +160,6 @@ impl Ops {
         args.extend([p.site.scale, p.site.bias].map(Arg::In));
         args.extend([Arg::Out(p.dz), Arg::Out(p.dx)]);
         args.extend(shape_args(p.control, p.shape));
-        kernel(name, self.walk(p.shape.rows(), p.shape.channels, 256, 2), args)
+        kernel(name, self.grid_stride(p.shape.rows(), p.shape.channels, 256, 2), args)
     }
 }

@@ -89,7 +89,7 @@ impl Ops {
     }
 
     /// The first pass alone: statistics of x, then what `reduce` says. Only `x`, `control`, `shape`, `site`
-    /// and `reduce` are looked at. For a projection's batch norm that [`Shortcut::Norm`] applies, and where
+    /// and `reduce` are read. For a projection's batch norm that [`Shortcut::Norm`] applies, and where
     /// the application comes later. Moves: x once.
     pub(in crate::engine::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
@@ -100,7 +100,7 @@ impl Ops {
         kernel("norm_statistics", self.sums(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Goes on from sums of x and of x * x, float32 `[C]` each, over the real pictures: after an all-reduce,
+    /// Continues from sums of x and of x * x, float32 `[C]` each, over the real pictures: after an all-reduce,
     /// or from a convolution that took them along.
     pub(in crate::engine::cuda) fn norm_finish(
         &self,
@@ -133,7 +133,7 @@ impl Ops {
         args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
         args.extend(shape_args(p.control, p.shape));
         args.extend(p.site.forward_args(p.reduce));
-        let geometry = self.walk(p.shape.rows(), p.shape.channels, 256, resident);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
         kernel(name, geometry, args)
     }
 
@@ -153,7 +153,7 @@ impl Ops {
             Arg::U32(p.shape.rows()),
             Arg::U32(p.shape.channels),
         ]);
-        let geometry = self.walk(p.shape.rows(), p.shape.channels, 256, resident);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
         kernel(name, geometry, args)
     }
 

@@ -19,22 +19,22 @@ impl<'a> GraphEmitter<'a> {
             self.main(facts.ops.fold_border(to, pictures, side));
         }
         let source = Operand::whole(Region::Pictures);
-        let (height, width, which, scaling) = match input {
-            Input::Staged { form: Form::Normalised | Form::Draws, .. } => {
+        let (height, width, mode, scaling) = match input {
+            Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
                 let pad =
                     ops::PadChannels { from: source, to, control, pictures, side, channels, padded, folded };
                 self.main(facts.ops.pad_channels(pad));
                 return Ok(());
             }
-            Input::Staged { form: Form::Bytes, .. } => (side, side, ops::Which::InOrder, None),
+            Input::Staged { format: BatchFormat::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
             Input::Dataset { height, width, crop_padding, training, mixes, .. } => {
                 let crop_padding = crop_padding as u32;
-                let which = match (training, mixes) {
-                    (false, _) => ops::Which::Indexed,
-                    (true, false) => ops::Which::Drawn { crop_padding },
-                    (true, true) => ops::Which::Mixed { crop_padding },
+                let mode = match (training, mixes) {
+                    (false, _) => ops::GatherMode::Indexed,
+                    (true, false) => ops::GatherMode::Augmented { crop_padding },
+                    (true, true) => ops::GatherMode::Mixed { crop_padding },
                 };
-                (height as u32, width as u32, which, facts.scaling)
+                (height as u32, width as u32, mode, facts.scaling)
             }
         };
         let scaling = scaling.map(|[rows, columns]| ops::Scaling {
@@ -49,7 +49,7 @@ impl<'a> GraphEmitter<'a> {
             height,
             width,
             channels,
-            which,
+            mode,
             scaling,
             control,
             pictures,
@@ -137,7 +137,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
-        // Weight gradients may run beside all others.
+        // Weight gradients may run concurrently with all others.
         let workspace = Operand::whole(match convolution.direction {
             Direction::Weight => Region::SideWorkspace,
             Direction::Forward | Direction::Input => Region::Workspace,

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{
+    comm::DataType,
     engine::{
         Optimizer,
         cuda::{
@@ -12,13 +13,13 @@ use crate::{
     net::resnet,
 };
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
-use std::path::PathBuf;
+use std::path::Path;
 
 mod mutations;
 mod signatures;
 
 const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true };
-const STAGED: Input = Input::Staged { at: 0, form: Form::Bytes };
+const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
@@ -67,8 +68,8 @@ impl Setting {
         Self { plan, layout, norms, statistics, capability, optimizer, accumulates: false, sums: false }
     }
 
-    fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
-        look(&Facts {
+    fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
+        use_them(&Facts {
             plan: &self.plan,
             layout: &self.layout,
             norms: &self.norms,
@@ -268,13 +269,20 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
     }
 }
 
-/// `worker/tests/plans/resnet50.txt` has what is fused, the commands and the memory of ResNet-50 at 224 pixels, a batch of 256
-/// and float16, on Hopper. After a change that is meant, write it anew with
-/// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-worker --lib the_plan_of_resnet50`, and read the difference.
+/// `worker/tests/plans/resnet50-*.txt` have what is fused, the commands and the memory of ResNet-50 at 224 pixels and a batch
+/// of 256, on Hopper, for each number format. After a change that is meant, write them anew with
+/// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-worker --lib the_plans_of_resnet50`, and read the difference.
 #[test]
-fn the_plan_of_resnet50_is_the_one_on_disk() {
+fn the_plans_of_resnet50_are_the_ones_on_disk() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        check_plan(dtype);
+    }
+}
+
+fn check_plan(dtype: DType) {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
-    let setting = Setting::new(&network, 256, DType::F16, 90, Ranks::Alone);
+    let setting = Setting::new(&network, 256, dtype, 90, Ranks::Alone);
+    let format = DataType::from(dtype).name();
     let training = setting.sound(Phase::Train(ONLY), true);
     let alone = setting.sound(Phase::Train(ONLY), false);
     let evaluation = setting.sound(Phase::Evaluate, true);
@@ -285,7 +293,7 @@ fn the_plan_of_resnet50_is_the_one_on_disk() {
     );
     let [trains, alone, evaluates] = peaks.map(|bytes| bytes >> 20);
     let text = format!(
-        "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, float16, compute capability 9.0, 132 multiprocessors.\n\
+        "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\
          \n\
          What is fused, and the commands of each fused operation in their order: what it allocates (how much, at which\n\
          offset) and frees, and what it starts. A command is \"stream: kernel grid of block: reads -> writes; changes\",\n\
@@ -299,9 +307,10 @@ fn the_plan_of_resnet50_is_the_one_on_disk() {
         setting.text(&training),
         setting.text(&evaluation),
     );
-    let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/plans/resnet50.txt"));
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/plans"));
+    let path = folder.join(format!("resnet50-{format}.txt"));
     if std::env::var_os("LOCKSTEP_WRITE_PLANS").is_some() {
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::create_dir_all(folder).unwrap();
         std::fs::write(&path, &text).unwrap();
     }
     let wanted = std::fs::read_to_string(&path).unwrap();

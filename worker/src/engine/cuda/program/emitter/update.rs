@@ -46,7 +46,7 @@ impl GraphEmitter<'_> {
         self.wait(StreamId::Main, EventId::SideEnd);
     }
 
-    /// Adds what is left over ranks, updates the weights and tells the result.
+    /// Adds what is left over ranks, updates the weights and reports the result.
     pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {

@@ -15,7 +15,7 @@ fn pair(to_b: Result<Way, String>, to_a: Result<Way, String>) -> Pair {
     Pair {
         a: "a".into(),
         b: "b".into(),
-        verdict: Grade::Ok,
+        grade: Grade::Ok,
         to_b,
         to_a,
         clock_ahead_ms: None,

@@ -1,0 +1,53 @@
+//! What a job needs beside slots: its dataset and the checkpoint that it begins from.
+
+use crate::{
+    app::App,
+    lifecycle,
+    store::{JobRow, Result},
+};
+use lockstep_protocol::{
+    job::{Job, JobId},
+    reason::{Facts, Reason, ReasonCode},
+    spec::JobSpec,
+};
+
+/// What a job needs is there.
+pub(super) struct Needs {
+    /// With the folder of its checkpoint in the place of that one's id.
+    pub(super) spec: JobSpec,
+    /// Where its dataset is.
+    pub(super) dataset_path: String,
+    /// The checkpoint's id, where `model.pretrained` is one.
+    pub(super) pretrained: Option<String>,
+}
+
+/// Looks for what a job needs; why it cannot start, if something is gone.
+pub(super) async fn needs(app: &App, job: &Job) -> Result<std::result::Result<Needs, Reason>> {
+    let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else {
+        let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
+        return Ok(Err(Reason::new(ReasonCode::DatasetMissing, facts)));
+    };
+    let mut spec = job.spec.clone();
+    let pretrained = spec.model.pretrained.clone().filter(|given| is_checkpoint_id(given));
+    if let Some(given) = &pretrained {
+        let Some(row) = app.store.checkpoint(given).await? else {
+            let facts = Facts { checkpoint: Some(given.clone()), ..Facts::default() };
+            return Ok(Err(Reason::new(ReasonCode::CheckpointMissing, facts)));
+        };
+        spec.model.pretrained = Some(app.checkpoint_dir(&row).to_string_lossy().into_owned());
+    }
+    Ok(Ok(Needs { spec, dataset_path: dataset.path, pretrained }))
+}
+
+/// A job fails without a start.
+pub(super) async fn fail(app: &App, job: &JobId, why: Reason) -> Result<()> {
+    let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
+    let changed = app.store.change_job(job, Box::new(fail)).await?;
+    app.announce(&changed);
+    Ok(())
+}
+
+/// Whether `model.pretrained` is a checkpoint's id, and no path.
+pub(crate) fn is_checkpoint_id(given: &str) -> bool {
+    given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok()) && given.as_bytes().get(27) == Some(&b'-')
+}

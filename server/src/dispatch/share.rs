@@ -1,0 +1,74 @@
+//! Fair share: in which order jobs of one priority are looked at. The one whose owner, or project, has the fewest slots in use comes
+//! first, of equal ones the job that was submitted first.
+
+use crate::{app::App, config::FairShare};
+use lockstep_protocol::job::Job;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+
+/// What shares are of. Where nobody is asked who they are, jobs have no owner.
+pub(super) fn shares(app: &App) -> FairShare {
+    match app.config.fair_share {
+        FairShare::Owner if app.config.no_auth => FairShare::Project,
+        by => by,
+    }
+}
+
+/// Whose share a job counts in.
+pub(super) fn share(by: FairShare, job: &Job) -> String {
+    match by {
+        FairShare::Off => String::new(),
+        FairShare::Owner => job.owner.clone().unwrap_or_default(),
+        FairShare::Project => job.project.clone(),
+    }
+}
+
+/// Waiting jobs of one priority, a line for each share.
+pub(super) struct Queue<T> {
+    /// Slots that the jobs of each share have, or get in this round.
+    in_use: HashMap<String, u64>,
+    /// Jobs in the order of their submission, with their place in it.
+    lines: HashMap<String, VecDeque<(usize, T)>>,
+    /// The first of each line: slots in use, place, share.
+    firsts: BTreeSet<(u64, usize, String)>,
+    /// Whose job is being looked at.
+    last: Option<String>,
+}
+
+impl<T> Queue<T> {
+    pub(super) fn new(in_use: HashMap<String, u64>) -> Self {
+        Self { in_use, lines: HashMap::new(), firsts: BTreeSet::new(), last: None }
+    }
+
+    /// The waiting jobs of the next priority, with their shares, in the order of their submission. All before them have been looked at.
+    pub(super) fn fill(&mut self, waiting: impl IntoIterator<Item = (String, T)>) {
+        self.lines.clear();
+        for (place, (share, job)) in waiting.into_iter().enumerate() {
+            self.lines.entry(share).or_default().push_back((place, job));
+        }
+        for share in self.lines.keys().cloned().collect::<Vec<_>>() {
+            self.line_up(share);
+        }
+    }
+
+    fn line_up(&mut self, share: String) {
+        if let Some((place, _)) = self.lines.get(&share).and_then(VecDeque::front) {
+            let in_use = self.in_use.get(&share).copied().unwrap_or(0);
+            self.firsts.insert((in_use, *place, share));
+        }
+    }
+
+    /// The job whose turn it is; the one before it got so many slots, or has them kept for it.
+    pub(super) fn next(&mut self, given: u32) -> Option<T> {
+        if let Some(last) = self.last.take() {
+            *self.in_use.entry(last.clone()).or_default() += u64::from(given);
+            self.line_up(last);
+        }
+        let (_, _, share) = self.firsts.pop_first()?;
+        let (_, job) = self.lines.get_mut(&share)?.pop_front()?;
+        self.last = Some(share);
+        Some(job)
+    }
+}
+
+#[cfg(test)]
+mod tests;

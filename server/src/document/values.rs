@@ -1,0 +1,143 @@
+//! Which values parameters and fields take, where a Rust type says more than what is made of it: integers without a sign end where
+//! theirs do, and short texts of one grammar have it as a pattern.
+
+use super::operations;
+use utoipa::{
+    Number,
+    openapi::{
+        Content, KnownFormat, OpenApi, RefOr, Schema, SchemaFormat,
+        schema::{AdditionalProperties, ArrayItems, Object, SchemaType, Type},
+    },
+};
+
+/// Parameters that have the same grammar wherever they are.
+const PATTERNS: [(&str, &str); 6] = [
+    ("sort", "^-?([a-z][A-Za-z0-9_.]*|tag:.+)$"),
+    ("fields", "^[a-z_]+(,[a-z_]+)*$"),
+    ("cursor", "^[A-Za-z0-9_-]+$"),
+    ("kind", "^(weight|gradient)$"),
+    ("format", "^text$"),
+    ("Idempotency-Key", "^[!-~]([ -~]{0,253}[!-~])?$"),
+];
+
+pub(super) fn complete(document: &mut OpenApi) {
+    for item in document.paths.paths.values_mut() {
+        for (_, operation) in operations(item) {
+            for parameter in operation.parameters.iter_mut().flatten() {
+                let RefOr::T(parameter) = parameter else { continue };
+                let pattern = PATTERNS.iter().find(|(name, _)| *name == parameter.name);
+                if let (Some((_, pattern)), Some(RefOr::T(Schema::Object(object)))) =
+                    (pattern, &mut parameter.schema)
+                {
+                    object.pattern = Some((*pattern).to_owned());
+                }
+                parameter.schema.iter_mut().for_each(schema);
+            }
+            if let Some(RefOr::T(body)) = &mut operation.request_body {
+                body.content.values_mut().for_each(content);
+            }
+            for response in operation.responses.responses.values_mut() {
+                if let RefOr::T(response) = response {
+                    response.content.values_mut().for_each(content);
+                }
+            }
+        }
+    }
+    if let Some(components) = &mut document.components {
+        components.schemas.values_mut().for_each(schema);
+    }
+}
+
+fn content(content: &mut RefOr<Content>) {
+    if let RefOr::T(content) = content {
+        content.schema.iter_mut().for_each(schema);
+    }
+}
+
+fn schema(of: &mut RefOr<Schema>) {
+    let RefOr::T(of) = of else { return };
+    match of {
+        Schema::Object(object) => {
+            integer(object);
+            object.properties.values_mut().for_each(schema);
+            if let Some(AdditionalProperties::RefOr(values)) = object.additional_properties.as_deref_mut() {
+                schema(values);
+            }
+        }
+        Schema::Array(array) => {
+            if let ArrayItems::RefOrSchema(items) = &mut array.items {
+                schema(items);
+            }
+        }
+        Schema::OneOf(of) => of.items.iter_mut().for_each(schema),
+        Schema::AllOf(of) => of.items.iter_mut().for_each(schema),
+        Schema::AnyOf(of) => of.items.iter_mut().for_each(schema),
+        _ => {}
+    }
+}
+
+/// `int32` and `int64` are integers with a sign, and end at half of what those without one take.
+fn integer(object: &mut Object) {
+    let is_integer = match &object.schema_type {
+        SchemaType::Type(kind) => *kind == Type::Integer,
+        SchemaType::Array(kinds) => kinds.contains(&Type::Integer),
+        SchemaType::AnyValue => false,
+    };
+    let is_unsigned = match object.minimum {
+        Some(Number::Int(least)) => least == 0,
+        Some(Number::UInt(least)) => least == 0,
+        Some(Number::Float(least)) => least == 0.0,
+        None => false,
+    };
+    if !is_integer || !is_unsigned || object.maximum.is_some() {
+        return;
+    }
+    let (format, most) = match object.format {
+        Some(SchemaFormat::KnownFormat(KnownFormat::Int32)) => ("uint32", u32::MAX as usize),
+        Some(SchemaFormat::KnownFormat(KnownFormat::Int64)) => ("uint64", u64::MAX as usize),
+        _ => return,
+    };
+    object.format = Some(SchemaFormat::Custom(format.to_owned()));
+    object.maximum = Some(Number::UInt(most));
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    /// Integers that begin at 0 and have no end.
+    fn endless(value: &Value, found: &mut Vec<Value>) {
+        match value {
+            Value::Object(fields) => {
+                let is_format = |format: &str| fields.get("format").is_some_and(|is| is == format);
+                if (is_format("int32") || is_format("int64"))
+                    && fields.get("minimum") == Some(&json!(0))
+                    && !fields.contains_key("maximum")
+                {
+                    found.push(value.clone());
+                }
+                fields.values().for_each(|value| endless(value, found));
+            }
+            Value::Array(all) => all.iter().for_each(|value| endless(value, found)),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn integers_end_where_their_type_does_and_texts_have_their_grammar() {
+        let document = serde_json::to_value(crate::openapi()).unwrap();
+        let mut found = Vec::new();
+        endless(&document, &mut found);
+        assert!(found.is_empty(), "{found:?}");
+        let parameter = |path: &str, name: &str| {
+            let all = document["paths"][path]["get"]["parameters"].as_array().unwrap();
+            all.iter().find(|parameter| parameter["name"] == name).unwrap()["schema"].clone()
+        };
+        let shuffle = parameter("/api/v1/datasets/{name}/samples", "shuffle");
+        assert_eq!((&shuffle["format"], &shuffle["maximum"]), (&json!("uint64"), &json!(u64::MAX)));
+        assert_eq!(parameter("/api/v1/jobs", "limit")["maximum"], 1000);
+        assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^-?([a-z][A-Za-z0-9_.]*|tag:.+)$");
+        let attempt = &document["components"]["schemas"]["Attempt"]["properties"]["attempt"];
+        assert_eq!((&attempt["format"], &attempt["maximum"]), (&json!("uint32"), &json!(u32::MAX)));
+    }
+}

@@ -1,0 +1,55 @@
+//! The queue: jobs that wait for slots, and who has how many.
+
+use super::{
+    SqlStore,
+    jobs::{JOB, job_row},
+};
+use crate::{
+    config::FairShare,
+    store::{JobRow, QueuePlace, Result, quarantine::readable, values::uint},
+};
+use sqlx::{AssertSqlSafe, Row};
+use std::collections::HashMap;
+
+/// Jobs of a page.
+const PAGE: i64 = 1000;
+
+impl SqlStore {
+    pub(super) async fn list_waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
+        let query = format!(
+            "{JOB} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
+             AND (priority < $1 OR (priority = $1 AND (created_at, id) > ($2, $3))) \
+             ORDER BY priority DESC, created_at, id LIMIT $4"
+        );
+        let rows = sqlx::query(AssertSqlSafe(query))
+            .bind(from.priority)
+            .bind(from.created_at)
+            .bind(from.job.as_str())
+            .bind(PAGE)
+            .fetch_all(&self.reader)
+            .await?;
+        let next = match rows.last() {
+            Some(last) if uint(PAGE) == rows.len() as u64 => Some(QueuePlace {
+                priority: last.try_get("priority")?,
+                created_at: last.try_get("created_at")?,
+                job: last.try_get("id")?,
+            }),
+            _ => None,
+        };
+        Ok((readable(rows.iter().map(job_row)), next))
+    }
+
+    pub(super) async fn sum_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {
+        let share = match by {
+            FairShare::Off => return Ok(HashMap::new()),
+            FairShare::Owner => "COALESCE(owner, '')",
+            FairShare::Project => "project",
+        };
+        let query = format!(
+            "SELECT {share}, CAST(SUM(ranks) AS BIGINT) FROM jobs WHERE fencing_token IS NOT NULL \
+             AND deleted_at IS NULL GROUP BY 1"
+        );
+        let sums: Vec<(String, i64)> = sqlx::query_as(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
+        Ok(sums.into_iter().map(|(share, slots)| (share, uint(slots))).collect())
+    }
+}

@@ -1,0 +1,119 @@
+//! Fair share: whose jobs come first when several wait, and that all that wait are looked at.
+
+use crate::{
+    agent::Agent,
+    test_server::{DEADLINE, TestServer, client, spec},
+};
+use lockstep_protocol::{
+    agent::{AttemptRef, Ending},
+    job::{Job, JobId},
+};
+use lockstep_server::FairShare;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+async fn submit(server: &TestServer, project: &str, priority: i32) -> Job {
+    server
+        .submit(|s| {
+            s["parallel"]["ranks"] = json!(1);
+            s["project"] = json!(project);
+            s["priority"] = json!(priority);
+        })
+        .await
+}
+
+/// Waits until these jobs have the first places of the queue, in this order.
+async fn queued_in_order(server: &TestServer, jobs: &[&Job]) {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let mut places = Vec::new();
+        for job in jobs {
+            let (_, history) = server.get(&format!("/jobs/{}/history", job.id)).await;
+            places.push(history["queue"].clone());
+        }
+        if places.iter().zip(1..).all(|(queue, place)| queue["place"] == place) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{places:?}");
+    }
+}
+
+async fn ends(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
+    agent.end(attempt, Ending::Succeeded { step: 1 }).await;
+    agent.started().await.attempt.job
+}
+
+#[tokio::test]
+async fn the_project_with_the_fewest_slots_comes_first_within_a_priority() {
+    let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut running = Vec::new();
+    for _ in 0..2 {
+        submit(&server, "vision", 0).await;
+        running.push(agent.started().await.attempt);
+    }
+    let older = submit(&server, "vision", 0).await;
+    let old = submit(&server, "vision", 0).await;
+    let other = submit(&server, "audio", 0).await;
+    let urgent = submit(&server, "vision", 1).await;
+    queued_in_order(&server, &[&urgent, &other, &older, &old]).await;
+    assert_eq!(ends(&mut agent, &running[0]).await, urgent.id);
+    assert_eq!(ends(&mut agent, &running[1]).await, other.id);
+    // One each: the oldest.
+    let last = submit(&server, "audio", 0).await;
+    queued_in_order(&server, &[&older, &last, &old]).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn owners_take_turns_and_without_fair_share_age_decides() {
+    for (by, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
+        let server = TestServer::with(|c| c.fair_share = by).await;
+        let mut agent = Agent::with_pictures(&server, 2).await;
+        let mut clients = Vec::new();
+        for name in ["nightly", "weekly"] {
+            let (_, token) = server.make_token(&json!({"name": name, "scope": "submit"})).await;
+            clients.push(client(&token));
+        }
+        let submit = async |of: usize| {
+            let mut spec = spec();
+            spec["parallel"]["ranks"] = json!(1);
+            let request = clients[of].post(server.url("/api/v1/jobs")).json(&spec);
+            let (status, body) = server.send(request).await;
+            assert_eq!(status, 201, "{body}");
+            serde_json::from_value::<Job>(body).unwrap()
+        };
+        submit(0).await;
+        let attempt = agent.started().await.attempt;
+        submit(0).await;
+        agent.started().await;
+        let waiting = [submit(0).await, submit(1).await];
+        queued_in_order(&server, &[&waiting[first], &waiting[1 - first]]).await;
+        assert_eq!(ends(&mut agent, &attempt).await, waiting[first].id);
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_job_behind_more_than_a_thousand_others_is_looked_at() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut large = spec();
+    large["parallel"]["ranks"] = json!(4);
+    let (status, body) = server.post("/jobs?launched=true", &large).await;
+    assert_eq!(status, 201, "{body}");
+    let id = body["id"].as_str().unwrap();
+    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("needs 4 slots"));
+    server.stream(id, 0).await.until(waits).await;
+    let ids: Vec<_> = (0..1200).map(|_| format!("('{}')", JobId::generate())).collect();
+    let columns = "name, state, cause, reason, priority, spec, ranks, created_at, last_seq, owner";
+    let copies = format!(
+        "WITH copies (copy) AS (VALUES {}) INSERT INTO jobs (id, {columns}) SELECT copy, {columns} FROM copies, jobs \
+         WHERE id = '{id}'",
+        ids.join(", ")
+    );
+    assert_eq!(server.execute(&copies).await, 1200);
+    let small = submit(&server, "default", 0).await;
+    assert_eq!(agent.started().await.attempt.job, small.id);
+    server.stop().await;
+}

@@ -1,0 +1,113 @@
+//! What the list shows and sorts by besides a job's own fields: metrics, tags, settings with several values, places in the queue.
+
+use crate::{
+    agent::{Agent, running},
+    lists::walked,
+    test_server::TestServer,
+};
+use lockstep_protocol::{
+    JobState,
+    agent::{AttemptEvent, Ending, Source},
+    metric::MetricColumn,
+};
+use serde_json::{Value, json};
+
+#[tokio::test]
+async fn jobs_sort_by_tags_by_lists_and_by_any_metric_and_show_the_metrics_that_are_named() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    // Two ranks report different step times; a third job has none.
+    for (name, tags, milestones, step_ms) in [
+        ("a", json!(["x and more"]), json!([3]), Some([4.0, 8.0])),
+        ("b", json!(["say \"x\"", "x"]), json!([1, 5]), Some([1.0, 2.0])),
+        ("c", json!(["x"]), json!([2, 9]), None),
+    ] {
+        let id = server
+            .submit(|spec| {
+                spec["name"] = json!(name);
+                spec["tags"] = tags;
+                spec["parallel"]["ranks"] = json!(2);
+                spec["train"]["epochs"] = json!(10);
+                spec["train"]["schedule"] = json!("step");
+                spec["train"]["milestones"] = milestones;
+            })
+            .await
+            .id;
+        let attempt = agent.started().await.attempt;
+        let column = |rank: u32, value: f32| AttemptEvent::Metrics {
+            rank,
+            columns: vec![MetricColumn { name: "step_ms".into(), steps: vec![1], values: vec![value] }],
+        };
+        agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+        if let Some([first, second]) = step_ms {
+            agent.report(&attempt, Source::Rank(0), 1, vec![column(0, first)]).await;
+            agent.report(&attempt, Source::Rank(1), 0, vec![column(1, second)]).await;
+        }
+        agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+        server.until(id.as_str(), JobState::Failed).await;
+    }
+    for limit in [1, 2, 3] {
+        for (query, expected) in [
+            ("sort=-tag:x", "cba"),
+            ("sort=tag:x", "abc"),
+            ("sort=tag:y", "abc"),
+            ("sort=-tag:x%20and%20more", "acb"),
+            ("sort=spec.train.milestones", "bca"),
+            ("sort=step_ms", "bac"),
+            ("sort=-step_ms", "abc"),
+            ("sort=images_per_second&fields=name", "abc"),
+        ] {
+            assert_eq!(walked(&server, query, limit).await.concat(), expected, "{query} by {limit}");
+        }
+    }
+    let (_, page) = server.get("/jobs?sort=name&metrics=step_ms,grad_norm").await;
+    let told: Vec<_> =
+        page["jobs"].as_array().unwrap().iter().map(|job| job["last"]["step_ms"].clone()).collect();
+    assert_eq!(told, [json!(6.0), json!(1.5), Value::Null], "means over the ranks");
+    let (_, page) = server.get("/jobs?sort=name").await;
+    assert!(page["jobs"][0]["last"].get("step_ms").is_none() && page["jobs"][0]["last"].get("lr").is_some());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let hold = async |name: &str, ranks: u32| {
+        server
+            .submit(|spec| {
+                spec["name"] = json!(name);
+                spec["parallel"]["ranks"] = json!(ranks);
+            })
+            .await
+            .id
+    };
+    hold("one", 1).await;
+    let first = agent.started().await.attempt;
+    hold("two", 1).await;
+    agent.started().await;
+    let waiting = hold("both", 2).await;
+    let told = async |words: &str| {
+        let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
+        let (_, list) = server.get("/jobs?state=queued&fields=reason,queue").await;
+        let reason = job["reason"].as_str().unwrap_or_default();
+        let same =
+            list["jobs"][0]["reason"] == job["reason"] && job["queue"]["reason"]["words"] == job["reason"];
+        (reason.contains(words) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
+    };
+    let until_told = async |words: &str| {
+        for _ in 0..400 {
+            if let Some(seq) = told(words).await {
+                return seq;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+        panic!("it never says {words}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
+    };
+    let busy = until_told("0 of 2").await;
+    agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+    // The same event as before is the newest: only what is told has changed.
+    assert_eq!(until_told("1 of 2").await, busy);
+    server.stop().await;
+}

@@ -1,0 +1,45 @@
+//! `GET /annotations`: notes and tags of all jobs.
+
+use crate::{
+    agent::Agent,
+    test_server::{TestServer, client},
+};
+use serde_json::json;
+
+#[tokio::test]
+async fn notes_and_tags_of_all_jobs_come_in_pages() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let mut ids = Vec::new();
+    for n in 0..5 {
+        let job = server.submit(|spec| {
+            spec["notes"] = json!(format!("note {n}"));
+            spec["private"] = json!(n == 2);
+        });
+        ids.push(job.await.id.to_string());
+    }
+    server.submit(|_| {}).await;
+    let (_, token) = server.make_token(&json!({"name": "other", "scope": "read"})).await;
+    for (who, seen) in [(server.token.as_str(), vec![0, 1, 2, 3, 4]), (&token, vec![0, 1, 3, 4])] {
+        for limit in 1..=6 {
+            let (mut found, mut cursor) = (Vec::new(), String::new());
+            loop {
+                let path = format!("/api/v1/annotations?fields=notes&count=true&limit={limit}{cursor}");
+                let (status, page) = server.send(client(who).get(server.url(&path))).await;
+                assert_eq!((status, &page["total"]), (200, &json!(seen.len())), "{page}");
+                let jobs = page["jobs"].as_object().unwrap();
+                assert!(jobs.len() <= limit && jobs.values().all(|job| job.get("tags").is_none()), "{page}");
+                found.extend(jobs.iter().map(|(id, job)| (id.clone(), job["notes"].clone())));
+                let Some(next) = page["next_cursor"].as_str() else { break };
+                cursor = format!("&cursor={next}");
+            }
+            let expected: Vec<_> =
+                seen.iter().map(|n| (ids[*n].clone(), json!(format!("note {n}")))).collect();
+            assert_eq!(found, expected, "{limit}");
+        }
+    }
+    for query in ["limit=0", "limit=1001", "cursor=x", "fields=note"] {
+        assert_eq!(server.get(&format!("/annotations?{query}")).await.0, 400, "{query}");
+    }
+    server.stop().await;
+}

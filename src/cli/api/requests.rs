@@ -1,0 +1,67 @@
+//! Requests whose answer decides about what cannot be taken back: one that is sent again makes nothing twice, and what is not there is told
+//! from what cannot be read.
+
+use super::{Api, PATIENCE, problem};
+use crate::cli::{WrongRequest, output};
+use reqwest::StatusCode;
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+/// First pause before a request is sent again, and the longest.
+const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// For an answer to a request that can be sent again.
+const ANSWER: Duration = Duration::from_secs(30);
+
+impl Api {
+    /// What lies at a path, or none where the server says that nothing does. A proxy's 404, while there is no server behind it, is an error.
+    ///
+    /// # Errors
+    /// As [`Api::get`].
+    pub(crate) async fn find<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Option<T>> {
+        let request = self.client.get(format!("{}/api/v1{path}", self.base)).timeout(ANSWER);
+        let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
+        match answer.status() {
+            StatusCode::NOT_FOUND => {
+                let said: Value = answer.json().await.unwrap_or_default();
+                anyhow::ensure!(said["code"] == "not_found", "{}: something else answers there", self.base);
+                Ok(None)
+            }
+            status if status.is_success() => self.read(answer).await.map(Some),
+            _ => Err(problem(answer).await),
+        }
+    }
+
+    /// Sends a value until there is an answer, for a minute at most. The server knows the request again by its `Idempotency-Key`.
+    ///
+    /// # Errors
+    /// The server refuses it, or does not answer for a minute: whether it has done what was asked is then not known.
+    pub(crate) async fn post_once<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> anyhow::Result<T> {
+        let key = uuid::Uuid::new_v4().simple().to_string();
+        let began = Instant::now();
+        let mut pause = RETRY.0;
+        loop {
+            let request = self.client.post(format!("{}/api/v1{path}", self.base)).timeout(ANSWER);
+            let sent = request.header("idempotency-key", &key).json(body).send().await;
+            let answer = match sent {
+                Ok(answer) if answer.status().is_success() => self.read(answer).await,
+                Ok(answer) => Err(problem(answer).await),
+                Err(error) => Err(self.unreachable(&error)),
+            };
+            match answer {
+                Err(error) if !error.is::<WrongRequest>() && began.elapsed() < PATIENCE => {
+                    if pause == RETRY.0 {
+                        output::warn("the server does not answer; trying again");
+                    }
+                }
+                answer => return answer,
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RETRY.1);
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! An API server that takes connections and says nothing.
+
+use super::*;
+use std::sync::{Arc, atomic::AtomicUsize};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpListener,
+};
+
+const JOB: &str = r#"{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a-job"}}"#;
+
+/// A cluster whose first requests, so many, get no answer; and how many there were.
+async fn cluster(silent: usize, waits: Waits) -> (Cluster, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let requests = Arc::new(AtomicUsize::new(0));
+    let counted = requests.clone();
+    tokio::spawn(async move {
+        loop {
+            let (mut connection, _) = listener.accept().await.unwrap();
+            let counted = counted.clone();
+            tokio::spawn(async move {
+                let mut bytes = [0; 4096];
+                while connection.read(&mut bytes).await.is_ok_and(|read| read > 0) {
+                    if counted.fetch_add(1, Ordering::Relaxed) < silent {
+                        continue;
+                    }
+                    let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: ";
+                    let answer = format!("{head}{}\r\n\r\n{JOB}", JOB.len());
+                    connection.write_all(answer.as_bytes()).await.unwrap();
+                }
+            });
+        }
+    });
+    let client = Client::try_from(Config::new(uri)).unwrap();
+    (Cluster { client, waits, namespace: "vision".into(), is_away: AtomicBool::new(false) }, requests)
+}
+
+#[tokio::test]
+async fn a_request_without_an_answer_is_sent_again() {
+    let waits = Waits { answer: Duration::from_millis(100), away: Duration::from_secs(30) };
+    let (cluster, requests) = cluster(1, waits).await;
+    let found = cluster.get(Kind::Job, "a-job").await.unwrap().expect("a Job");
+    assert_eq!(found["metadata"]["name"], "a-job");
+    assert_eq!(requests.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test]
+async fn an_api_server_that_never_answers_is_given_up() {
+    let waits = Waits { answer: Duration::from_millis(50), away: Duration::from_millis(300) };
+    let (cluster, _) = cluster(usize::MAX, waits).await;
+    let why = cluster.get(Kind::Job, "a-job").await.expect_err("nobody answers").to_string();
+    assert!(why.contains("reading Job a-job") && why.contains("no answer within 50ms"), "{why}");
+}

@@ -1,0 +1,73 @@
+//! The end of Kubernetes' Job when ours is over.
+
+use super::{
+    super::{
+        Launch,
+        uploads::{LAST_UPLOAD, Standing, say_once},
+    },
+    POLL,
+    cluster::{Cluster, Kind},
+    words,
+};
+use lockstep_protocol::JobState;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// For the pods to end once our job is over: their agents learn of it with a heartbeat.
+const FAREWELL: Duration = Duration::from_secs(90);
+
+pub(super) enum Farewell {
+    /// No pod is left, or soon none.
+    Ended,
+    /// Our job was retried meanwhile, and its pods are needed.
+    QueuedAgain,
+}
+
+/// Our job is over: the pods end by themselves. Those of a cancelled job, those that do not end and those that still wait for a node have
+/// nothing more to do. None is ended before the server has its checkpoints.
+///
+/// # Errors
+/// Kubernetes refuses, or the server has no checkpoint for very long.
+pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> anyhow::Result<Farewell> {
+    let began = Instant::now();
+    let (mut complete_since, mut said) = (None, false);
+    loop {
+        let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Farewell::Ended) };
+        let (is_over, has_pods) = (words::end_of_job(&job).is_some(), words::has_pods(&job));
+        if is_over && !has_pods {
+            return Ok(Farewell::Ended);
+        }
+        let may_end = match launch.standing().await {
+            Ok(Standing::Complete(ours)) if !ours.state.is_final() && !is_over => {
+                return Ok(Farewell::QueuedAgain);
+            }
+            // There is no pod that could bring a checkpoint.
+            Ok(_) if words::is_suspended(&job) && !has_pods => true,
+            Ok(Standing::Deleted) => true,
+            Ok(Standing::Complete(ours)) => {
+                let since = complete_since.get_or_insert_with(Instant::now);
+                is_over || ours.state == JobState::Cancelled || since.elapsed() > FAREWELL
+            }
+            Ok(Standing::Uploading) => {
+                say_once(&mut said);
+                false
+            }
+            // Nothing is known.
+            Err(_) => false,
+        };
+        if may_end {
+            // One that is over stays for a while, for its pods' logs.
+            if !is_over {
+                cluster.delete(Kind::Job, &job).await?;
+            }
+            return Ok(Farewell::Ended);
+        }
+        if began.elapsed() > LAST_UPLOAD {
+            anyhow::bail!(
+                "the job's last checkpoint is not known to be on the server; `kubectl -n {} delete job {name}` ends the pods",
+                cluster.namespace
+            );
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}

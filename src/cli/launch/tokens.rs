@@ -1,0 +1,124 @@
+//! The agents' tokens: made for a launch, and revoked when they are of no use any more.
+
+use super::{
+    super::{api::Api, output},
+    Host, Launch, MOST_HOSTS,
+    bundle::Node,
+};
+use lockstep_protocol::{
+    Job,
+    access::{Scope, Token},
+};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// The agents' tokens are revoked when the launch has seen the job's end, and end after this time otherwise.
+const TOKEN_SECS: u64 = 30 * 24 * 3600;
+/// Hexadecimal digits of a token's id.
+const ID_CHARS: usize = 32;
+
+impl Launch {
+    /// Makes an identity and a token for each agent.
+    pub(super) async fn introduce(&mut self) -> anyhow::Result<()> {
+        let device = self.job.spec.parallel.device;
+        for (index, host) in self.hosts.iter().enumerate() {
+            let agent_id = uuid::Uuid::new_v4().simple().to_string();
+            let name = agent_name(&self.job, index, host, &agent_id);
+            let body = json!({
+                "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
+            });
+            let made: Value = self.api.post("/tokens", &body).await?;
+            let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+            self.tokens.push(text("/id"));
+            self.bundle.nodes.push(Node {
+                name,
+                agent_id,
+                token: text("/secret"),
+                slots: host.slots.unwrap_or(1),
+                device,
+                gpus: host.devices.clone(),
+                env: host.env.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Revokes the agents' tokens.
+    pub(super) async fn revoke(&self) {
+        revoke(&self.api, &self.tokens).await;
+    }
+}
+
+/// Revokes tokens; one that cannot be ends by itself later.
+pub(super) async fn revoke(api: &Api, ids: &[String]) {
+    for id in ids.iter().filter(|id| is_id(id)) {
+        let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
+    }
+}
+
+/// Those of the tokens with these ids, between commas, that a launch of this job has made. Whoever may write where the ids were kept need not
+/// be one who may revoke tokens: they are only hints, and the server's list says which tokens are this job's agents'.
+pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
+    let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MOST_HOSTS).collect();
+    if ids.is_empty() {
+        return Vec::new();
+    }
+    match api.all("/tokens", "tokens", &[], None).await {
+        Ok(all) => {
+            let all = all.into_iter().filter_map(|token| serde_json::from_value::<Token>(token).ok());
+            let own = all.filter(|token| ids.contains(token.id.as_str()) && is_of_launch(token, job));
+            own.map(|token| token.id).collect()
+        }
+        Err(error) => {
+            output::warn(format_args!("the earlier launch's tokens are not revoked, and expire: {error}"));
+            Vec::new()
+        }
+    }
+}
+
+/// Whether it is one that a server gives.
+fn is_id(id: &str) -> bool {
+    id.len() == ID_CHARS && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+fn is_of_launch(token: &Token, job: &Job) -> bool {
+    token.scope == Scope::Agent && token.name.starts_with(&name_start(job.id.as_str()))
+}
+
+/// `launch-6f2c1a-`, with the end of the job's id.
+fn name_start(id: &str) -> String {
+    format!("launch-{}-", &id[id.len().saturating_sub(6)..])
+}
+
+/// `launch-6f2c1a-0-node1-93be07`: with the start of its id, as an agent of an earlier launch of the job keeps its name.
+fn agent_name(job: &Job, index: usize, host: &Host, agent_id: &str) -> String {
+    let start = name_start(job.id.as_str());
+    let host: String = host.name.chars().take(60).collect();
+    let id: String = agent_id.chars().take(6).collect();
+    match host.as_str() {
+        "" => format!("{start}{index}-{id}"),
+        host => format!("{start}{index}-{host}-{id}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_what_a_server_gives_and_no_path() {
+        assert!(is_id("01890a5dac96774bbcceb302099a8057"));
+        let others = [
+            "",
+            "local",
+            "../people/maria",
+            "01890a5dac96774bbcceb302099a805",
+            "01890a5dac96774bbcceb302099a80570",
+        ];
+        for other in
+            others.into_iter().chain(["01890A5DAC96774BBCCEB302099A8057", "01890a5dac96774bbcceb302099a805/"])
+        {
+            assert!(!is_id(other), "{other}");
+        }
+    }
+}

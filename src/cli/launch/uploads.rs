@@ -1,0 +1,101 @@
+//! Whether a job's checkpoints are on the server. The agents that upload them are those of the launch: they are ended only after that.
+
+use super::{
+    super::{WrongRequest, output},
+    Launch,
+};
+use anyhow::Context as _;
+use lockstep_protocol::Job;
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+/// Longest wait for the last checkpoint of a job that is over.
+pub(super) const LAST_UPLOAD: Duration = Duration::from_secs(3600);
+const POLL: Duration = Duration::from_secs(1);
+/// For the server's answers.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// How a job stands whose agents may be ended.
+pub(super) enum Standing {
+    /// The server has the job no more.
+    Deleted,
+    /// A checkpoint is still on its way to the server.
+    Uploading,
+    /// None is; the job as it is after that was found: it may have been resumed meanwhile.
+    Complete(Box<Job>),
+}
+
+impl Launch {
+    /// Looks for checkpoints that are on their way, and then at the job.
+    ///
+    /// # Errors
+    /// The server does not answer, or refuses: nothing is known.
+    pub(super) async fn standing(&self) -> anyhow::Result<Standing> {
+        tokio::time::timeout(ANSWER, self.look()).await.context("the server does not answer")?
+    }
+
+    async fn look(&self) -> anyhow::Result<Standing> {
+        let path = format!("/jobs/{}", self.job.id);
+        let job = async || self.api.find::<Job>(&path).await;
+        let all = match self.api.all(&format!("{path}/checkpoints"), "checkpoints", &[], None).await {
+            Ok(all) => all,
+            Err(error) => return if job().await?.is_none() { Ok(Standing::Deleted) } else { Err(error) },
+        };
+        if is_awaited(&all) {
+            return Ok(Standing::Uploading);
+        }
+        Ok(job().await?.map_or(Standing::Deleted, |job| Standing::Complete(Box::new(job))))
+    }
+
+    /// Once the job is over, waits until its checkpoints are on the server, also while that does not answer. Whether they are, and the job
+    /// still over: it may have been queued again.
+    pub(super) async fn uploaded(&self) -> bool {
+        let mut said = false;
+        let began = Instant::now();
+        while began.elapsed() < LAST_UPLOAD {
+            match self.standing().await {
+                Ok(Standing::Deleted) => return true,
+                Ok(Standing::Complete(job)) => return job.state.is_final(),
+                Ok(Standing::Uploading) => say_once(&mut said),
+                Err(error) if error.is::<WrongRequest>() => return false,
+                Err(_) => {}
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        false
+    }
+}
+
+/// Whether one of these checkpoints is waited for. One of an attempt before those that the server has checkpoints of is not: whoever had it may be
+/// gone, and nothing continues from it.
+fn is_awaited(checkpoints: &[Value]) -> bool {
+    let attempt = |one: &Value| one.get("attempt").and_then(Value::as_u64).unwrap_or(0);
+    let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);
+    let newest = checkpoints.iter().filter(|one| !is_coming(one)).map(attempt).max().unwrap_or(0);
+    checkpoints.iter().any(|one| is_coming(one) && attempt(one) >= newest)
+}
+
+/// Says what is waited for.
+pub(super) fn say_once(said: &mut bool) {
+    if !std::mem::replace(said, true) {
+        output::warn("the job's last checkpoint is still being uploaded to the server");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_is_replaced_is_not_waited_for() {
+        let here = |attempt: u64| json!({"attempt": attempt});
+        let coming = |attempt: u64| json!({"attempt": attempt, "uploading_from": "node1"});
+        assert!(!is_awaited(&[]));
+        assert!(!is_awaited(&[here(1), here(2)]));
+        assert!(is_awaited(&[coming(1)]));
+        assert!(is_awaited(&[coming(2), here(2)]), "the last of an attempt");
+        assert!(is_awaited(&[coming(2), here(1)]));
+        assert!(!is_awaited(&[here(2), coming(1)]), "its machine was lost, perhaps");
+    }
+}

@@ -1,0 +1,246 @@
+"""What it takes a server to store metrics, on SQLite or Postgres: how many points a second, how large they are, and how many rows.
+
+    pip install msgpack websockets
+    python3 tests/bench/store_metrics.py ingest [--jobs 64] [--ranks 8] [--steps-a-report 1] [--secs 20]
+    python3 tests/bench/store_metrics.py train [--secs 120] [--batch 96]
+    both: [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
+
+`ingest` has an agent that speaks the protocol and trains nothing: every rank reports eight metrics a step, as fast as the server
+acknowledges. Nobody may be disconnected, and every point must be acknowledged. `train` has one real rank train ResNet-20 and counts the
+rows of its points while it runs, then, once it has ended and its points have left the events, the bytes of the tables of metrics.
+Each prints a line of JSON. A Postgres database must be empty and for nothing else.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import pathlib
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", "data_ms", "all_reduce_ms"]
+PROTOCOL = 5
+# Reports of a rank that wait for their acknowledgement; the agent itself sends on until its spool is full.
+AHEAD = 8
+SPLITS = [
+    {"name": "train", "samples": 60_000, "per_class": [30_000, 30_000]},
+    {"name": "test", "samples": 100, "per_class": [50, 50]},
+]
+PICTURES = {
+    "format": "idx", "classes": ["a", "b"], "height": 8, "width": 8, "channels": 1,
+    "mean": [0.5], "std": [0.25], "broken": [], "broken_count": 0, "splits": SPLITS,
+}
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+class Server:
+    def __init__(self, options, *more):
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-store-"))
+        self.database, self.port = options.database, free_port()
+        database = ["--database", options.database] if options.database else []
+        self.log = open(self.directory / "server.log", "w")
+        self.process = subprocess.Popen(
+            [options.program, "serve", "--listen", f"127.0.0.1:{self.port}", "--data-dir", self.directory, *database, *more],
+            stdout=self.log, stderr=subprocess.STDOUT,
+        )
+        for _ in range(200):
+            try:
+                self.token = (self.directory / "token").read_text().strip()
+                self.ask("/jobs")
+                return
+            except OSError:
+                time.sleep(0.1)
+        sys.exit((self.directory / "server.log").read_text())
+
+    def ask(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        head = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data, head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def sql(self, query):
+        """One number of the database."""
+        if self.database:
+            return int(subprocess.check_output(["psql", "-Atc", query, self.database]))
+        db = sqlite3.connect(self.directory / "lockstep.db", timeout=30)
+        value = db.execute(query).fetchone()[0]
+        db.close()
+        return value
+
+    def size(self):
+        """Bytes that hold something: free pages and the write-ahead log are no part of it."""
+        if self.database:
+            subprocess.check_call(["psql", "-qc", "VACUUM FULL", self.database])
+            return self.sql("SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace")
+        pages, free = self.sql("SELECT page_count FROM pragma_page_count"), self.sql("SELECT freelist_count FROM pragma_freelist_count")
+        return (pages - free) * self.sql("SELECT page_size FROM pragma_page_size")
+
+    def peak_mib(self):
+        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) >> 10
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(30)
+        self.log.close()
+        shutil.rmtree(self.directory)
+
+
+async def report_all(server, options):
+    import msgpack
+    import websockets
+
+    slots = options.jobs * options.ranks
+    token = server.ask("/tokens", {"name": "many", "scope": "agent", "agent": "many"})["secret"]
+    address = f"ws://127.0.0.1:{server.port}/api/v1/agent/socket"
+    wire = await websockets.connect(address, max_size=None, compression=None, additional_headers={"Authorization": f"Bearer {token}"})
+    acknowledged, sent, starts = {}, {}, {}
+    moved = asyncio.Event()
+
+    async def say(message):
+        await wire.send(msgpack.packb(message, use_single_float=True))
+
+    machine = {"hostname": "many", "cpu": "none", "cores": slots, "memory_bytes": 1 << 40, "disk_free_bytes": 1 << 40, "version": "0"}
+    await say({
+        "type": "hello", "protocol": PROTOCOL, "agent_id": "many", "name": "many", "machine": machine, "attempts": [], "only_job": None,
+        "slots": [{"index": i, "device": "cpu", "name": "core", "memory_bytes": 0} for i in range(slots)],
+    })
+
+    async def hear():
+        async for raw in wire:
+            message = msgpack.unpackb(raw)
+            if message["type"] == "start":
+                starts[message["attempt"]["job"]] = message["attempt"]
+            elif message["type"] == "request":
+                asked = message["request"]
+                reply = {"type": "dataset", "path": asked["path"], "info": PICTURES} if asked["type"] == "inspect_dataset" else {"type": "files", "there": [True] * len(asked.get("paths", []))}
+                await say({"type": "reply", "id": message["id"], "reply": {"Ok": reply}})
+            elif message["type"] == "ack":
+                acknowledged[message["attempt"]["job"], message["source"]["rank"]] = message["records"]
+                moved.set()
+            elif message["type"] == "refused":
+                sys.exit(message["reason"])
+
+    async def beat():
+        while True:
+            await say({"type": "heartbeat", "attempts": list(starts.values())})
+            await asyncio.sleep(2)
+
+    tasks = [asyncio.create_task(hear()), asyncio.create_task(beat())]
+    await asyncio.to_thread(server.ask, "/datasets", {"name": "many", "path": "/many"})
+    for n in range(options.jobs):
+        await asyncio.to_thread(server.ask, "/jobs", {
+            "name": f"j{n}", "model": {"arch": "resnet20"}, "data": {"dataset": "many"}, "train": {"steps": 10**8, "batch_size": 8},
+            "parallel": {"ranks": options.ranks, "device": "cpu"}, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0},
+        })
+    while len(starts) < options.jobs:
+        await asyncio.sleep(0.05)
+    empty, begin = server.size(), time.monotonic()
+    end = begin + options.secs
+    per = options.steps_a_report
+
+    async def rank(job, number):
+        source, records, step = {"rank": number}, 0, 1
+        while time.monotonic() < end:
+            steps = list(range(step, step + per))
+            columns = [{"name": name, "steps": steps, "values": [math.sin(s + number) + 2 for s in steps]} for name in NAMES]
+            events = [{"type": "metrics", "rank": number, "columns": columns}]
+            if records == 0 and number == 0:
+                events.insert(0, {"type": "running", "total_steps": 10**8, "steps_per_epoch": 10**5, "start_step": 0})
+            await say({"type": "report", "attempt": starts[job], "source": source, "first": records, "events": events})
+            records, step = records + len(events), step + per
+            while records - acknowledged.get((job, number), 0) > AHEAD and time.monotonic() < end + 60:
+                moved.clear()
+                await asyncio.wait_for(moved.wait(), 60)
+        sent[job, number] = records, step - 1
+
+    await asyncio.gather(*(rank(job, number) for job in starts for number in range(options.ranks)))
+    while any(acknowledged.get(key, 0) < records for key, (records, _) in sent.items()):
+        moved.clear()
+        await asyncio.wait_for(moved.wait(), 60)
+    took = time.monotonic() - begin
+    for task in tasks:
+        task.cancel()
+    points = sum(steps for _, steps in sent.values()) * len(NAMES)
+    return {
+        "ranks": slots, "steps_a_report": per, "points": points, "points_a_second": round(points / took),
+        "bytes_a_point": round((server.size() - empty) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
+        "server_peak_mib": server.peak_mib(),
+    }
+
+
+def ingest(options):
+    server = Server(options, "--no-local-agent")
+    try:
+        return asyncio.run(report_all(server, options))
+    finally:
+        server.stop()
+
+
+def train(options):
+    server = Server(options, "--cpu-slots", "1", "--keep-points", str(options.keep))
+    try:
+        while not server.ask("/agents")["agents"]:
+            time.sleep(0.1)
+        server.ask("/datasets", {"name": "pictures", "path": str(pathlib.Path(options.pictures).resolve())})
+        empty = server.size()
+        job = server.ask("/jobs", {
+            "name": "points", "model": {"arch": "resnet20"}, "data": {"dataset": "pictures"}, "train": {"steps": 10**7, "batch_size": options.batch},
+            "parallel": {"ranks": 1, "device": "cpu"}, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0},
+        })["id"]
+        while not server.ask(f"/jobs/{job}")["step"]:
+            time.sleep(0.2)
+        first, begin = server.ask(f"/jobs/{job}")["step"], time.monotonic()
+        time.sleep(options.secs)
+        rate = (server.ask(f"/jobs/{job}")["step"] - first) / (time.monotonic() - begin)
+        server.ask(f"/jobs/{job}/cancel", {})
+        while server.ask(f"/jobs/{job}")["state"] != "cancelled":
+            time.sleep(0.2)
+        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/api/v1/jobs/{job}/metrics.csv", headers={"Authorization": f"Bearer {server.token}"})) as answer:
+            points = sum(1 for _ in answer) - 1
+        rows = server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'")
+        while server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'"):
+            time.sleep(1)
+        size = server.size()
+        if options.database:
+            of_metrics = server.sql("SELECT pg_total_relation_size('metric_chunks') + pg_total_relation_size('metric_compaction')")
+        else:
+            of_metrics = server.sql("SELECT sum(pgsize) FROM dbstat WHERE name LIKE 'metric_%' OR name LIKE 'sqlite_autoindex_metric_%'")
+        return {
+            "database": "postgres" if options.database else "sqlite", "steps_a_second": round(rate, 1), "points": points, "rows_a_point": round(rows / points, 4),
+            "bytes_a_point": round(of_metrics / points, 1), "with_log_and_all_else": round((size - empty) / points, 1),
+        }
+    finally:
+        server.stop()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ingest", "train"])
+    parser.add_argument("--program", default="target/release/lockstep")
+    parser.add_argument("--database", default="")
+    parser.add_argument("--jobs", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps-a-report", type=int, default=1)
+    parser.add_argument("--secs", type=float, default=20)
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--keep", type=int, default=5, help="seconds after the job's end until its points leave the events")
+    parser.add_argument("--pictures", default="assets/fashion-mnist")
+    options = parser.parse_args()
+    print(json.dumps({"ingest": ingest, "train": train}[options.what](options)))
+
+
+main()

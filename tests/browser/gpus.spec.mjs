@@ -1,0 +1,73 @@
+// The page of the machines, with an agent that makes up GPUs and what it measures and finds.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser, agent;
+
+/** What the agent says of itself: busy more and more. */
+const tell = (share) => agent.evaluate((share) => window.it.say({
+  type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
+  disk_used_bytes: 60e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6,
+  gpus: [
+    { slot: 0, utilization: share, memory_used_bytes: Math.round(80e9 * share), temperature_celsius: 61.5, power_watts: 412.5 },
+    { slot: 1, utilization: 0.015625, memory_used_bytes: 1e9, temperature_celsius: 33.5, power_watts: 71.5 },
+  ],
+}), share);
+
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 2, { gpus: true });
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+describe("machines with GPUs", () => {
+  test("show each slot's job, numbers and lines", async () => {
+    const body = spec("on a GPU", 1, 100);
+    body.parallel.device = "cuda";
+    const { id } = await server.ask("/jobs", body);
+    await agent.evaluate((id) => window.it.attempt(id).then(() => {}), id);
+    await tell(0.25);
+    const page = await browser.page(server, "/machines"), slot = (n) => page.locator(`[data-slot="${n}"]`);
+    await until("the first slot has its numbers", async () => /25 %/.test(await slot(0).innerText()));
+    for (const part of [/on a GPU/, /rank 0/, /20 GB/, /6[12] °C/, /41[23] W/]) assert.match(await slot(0).innerText(), part);
+    for (const part of [/free/, /2 %/, /1\.0 GB/, /3[34] °C/, /7[12] W/]) assert.match(await slot(1).innerText(), part);
+    await tell(0.75);
+    await until("they change", async () => /75 %/.test(await slot(0).innerText()) && /60 GB/.test(await slot(0).innerText()));
+    await page.getByRole("button", { name: "10 min" }).click();
+    for (const metric of ["utilization", "memory_used_bytes", "temperature_celsius", "power_watts"]) {
+      await until(`${metric} of the first slot is a line`, async () => (await slot(0).locator(`[data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
+    }
+    for (const metric of ["memory_used_bytes", "disk_read_bytes_per_second", "network_sent_bytes_per_second"]) {
+      await until(`${metric} of the machine is a line`, async () => (await page.locator(`.machine > .gauges [data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
+    }
+    await page.end();
+  });
+
+  test("tell findings, another version and the lease in words", async () => {
+    const page = await browser.page(server, "/machines"), warnings = page.locator(".warnings li");
+    assert.match(await page.locator(".machine").innerText(), /its attempts' lease has \d+ s left/);
+    await until("another version is told", async () => /It runs version 0 and the server [\d.]+.*: install the same version on both/.test((await warnings.allTextContents()).join("\n")));
+    await agent.evaluate(() => window.it.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
+    await until("what doctor found is told, the worst first", async () => (await warnings.first().textContent()) === "NCCL is missing: pip install nvidia-nccl-cu12");
+    assert.equal(await page.locator(".warnings li.bad").count(), 1);
+    assert.ok((await warnings.allTextContents()).includes("Shared memory is small <b>here</b>"), "as it was written");
+    await agent.evaluate(() => window.it.say({ type: "findings", findings: [] }));
+    await until("and is gone when it is mended", async () => (await page.locator(".warnings li.bad").count()) === 0);
+    await page.end();
+  });
+
+  test("keep their numbers in the page at every width", async () => {
+    await tell(0.97);
+    for (const width of [390, 1024, 1440, 1920]) {
+      const page = await browser.page(server, "/machines", { viewport: { width, height: 1000 } });
+      await until("it is measured", async () => /97 %/.test(await page.locator('[data-slot="0"]').innerText()));
+      const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+      assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
+      if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/gpus-${width}.png`, fullPage: true });
+      await page.end();
+    }
+  });
+});

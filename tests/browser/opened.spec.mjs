@@ -1,0 +1,40 @@
+// The file that `serve` gives the browser which it opens: in a real browser it leads into the dashboard, signed in.
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { chmod, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join as path } from "node:path";
+import { test } from "node:test";
+import { BINARY, Browser, freePort, until } from "./test-server.mjs";
+
+test("the file that a browser is opened with signs it in", async (t) => {
+  const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), port = await freePort();
+  t.after(() => rm(dir, { recursive: true, force: true, maxRetries: 5 }));
+  await mkdir(path(dir, "bin"));
+  await writeFile(path(dir, "bin/xdg-open"), `#!/bin/sh\nprintf %s "$1" > '${dir}/part' && mv '${dir}/part' '${dir}/opened'\n`);
+  await chmod(path(dir, "bin/xdg-open"), 0o755);
+  // `script` gives it a terminal; exec, so that its process id is the server's parent's.
+  const command = `exec ${BINARY} serve --no-local-agent --listen 127.0.0.1:${port} --data-dir ${path(dir, "data")}`;
+  const script = spawn("script", ["-qefc", command, "/dev/null"], {
+    stdio: "ignore", env: { ...process.env, SHELL: "/bin/sh", PATH: `${path(dir, "bin")}:${process.env.PATH}`, DISPLAY: ":0" },
+  });
+  const ended = new Promise((done) => script.once("exit", done));
+  t.after(async () => {
+    const [server] = (await readFile(`/proc/${script.pid}/task/${script.pid}/children`, "utf8").catch(() => "")).trim().split(" ");
+    process.kill(Number(server) || script.pid, "SIGTERM");
+    await ended;
+  });
+  const file = await until("a browser is opened", () => readFile(path(dir, "opened"), "utf8"));
+  const browser = await Browser.open();
+  t.after(() => browser.close());
+  const page = await (await browser.chromium.newContext()).newPage();
+  await page.goto(`file://${file}`);
+  await page.waitForURL(`http://127.0.0.1:${port}/jobs`);
+  assert.match(await page.title(), /Jobs/);
+  assert.equal(await page.evaluate(() => document.referrer), "", "the file's address is nobody's business");
+  await until("the file is removed", () => readFile(file).then(() => false, (error) => error.code === "ENOENT"));
+  // It is signed in to stay.
+  await page.reload();
+  assert.equal(page.url(), `http://127.0.0.1:${port}/jobs`);
+});

@@ -1,0 +1,158 @@
+// One throughput: pictures over the training time of the newest attempt, the same number wherever a page tells it. Told by a made-up agent.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser, agent;
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 4);
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+const attempt = (id, n = 1) => until(`attempt ${n} starts`, () => agent.evaluate(([id, n]) => window.it.started.filter((s) => s.attempt.job === id)[n - 1]?.attempt, [id, n]));
+const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
+/** An attempt that begins after step `from`, and its steps up to `to`; `ms(step, rank)`: how long each took. */
+async function train(of, ranks, from, to, ms, more = {}) {
+  await report(of, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...more }]);
+  const steps = range(from + 1, to), column = (name, value) => ({ name, steps, values: steps.map(value) });
+  for (let rank = 0; rank < ranks; rank++) await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
+}
+const end = async (of, how) => {
+  await agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
+  await until("the attempt has ended", async () => (await server.ask(`/jobs/${of.job}/attempts`)).attempts.find((a) => a.attempt === of.attempt).ended_at !== null);
+};
+const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
+
+/** Pictures over time of what a chart of images/s draws of the newest attempt. */
+const ofChart = (page, find) => page.evaluate(([find, steps]) => {
+  const segment = window.lockstep.charts.images_per_second.layers()[find].series.segments.at(-1), n = segment.length;
+  const whole = segment.mean.subarray(0, n), ms = segment.of.mean.subarray(0, n), counts = segment.counts.subarray(0, n);
+  const time = ms.reduce((sum, v, i) => sum + v * counts[i], 0);
+  return { speed: whole.reduce((sum, v, i) => sum + v * ms[i] * counts[i], 0) / time, steps: counts.reduce((a, b) => a + b, 0) };
+}, [find]);
+
+/** Every place that tells a job's speed says `expected`, within 1 %. */
+async function everywhere(id, ranks, expected) {
+  const near = (what, value) => assert.ok(Math.abs(value / expected - 1) < 0.01, `${what}: ${value} instead of ${expected}`);
+  await until("the server has all", async () => (await server.job(id)).images_per_second > 0);
+  near("the API", (await server.job(id)).images_per_second);
+  const page = await browser.page(server, `/jobs/${id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${id}&metric=images_per_second`);
+  await until("the page shows it", async () => number(await page.locator("#speed").textContent()) > 0);
+  near("the header", number(await page.locator("#speed").textContent()));
+  if (ranks > 1) near("a rank's share", ranks * number(await page.locator("#speed-more").textContent()));
+  near("the ranks panel", number((await page.locator("#ranks-note").textContent()).match(/[\d,.]+ images\/s/)[0]));
+  await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.images_per_second.firstDrawnAt)) > 0);
+  near("the chart", (await ofChart(page, 0)).speed);
+  near("the chart's note", number((await page.locator("#speed-note").textContent()).match(/[\d,.]+ in all/)[0]));
+  const row = list.locator(`tr[data-id="${id}"] [data-f=speed]`);
+  await until("it is listed", async () => number(await row.textContent()) > 0);
+  near("the list", number(await row.textContent()));
+  await until("it is compared", () => compare.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0));
+  near("Compare's table", number(await compare.locator("#results [data-column='images/s']").textContent()));
+  near("Compare's chart", (await ofChart(compare, 0)).speed);
+  return { page, compare };
+}
+/** Where the last point of a job's newest attempt is on Compare's axis of time, in seconds. */
+const lastOnAxis = (compare) => compare.evaluate(() => { const { chart } = window.lockstep, segment = chart.layers()[0].series.segments.at(-1); return chart.view.places(segment)[segment.length - 1]; });
+async function onTimeAxis(compare, secs) {
+  await compare.locator("button[data-axis=time]").click();
+  await until(`its last point is at ${secs} s`, async () => Math.abs((await lastOnAxis(compare)) / secs - 1) < 0.01);
+}
+
+describe("the throughput of a job", () => {
+  test("that ran once is the same everywhere", async () => {
+    const { id } = await server.ask("/jobs", spec("plain", 1, 120)), of = await attempt(id);
+    await train(of, 1, 0, 60, (s) => [10.5, 20.5, 60.5][s % 3]);
+    const { page, compare } = await everywhere(id, 1, 60 * 8 / (20 * 91.5 / 1000));
+    await onTimeAxis(compare, 20 * 91.5 / 1000);
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+
+  test("that was paused and resumed is that of its newest attempt, and its pause is no time", async () => {
+    const { id } = await server.ask("/jobs", spec("paused once", 1, 120));
+    let of = await attempt(id);
+    await train(of, 1, 0, 30, () => 100.5);
+    await report(of, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await server.ask(`/jobs/${id}/pause`, {});
+    await end(of, { how: "stopped" });
+    await until("it is paused", async () => (await server.job(id)).state === "paused");
+    await server.ask(`/jobs/${id}/resume`, {});
+    of = await attempt(id, 2);
+    await train(of, 1, 30, 60, () => 40.5);
+    const { page, compare } = await everywhere(id, 1, 8 / 0.0405);
+    await onTimeAxis(compare, 30 * 0.1005 + 30 * 0.0405);
+    // What happened is told at the mark where the second attempt starts, and in the history.
+    const saved = async (of, card) => {
+      await card.locator("summary", { hasText: "Save" }).click();
+      const [file] = await Promise.all([of.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
+      return readFile(await file.path(), "utf8");
+    };
+    assert.match(await saved(page, page.locator(".loss-card")), />attempt 2 \(after a pause on request\)<\/text>/);
+    assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "of several jobs the mark names its own");
+    await page.getByRole("tab", { name: "History" }).click();
+    await until("its story", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+
+  test("on two ranks of different speed counts a step once", async () => {
+    const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), of = await attempt(id);
+    // The faster one waits for the other: their steps end together.
+    await train(of, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
+    const { page } = await everywhere(id, 2, 16 / 0.0505);
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+
+  test("whose epochs end with a smaller step counts the pictures that it has", async () => {
+    const body = spec("a rest", 1, 120);
+    body.data.drop_remainder = false;
+    const { id } = await server.ask("/jobs", body), of = await attempt(id);
+    // Steps of 8, 8 and 4.
+    await train(of, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
+    const { page } = await everywhere(id, 1, 20 / (3 * 0.0505));
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+});
+
+describe("a running job", () => {
+  test("rewrites no words that a screen reader speaks while nothing but numbers changes", async () => {
+    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), of = await attempt(id);
+    await train(of, 2, 0, 5, () => 50.5);
+    const page = await browser.page(server, `/jobs/${id}`);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.evaluate(() => {
+      window.spoken = [];
+      for (const node of document.querySelectorAll("[role=status], [role=alert], [aria-live]:not([aria-live=off])")) {
+        new MutationObserver(() => window.spoken.push(`${node.id || node.className}: ${node.textContent}`)).observe(node, { childList: true, characterData: true, subtree: true });
+      }
+    });
+    const began = Date.now();
+    for (let step = 6; step <= 100 && Date.now() - began < 6000; step++) {
+      for (const rank of [0, 1]) await report(of, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
+      await until("its number is shown", async () => Number(await page.locator("#step").textContent()) >= step);
+    }
+    assert.ok(Number(await page.locator("#step").textContent()) > 6, "numbers did change");
+    assert.deepEqual(await page.evaluate(() => window.spoken), []);
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+
+  test("that is cancelled before its first point says so in its charts", async () => {
+    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), of = await attempt(id);
+    await report(of, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
+    const page = await browser.page(server, `/jobs/${id}`), said = () => page.locator("#loss-chart").getAttribute("data-empty");
+    await until("it says that there is none yet", async () => (await said()) === "No point yet.");
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await end(of, { how: "stopped" });
+    await until("it says why", async () => (await said()) === "No point: the job was cancelled before the first one.");
+    await page.end();
+  });
+});

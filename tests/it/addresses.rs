@@ -1,0 +1,67 @@
+//! Nobody has the server, an agent or a rank fetch an address: where a dataset, weights or a folder is meant, an address is refused, and
+//! what listens there sees no connection.
+
+use crate::{pictures, server::Server, specs};
+use serde_json::json;
+use std::{
+    io::ErrorKind,
+    net::{TcpListener, TcpStream},
+};
+
+#[tokio::test]
+async fn an_address_in_place_of_a_path_is_refused_and_never_asked() {
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let at = listener.local_addr().expect("its address");
+    let weights = |url: &str| {
+        let spec = specs::short("weights", "fashion", 1, 1);
+        specs::with(spec, json!({"model": {"arch": "resnet18", "pretrained": url}}))
+    };
+    for scheme in ["http", "https", "ftp", "HTTP"] {
+        let url = format!("{scheme}://{at}/pictures");
+        let absolute = [("/path", &["absolute path"][..])];
+        server.post("/datasets", &json!({"name": "x", "path": url})).await.mistakes(&absolute);
+        server.post("/datasets/inspect", &json!({"path": url})).await.mistakes(&absolute);
+        let unknown = [("/data/dataset", &["no dataset is called"][..])];
+        let job = specs::short("data", &url, 1, 1);
+        server.post("/jobs", &job).await.mistakes(&unknown);
+        server.post("/jobs/validate", &job).await.mistakes(&unknown);
+        let file = format!("{url}/model.safetensors");
+        let address = [("/model/pretrained", &["is an address"][..])];
+        server.post("/jobs", &weights(&file)).await.mistakes(&address);
+        server.post("/jobs/validate", &weights(&file)).await.mistakes(&address);
+
+        // The command line, with a server and without.
+        let toml = format!(
+            "[model]\narch = \"resnet20\"\n[data]\ndataset = \"{url}\"\n[train]\nsteps = 1\nbatch_size = 8\n"
+        );
+        server.folder().write("job.toml", &toml);
+        let tuned = toml
+            .replace(&url, "fashion")
+            .replace("resnet20\"", &format!("resnet18\"\npretrained = \"{file}\""));
+        server.folder().write("tuned.toml", tuned);
+        for args in [
+            &["dataset", "add", "x", &url][..],
+            &["dataset", "inspect", &url],
+            &["dataset", "prepare", &url, "--to", "prepared"],
+            &["init", &url],
+            &["submit", "job.toml"],
+            &["submit", "tuned.toml"],
+            &["train", "job.toml", "--out", "out"],
+            &["train", "tuned.toml", "--out", "out"],
+            &["predict", "--model", &file, "none.png"],
+        ] {
+            let done = server.cli(args);
+            assert!(done.status != 0 && !done.stderr.contains("panicked"), "{args:?}: {}", done.stderr);
+        }
+    }
+    // The first connection that it sees is this one.
+    let mine = TcpStream::connect(at).expect("a connection").local_addr().expect("its address");
+    let (_, first) = listener.accept().expect("a connection");
+    assert_eq!(first, mine, "somebody else has asked before");
+    listener.set_nonblocking(true).expect("no waiting");
+    assert_eq!(listener.accept().expect_err("nobody else").kind(), ErrorKind::WouldBlock);
+    assert_eq!(server.get("/jobs?count=true").await["total"], 0, "no job came of it");
+    server.stop().await;
+}

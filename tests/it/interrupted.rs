@@ -1,0 +1,73 @@
+//! Ctrl-C while a job is shown.
+
+use crate::{
+    pictures,
+    server::{SOON, Server, lockstep_that_can_be_interrupted, signal, turn},
+};
+use rustix::process::Signal;
+use std::{
+    fs::{self, File},
+    os::unix::process::ExitStatusExt,
+    path::Path,
+    process::{Child, Command},
+    time::Instant,
+};
+
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < SOON, "{what}");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+/// Starts a display and interrupts it once it shows the job's steps; the job's id and all that was said.
+fn interrupted(command: &mut Command, folder: &Path) -> (Child, String) {
+    let log = File::create(folder.join("shown.log")).expect("a log");
+    command.stdout(log.try_clone().expect("a log")).stderr(log).current_dir(folder);
+    let child = command.spawn().expect("a display");
+    let said = || fs::read_to_string(folder.join("shown.log")).unwrap_or_default();
+    until("steps are shown", || said().contains(", step "));
+    signal(child.id() as i32, Signal::INT);
+    (child, said())
+}
+
+#[tokio::test]
+async fn ctrl_c_ends_the_display_and_not_the_job() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let folder = server.folder().path();
+    let dataset = pictures::idx_dataset(folder, 64, 16);
+    server.register("fashion", &dataset).await;
+    let toml = "name = \"long\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+                steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
+    server.folder().write("long.toml", toml);
+    let mut submit = lockstep_that_can_be_interrupted();
+    let (mut display, said) =
+        interrupted(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
+    // As every program that Ctrl-C ends: a shell shows 130, and scripts stop.
+    let status = display.wait().expect("its status");
+    assert_eq!((status.code(), status.signal()), (None, Some(2)), "{said}");
+    let id = said.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);
+    let id = id.expect("an id").to_owned();
+    for words in [
+        "Ctrl-C ends this display and not the job".to_owned(),
+        format!("`lockstep watch {id}` shows it again"),
+        format!("`lockstep cancel {id}` stops it"),
+    ] {
+        assert!(said.contains(&words), "{words}: {said}");
+    }
+
+    let step = async || server.job(&id).await["step"].as_u64().unwrap_or(0);
+    let then = step().await;
+    server.until("it trains on", async |_: &Server| step().await > then + 5).await;
+    assert_eq!(server.job(&id).await["state"], "running");
+    let mut watch = lockstep_that_can_be_interrupted();
+    let (mut display, said) = interrupted(watch.args(["watch", &id]).envs(server.for_clients()), folder);
+    assert_eq!(display.wait().expect("its status").signal(), Some(2), "{said}");
+    assert_eq!(server.job(&id).await["state"], "running");
+    server.cli(&["cancel", &id]).ok();
+    let ended = server.ended(&id).await;
+    assert_eq!(ended["state"], "cancelled");
+    server.stop().await;
+}

@@ -1,0 +1,135 @@
+//! How the pods of a launch end: not before their checkpoints are on the server, also when that is away; and whose tokens are revoked then.
+
+use super::{
+    pods::{Following, endless, kinds, newest, trains_past},
+    server, submit, valid_agent_tokens,
+};
+use crate::{
+    cluster::Kubernetes,
+    server::{Finished, Server, number, turn},
+};
+use serde_json::{Value, json};
+use std::{fs, time::Duration};
+
+/// For a launch to ask the server, which it does each second, several times in vain.
+const SEVERAL_QUESTIONS: Duration = Duration::from_secs(5);
+
+async fn pods(cluster: &Kubernetes) -> Vec<Value> {
+    cluster.objects("Pod").await.iter().map(|pod| pod["metadata"]["uid"].clone()).collect()
+}
+
+#[tokio::test]
+async fn a_paused_job_s_pods_stay_until_its_checkpoint_is_on_the_server() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("slow-upload", 1)).await;
+    // Where uploads gather is no folder: as with a full disk, the server cannot store them.
+    let gathering = server.job_dir(&id).join("uploads");
+    fs::write(&gathering, "").expect("a file");
+    let following = Following::start(&server, cluster.launch(&server, &id, &[]));
+    let at = number(&trains_past(&server, &id, 1, 60).await["step"]);
+    let first = pods(&cluster).await;
+    assert_eq!(first.len(), 1);
+    server.cli(&["pause", &id]).ok();
+    following.says(&server, "last checkpoint is still being uploaded").await;
+    server.kill_serve();
+    tokio::time::sleep(SEVERAL_QUESTIONS).await;
+    server.serve_again().await;
+    assert_eq!(cluster.objects("Job").await[0]["spec"]["suspend"], false, "{}", following.said());
+    // Whoever resumes it meanwhile has it continue in the same pod.
+    server.cli(&["resume", &id]).ok();
+    trains_past(&server, &id, 2, at).await;
+    assert_eq!(pods(&cluster).await, first);
+    server.cli(&["pause", &id]).ok();
+    fs::remove_file(&gathering).expect("the file");
+    cluster.until("the Job is suspended", |all| kinds(all, "Job")[0]["spec"]["suspend"] == true).await;
+    assert!(newest(&server, &id).await >= at, "the checkpoint was there first");
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+    assert_eq!(valid_agent_tokens(&server).await, 0);
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_end_that_is_seen_while_the_server_is_away_is_told_when_it_is_back() {
+    let _turn = turn().await;
+    let mut server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("ended", 1)).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &[]));
+    trains_past(&server, &id, 1, 0).await;
+    following.says(&server, "1 of 1 pods are running").await;
+    server.kill_serve();
+    cluster.act("drop", json!({"resource": "jobs"})).await;
+    tokio::time::sleep(SEVERAL_QUESTIONS).await;
+    server.serve_again().await;
+    following.says(&server, "was deleted, and ours is").await;
+    let (status, said) = following.end();
+    assert!(!status.success() && said.contains("starts agents for it again"), "{said}");
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("tokens", 1)).await;
+    Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
+    trains_past(&server, &id, 1, 0).await;
+    let job = cluster.objects("Job").await.remove(0);
+    let own = job["metadata"]["annotations"]["lockstep/tokens"].as_str().expect("a token's id").to_owned();
+    let make = async |token: Value| {
+        let made = server.post("/tokens", &token).await;
+        assert!(made.status.is_success(), "{}", made.text);
+        made.json()["id"].as_str().expect("an id").to_owned()
+    };
+    let agent = make(json!({"name": "launch-000000-0", "scope": "agent", "agent": "node7"})).await;
+    let alike = format!("launch-{}-9", &id[id.len() - 6..]);
+    let program = make(json!({"name": alike, "scope": "submit"})).await;
+    // Whoever may change Jobs may not revoke tokens for that.
+    let tokens = format!("{own},{agent},{program},local,../tokens/{agent}");
+    cluster.act("annotate", json!({"lockstep/tokens": tokens})).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &[]));
+    following.says(&server, "of an earlier launch is there").await;
+    server.cli(&["cancel", &id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+    let all = server.get("/tokens?limit=200").await;
+    let is_revoked = |id: &str| {
+        let mut all = all["tokens"].as_array().expect("tokens").iter();
+        all.find(|token| token["id"] == id).expect("the token")["revoked_at"].is_string()
+    };
+    assert_eq!([&own, &agent, &program].map(|id| is_revoked(id)), [true, false, false]);
+    drop(cluster);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_that_was_left_half_made_goes_with_its_token() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("half-made", 1)).await;
+    Finished::of(&mut cluster.launch(&server, &id, &["--detach"])).ok();
+    let first = cluster.objects("Job").await[0]["metadata"]["uid"].take();
+    cluster.act("drop", json!({"resource": "secrets"})).await;
+    let done = Finished::of(&mut cluster.launch(&server, &id, &["--detach"]));
+    done.ok();
+    assert!(done.stderr.contains("of an earlier launch is removed first"), "{}", done.stderr);
+    assert_ne!(cluster.objects("Job").await[0]["metadata"]["uid"], first);
+    assert_eq!(valid_agent_tokens(&server).await, 1, "that of the new pod");
+    server
+        .until("the new pod runs the job", async |server: &Server| {
+            server.job(&id).await["state"] == "running"
+        })
+        .await;
+    drop(cluster);
+    server.stop().await;
+}

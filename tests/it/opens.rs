@@ -1,0 +1,202 @@
+//! `serve` and `demo` open a browser for whoever starts them by hand: on a pseudo-terminal, with an `xdg-open` that notes what it is given.
+
+use crate::{
+    cluster::command_lines,
+    server::{Folder, LOCKSTEP, SOON, free_port, lockstep, processes_of, signal, turn},
+};
+use rustix::process::Signal;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+/// A command of the program under `script`, which gives it a terminal, or without one.
+struct Started {
+    folder: Folder,
+    process: Child,
+}
+
+/// Notes its arguments, and what the file has and who may read it; then it runs on as a browser does.
+const XDG_OPEN: &str = "#!/bin/sh\ncd \"$(dirname \"$0\")/..\" || exit 1\ncp \"$1\" page.html\nstat -c %a \"$1\" > mode\necho $$ > pid\n\
+                        printf '%s\\n' \"$@\" > part && mv part opened\nexec sleep 300\n";
+
+fn opener(folder: &Folder, script: &str) {
+    let path = folder.write("bin/xdg-open", script);
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
+}
+
+impl Started {
+    fn new(terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
+        let folder = Folder::new();
+        opener(&folder, XDG_OPEN);
+        Self::start(folder, terminal, screen, args)
+    }
+
+    /// Programs are looked for in the folder first, and nowhere else when it has no `xdg-open`.
+    fn start(folder: Folder, terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
+        let data = folder.path().join("data");
+        let mut words = vec![LOCKSTEP, args[0], "--data-dir", data.to_str().expect("UTF-8")];
+        words.extend(&args[1..]);
+        let mut command = lockstep();
+        command.args(&words[1..]);
+        if terminal {
+            command = Command::new("/usr/bin/script");
+            command.args(["-qefc", &words.join(" "), "/dev/null"]);
+        }
+        let bin = folder.path().join("bin");
+        let others = std::env::var("PATH").unwrap_or_default();
+        let path = if bin.join("xdg-open").exists() { others } else { String::new() };
+        command.env("PATH", format!("{}:{path}", bin.display()).trim_end_matches(':'));
+        command.env_remove("DISPLAY").env_remove("WAYLAND_DISPLAY").current_dir(folder.path());
+        if let Some(screen) = screen {
+            command.env(screen, ":0");
+        }
+        let log = fs::File::create(folder.path().join("said.log")).expect("a log");
+        command.stdin(Stdio::null()).stdout(log.try_clone().expect("a log")).stderr(log);
+        Self { process: command.spawn().expect("script, of util-linux"), folder }
+    }
+
+    fn serve(terminal: bool, screen: Option<&str>, more: &[&str]) -> Self {
+        let listen = format!("127.0.0.1:{}", free_port());
+        Self::new(terminal, screen, &[&["serve", "--no-local-agent", "--listen", &listen][..], more].concat())
+    }
+
+    fn said(&self) -> String {
+        fs::read_to_string(self.folder.path().join("said.log")).unwrap_or_default()
+    }
+
+    fn page(&self) -> PathBuf {
+        self.folder.path().join("data/sign-in.html")
+    }
+
+    fn until(&self, what: &str, holds: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !holds() {
+            assert!(start.elapsed() < SOON, "{what}: {}", self.said());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The address to which the opened file leads.
+    fn opened(&self) -> String {
+        let at = |name: &str| self.folder.path().join(name);
+        self.until("a browser is opened", || at("opened").exists());
+        let given = fs::read_to_string(at("opened")).expect("its arguments");
+        assert_eq!(given.trim(), self.page().to_str().expect("UTF-8"), "one argument, which is no link");
+        assert_eq!(fs::read_to_string(at("mode")).expect("a mode").trim(), "600");
+        let page = fs::read_to_string(at("page.html")).expect("the page");
+        let (_, rest) = page.split_once("content=\"0; url=").expect("a redirect");
+        let link = rest.split('"').next().expect("its end").to_owned();
+        let (_, code) = link.split_once("/login?code=").expect("a link that signs in");
+        assert!(code.len() > 20, "{link}");
+        let lines = command_lines();
+        assert!(lines.iter().any(|line| line.contains("sleep 300")), "the browser runs: {lines:#?}");
+        assert!(lines.iter().all(|line| !line.contains(code)), "a code on a command line: {lines:#?}");
+        link
+    }
+
+    /// Ctrl-C's signal to the server, and its end.
+    fn end(&mut self) {
+        let is_it = |command: &str| command == "serve" || command == "demo";
+        let found = processes_of(self.folder.path()).into_iter().find(|p| is_it(p.command()));
+        signal(found.expect("the server").pid, Signal::INT);
+        self.until("it has ended", || !processes_of(self.folder.path()).iter().any(|p| is_it(p.command())));
+        self.process.wait().expect("its status");
+    }
+
+    fn close_browser(&self) {
+        let pid = fs::read_to_string(self.folder.path().join("pid")).expect("the browser");
+        let pid: i32 = pid.trim().parse().expect("a number");
+        assert!(fs::exists(format!("/proc/{pid}")).expect("/proc"), "the browser outlives the server");
+        signal(pid, Signal::KILL);
+    }
+}
+
+#[tokio::test]
+async fn a_browser_is_opened_by_a_file_that_signs_it_in_once() {
+    let mut serve = Started::serve(true, Some("DISPLAY"), &[]);
+    let link = serve.opened();
+    assert!(
+        serve.said().contains("sign in: ") && !serve.said().contains(&link),
+        "the printed link is another"
+    );
+    assert!(serve.page().exists(), "until it is used");
+    let client =
+        reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
+    let signed_in = client.get(&link).send().await.expect("an answer");
+    assert_eq!(signed_in.status(), 303, "{link}");
+    assert!(signed_in.headers().contains_key("set-cookie"));
+    serve.until("the file is gone", || !serve.page().exists());
+    assert_eq!(client.get(&link).send().await.expect("an answer").status(), 401, "it was used");
+    let said = serve.said();
+    let printed = said.lines().find_map(|line| line.trim().strip_prefix("sign in: ")).expect("a link");
+    assert_eq!(client.get(printed).send().await.expect("an answer").status(), 303, "that one is still good");
+    serve.end();
+    serve.close_browser();
+}
+
+#[tokio::test]
+async fn a_file_that_was_not_used_goes_with_the_server_and_what_was_left_at_the_next_start() {
+    let mut serve = Started::serve(true, Some("WAYLAND_DISPLAY"), &[]);
+    serve.opened();
+    assert!(serve.page().exists());
+    serve.end();
+    assert!(!serve.page().exists(), "its link is not good any more");
+    serve.close_browser();
+    // As after SIGKILL.
+    serve.folder.write("data/sign-in.html", "of a server that was killed");
+    let listen = format!("127.0.0.1:{}", free_port());
+    let mut again = lockstep();
+    again.args(["serve", "--no-local-agent", "--listen", &listen, "--data-dir"]);
+    again.arg(serve.folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut again = again.spawn().expect("lockstep serve");
+    serve.until("it is removed", || !serve.page().exists());
+    signal(again.id() as i32, Signal::TERM);
+    again.wait().expect("its status");
+}
+
+#[tokio::test]
+async fn without_a_terminal_without_a_screen_or_with_no_open_nothing_is_opened() {
+    let cases: [(bool, Option<&str>, &[&str]); 3] =
+        [(false, Some("DISPLAY"), &[]), (true, None, &[]), (true, Some("DISPLAY"), &["--no-open"])];
+    for (terminal, screen, more) in cases {
+        let mut serve = Started::serve(terminal, screen, more);
+        serve.until("it serves", || serve.said().contains("sign in: "));
+        serve.end();
+        let is_opened = ["opened", "part", "pid"].iter().any(|name| serve.folder.path().join(name).exists());
+        assert!(!is_opened && !serve.page().exists(), "terminal: {terminal}, screen: {screen:?}, {more:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_server_serves_when_no_browser_can_be_opened() {
+    for script in [None, Some("#!/bin/sh\nexit 3\n")] {
+        let folder = Folder::new();
+        if let Some(script) = script {
+            opener(&folder, script);
+        }
+        let listen = format!("127.0.0.1:{}", free_port());
+        let args = ["serve", "--no-local-agent", "--listen", &listen];
+        let mut serve = Started::start(folder, true, Some("DISPLAY"), &args);
+        serve.until("it says so", || serve.said().contains("xdg-open"));
+        let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("an answer");
+        assert_eq!(ready.status(), 200, "{}", serve.said());
+        serve.end();
+    }
+}
+
+#[tokio::test]
+async fn the_demo_opens_one_too() {
+    let _turn = turn().await;
+    let mut demo = Started::new(true, Some("DISPLAY"), &["demo", "--ranks", "1"]);
+    let link = demo.opened();
+    let client =
+        reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
+    assert_eq!(client.get(&link).send().await.expect("an answer").status(), 303);
+    demo.until("the file is gone", || !demo.page().exists());
+    demo.end();
+    demo.close_browser();
+}

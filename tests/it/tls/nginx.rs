@@ -1,0 +1,76 @@
+//! nginx with the configuration of docs/team.md.
+
+use super::serve::listens;
+use crate::server::SOON;
+use std::{
+    fs,
+    path::Path,
+    process::{Child, Command},
+    time::{Duration, Instant},
+};
+
+/// nginx in a folder of its own.
+pub(super) struct Nginx(Child);
+
+impl Nginx {
+    /// Starts it at a port of this machine before the server's, with `NAME.crt` and `NAME.key` of the folder.
+    pub(super) async fn start(
+        folder: &Path,
+        name: &str,
+        port: u16,
+        server: u16,
+        changes: &[(&str, &str)],
+    ) -> Self {
+        let path = folder.join("nginx.conf");
+        fs::write(&path, config(folder, name, port, server, changes)).expect("a file");
+        let log = fs::File::create(folder.join("nginx.log")).expect("a log");
+        let mut command = Command::new("nginx");
+        command.arg("-p").arg(folder).arg("-c").arg(&path).arg("-e").arg("stderr").stderr(log);
+        let nginx = Self(command.spawn().expect("nginx, which tests/run installs"));
+        let start = Instant::now();
+        while !listens(port).await {
+            let said = fs::read_to_string(folder.join("nginx.log")).unwrap_or_default();
+            assert!(start.elapsed() < SOON, "{said}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        nginx
+    }
+}
+
+impl Drop for Nginx {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The page's block for this machine, with what nginx needs around it when it does not run as root. Each thing that is replaced is in
+/// the block once.
+fn config(folder: &Path, name: &str, port: u16, server: u16, changes: &[(&str, &str)]) -> String {
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/team.md"));
+    let page = page.expect("the page");
+    let (_, block) = page.split_once("```nginx\n").expect("a block for nginx");
+    let mut block = block.split("```").next().expect("the end of the block").to_owned();
+    let dir = folder.display();
+    let own = [
+        ("listen 443 ssl;", format!("listen 127.0.0.1:{port} ssl;")),
+        ("server_name lockstep.example.org;", format!("server_name {name};")),
+        ("/etc/letsencrypt/live/lockstep.example.org/fullchain.pem", format!("{dir}/{name}.crt")),
+        ("/etc/letsencrypt/live/lockstep.example.org/privkey.pem", format!("{dir}/{name}.key")),
+        ("http://127.0.0.1:7070", format!("http://127.0.0.1:{server}")),
+    ];
+    for (theirs, ours) in own.iter().map(|(a, b)| (*a, b.as_str())).chain(changes.iter().copied()) {
+        assert_eq!(block.matches(theirs).count(), 1, "docs/team.md has once: {theirs}");
+        block = block.replace(theirs, ours);
+    }
+    format!(
+        "daemon off; master_process off; error_log stderr; pid {dir}/nginx.pid;
+         events {{ worker_connections 256; }}
+         http {{
+           access_log off;
+           client_body_temp_path {dir}; proxy_temp_path {dir}; fastcgi_temp_path {dir}; uwsgi_temp_path {dir};
+           scgi_temp_path {dir};
+           {block}
+         }}"
+    )
+}

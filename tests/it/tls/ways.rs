@@ -1,0 +1,139 @@
+//! The three ways to have TLS, each with a real agent of another machine's kind and real commands: certificates of files, the server's
+//! own CA, and nginx before it.
+
+use super::{
+    nginx::Nginx,
+    serve::{Serve, listens, trusting},
+};
+use crate::{
+    pictures,
+    server::{Finished, Folder, SOON, free_port, lockstep, turn},
+    specs,
+};
+use futures_util::StreamExt;
+use serde_json::Value;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+use tokio_tungstenite::{Connector, connect_async_tls_with_config, tungstenite::client::IntoClientRequest};
+
+/// A server that others reach at `url`.
+struct Reached {
+    serve: Serve,
+    url: String,
+    ca: PathBuf,
+    _nginx: Option<Nginx>,
+}
+
+/// An authority that is not the server's, and a certificate of it for localhost.
+fn issue(folder: &Path) -> PathBuf {
+    for args in [&["init"][..], &["issue", "localhost"]] {
+        Finished::of(lockstep().arg("ca").args(args).current_dir(folder)).ok();
+    }
+    folder.join("lockstep-data/ca/ca.crt")
+}
+
+async fn by_files() -> Reached {
+    let folder = Folder::new();
+    let ca = issue(folder.path());
+    let options = ["--no-local-agent", "--tls-cert", "localhost.crt", "--tls-key", "localhost.key"];
+    let serve = Serve::start_in(folder, &options, listens).await;
+    Reached { url: format!("https://localhost:{}", serve.port), ca, serve, _nginx: None }
+}
+
+async fn by_the_own_ca() -> Reached {
+    let serve = Serve::start(&["--no-local-agent", "--tls-own-ca"], listens).await;
+    Reached { url: format!("https://localhost:{}", serve.port), ca: serve.ca(), serve, _nginx: None }
+}
+
+async fn by_nginx() -> Reached {
+    let (folder, port) = (Folder::new(), free_port());
+    let (ca, url) = (issue(folder.path()), format!("https://localhost:{port}"));
+    let options = ["--no-local-agent", "--trusted-proxy", "127.0.0.1", "--public-url", &url];
+    let serve = Serve::start_in(folder, &options, listens).await;
+    let nginx = Nginx::start(serve.folder.path(), "localhost", port, serve.port, &[]).await;
+    Reached { serve, url, ca, _nginx: Some(nginx) }
+}
+
+/// An agent joins, trains a job of twenty steps, and commands list and watch it; a page, the interface and a stream are read as well.
+async fn trains(reached: Reached) {
+    let _turn = turn().await;
+    let Reached { serve, url, ca, .. } = &reached;
+    let cli = |args: &[&str]| serve.cli(url, Some(ca), args);
+    let token = cli(&["token", "create", "--scope", "agent", "--agent", "far"]);
+    let token = serve.folder.write("far.token", token.ok());
+    let log = fs::File::create(serve.folder.path().join("agent.log")).expect("a log");
+    let mut command = lockstep();
+    command.args(["agent", "--server", url, "--name", "far", "--cpu-slots", "1", "--ca-file"]).arg(ca);
+    command.arg("--token-file").arg(&token).arg("--data-dir").arg(serve.folder.path().join("far"));
+    let mut agent = command.stdout(Stdio::null()).stderr(log).spawn().expect("an agent");
+
+    let http = reqwest::Client::builder().tls_backend_preconfigured((*trusting(ca)).clone());
+    let http = http.default_headers(serve.bearer()).timeout(SOON).build().expect("a client");
+    let text = async |path: &str| {
+        let answer = http.get(format!("{url}{path}")).send().await.expect("an answer");
+        assert_eq!(answer.status(), 200, "{path}");
+        answer.text().await.expect("a body")
+    };
+    let start = Instant::now();
+    loop {
+        let agents: Value = serde_json::from_str(&text("/api/v1/agents").await).expect("JSON");
+        if agents["agents"][0]["online"] == true {
+            assert_eq!(agents["agents"][0]["name"], "far");
+            break;
+        }
+        assert!(start.elapsed() < SOON, "{agents}: {}", serve.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
+    cli(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
+    let spec = specs::short("far-away", "pictures", 1, 20);
+    let submitted = http.post(format!("{url}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+    assert_eq!(submitted.status(), 201);
+    let job: Value = submitted.json().await.expect("JSON");
+    let id = job["id"].as_str().expect("an id");
+    let watched = cli(&["watch", id]);
+    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    let listed = cli(&["list"]);
+    let line = listed.ok().lines().find(|line| line.contains("far-away")).unwrap_or_default();
+    assert!(line.contains("succeeded"), "{}", listed.stdout);
+    assert!(text("/jobs").await.contains("far-away"), "the page");
+
+    // The stream that the job's page opens: all of it, to where it is live.
+    let stream = url.replace("https", "wss") + &format!("/api/v1/jobs/{id}/stream?since=0");
+    let mut request = stream.into_client_request().expect("a request");
+    request.headers_mut().extend(serve.bearer());
+    let connector = Some(Connector::Rustls(trusting(ca)));
+    let (mut socket, _) =
+        connect_async_tls_with_config(request, None, false, connector).await.expect("a stream");
+    let mut losses = 0;
+    loop {
+        let frame = tokio::time::timeout(SOON, socket.next()).await.expect("in time");
+        let frame = frame.expect("a frame").expect("sound").into_text().expect("text");
+        losses += usize::from(frame.contains("\"loss\""));
+        if frame.contains("\"live\"") {
+            break;
+        }
+    }
+    assert!(losses > 0, "the stream has what the agent told");
+    crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
+    agent.wait().expect("its status");
+}
+
+#[tokio::test]
+async fn agents_train_and_commands_watch_with_certificates_of_files() {
+    trains(by_files().await).await;
+}
+
+#[tokio::test]
+async fn agents_train_and_commands_watch_with_the_servers_own_ca() {
+    trains(by_the_own_ca().await).await;
+}
+
+#[tokio::test]
+async fn agents_train_and_commands_watch_through_nginx() {
+    trains(by_nginx().await).await;
+}

@@ -1,0 +1,57 @@
+//! Slots that are shares of CPU cores: what the rank that runs there takes of them.
+
+use super::state_dir::attempts_now;
+use crate::supervisor::{RankUsage, rank_usage};
+use lockstep_protocol::agent::{GpuSample, Slot};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+/// The slots, and what their ranks had taken when they were last looked at.
+#[derive(Debug)]
+pub(super) struct Shares {
+    dir: PathBuf,
+    slots: Vec<u32>,
+    before: HashMap<u32, (Instant, RankUsage)>,
+}
+
+impl Shares {
+    pub(super) fn new(state_dir: &Path, slots: &[Slot]) -> Self {
+        let shares = slots.iter().filter(|slot| slot.uuid.is_none()).map(|slot| slot.index);
+        Self { dir: state_dir.to_owned(), slots: shares.collect(), before: HashMap::new() }
+    }
+
+    /// Of slots on which a rank runs, on a machine with so many CPUs. The first time has no busy part of a rank.
+    pub(super) fn measure(&mut self, cpus: f64) -> Vec<GpuSample> {
+        if self.slots.is_empty() {
+            return Vec::new();
+        }
+        let share = (cpus / self.slots.len() as f64).max(f64::MIN_POSITIVE);
+        let mut now = HashMap::new();
+        for stored in attempts_now(&self.dir) {
+            let folder = stored.attempt_dir();
+            for (rank, slot) in stored.start.ranks.iter().filter(|(_, slot)| self.slots.contains(slot)) {
+                if let Some(usage) = rank_usage(&folder, *rank) {
+                    now.insert(*slot, (Instant::now(), usage));
+                }
+            }
+        }
+        let before = std::mem::replace(&mut self.before, now);
+        let sample = |(slot, (at, usage)): (&u32, &(Instant, RankUsage))| {
+            let same = before.get(slot).filter(|(_, before)| before.process == usage.process);
+            let busy = same.map(|(then, before)| {
+                (usage.cpu_secs - before.cpu_secs) / (*at - *then).as_secs_f64() / share
+            });
+            GpuSample {
+                slot: *slot,
+                utilization: busy.filter(|busy| busy.is_finite()).map(|busy| busy.clamp(0.0, 1.0) as f32),
+                memory_used_bytes: usage.memory_bytes,
+                temperature_celsius: None,
+                power_watts: None,
+            }
+        };
+        self.before.iter().map(sample).collect()
+    }
+}

@@ -6,13 +6,14 @@ import { Stream } from "./stream.js";
 import { read, write } from "./address.js";
 import { smoothingSlider } from "./chart/range.js";
 import { assign, colour } from "./compare/colours.js";
-import { Curves, METRICS } from "./compare/curves.js";
+import { Curves } from "./compare/curves.js";
 import { choices, groups } from "./compare/grouped.js";
 import { Parallel } from "./compare/parallel.js";
 import { Picker } from "./compare/picker.js";
 import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
+import { ALL, named } from "./job/names.js";
 import { plural } from "./numbers.js";
 
 /** Charts at once. */
@@ -103,16 +104,16 @@ const group = (key, usual, apply) => {
 
 /** Metrics of the address, a chart each; the loss when it names none. */
 function metrics() {
-  const named = [...new Set(read("metric", "loss").split(","))].filter((name) => Object.hasOwn(METRICS, name)).slice(0, CHARTS);
-  return named.length ? named : ["loss"];
+  const wanted = [...new Set(read("metric", "loss").split(","))].filter((name) => Object.hasOwn(ALL, name)).slice(0, CHARTS);
+  return wanted.length ? wanted : ["loss"];
 }
 
 /** Shows the charts that the address names. */
 function charts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
-  const more = byId("more-metrics"), others = Object.keys(METRICS).filter((name) => !own.includes(name));
-  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${METRICS[name][0]}`, name)));
+  const more = byId("more-metrics"), others = Object.keys(ALL).filter((name) => !own.includes(name));
+  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${named(name)}`, name)));
   curves.setMetrics(now);
 }
 

@@ -4,9 +4,9 @@ import { ask, byId } from "./page.js";
 import { wrap } from "./cut.js";
 import { notifications } from "./notify.js";
 
-const PAGES = { j: "/jobs", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
+const PAGES = { j: "/jobs", q: "/queue", n: "/jobs/new", c: "/compare", d: "/datasets", m: "/machines" };
 const HELP = [
-  ["/", "search"], ["g then j, c, d, m", "Jobs, Compare, Datasets, Machines"], ["n", "new job"],
+  ["/", "search"], ["g then j, q, c, d, m", "Jobs, Queue, Compare, Datasets, Machines"], ["n", "new job"],
   ["] and [", "next and previous job"], ["1 to 8", "panels of a job"], ["← →", "in a chart: move the crosshair; Shift for larger steps"],
   ["+ − 0", "in a chart: zoom in, out, show all"],
   ["fingers", "on a chart: two of them zoom, one that rests and then moves zooms to what it passes, two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],

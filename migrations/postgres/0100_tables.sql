@@ -24,6 +24,7 @@ CREATE TABLE jobs (
     created_at BIGINT NOT NULL,
     started_at BIGINT,
     finished_at BIGINT,
+    waiting_since BIGINT,
     best TEXT,
     last TEXT NOT NULL DEFAULT '{}',
     last_seq BIGINT NOT NULL DEFAULT 0,
@@ -41,6 +42,8 @@ CREATE TABLE jobs (
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 -- Those that hold slots, which a job of higher priority may need.
 CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
+CREATE INDEX jobs_yielding ON jobs (priority) WHERE fencing_token IS NOT NULL
+    AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'));
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.

@@ -28,6 +28,8 @@ CREATE TABLE jobs (
     created_at INTEGER NOT NULL,
     started_at INTEGER,
     finished_at INTEGER,
+    -- When it went back to the queue; NULL while it has not.
+    waiting_since INTEGER,
     best TEXT,
     last TEXT NOT NULL DEFAULT '{}',
     -- The newest event's number; events are numbered from 1 without a gap.
@@ -53,6 +55,9 @@ CREATE TABLE jobs (
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);
 -- Those that hold slots, which a job of higher priority may need.
 CREATE INDEX jobs_live ON jobs (priority) WHERE fencing_token IS NOT NULL;
+-- Of these, those that end or may be preempted: dispatch asks for them when a job does not fit.
+CREATE INDEX jobs_yielding ON jobs (priority) WHERE fencing_token IS NOT NULL
+    AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'));
 CREATE INDEX jobs_newest ON jobs (created_at DESC, id DESC);
 CREATE INDEX jobs_project ON jobs (project, created_at DESC, id DESC);
 -- Forks of a job.

@@ -19,6 +19,7 @@ pub mod numbers;
 pub mod panels;
 pub mod people;
 pub mod pickle;
+pub mod queue;
 pub mod reason;
 pub mod spec;
 pub mod stream;

@@ -39,8 +39,8 @@ pub const TAGS: usize = 20;
 pub const TAG_CHARS: usize = 40;
 /// A job's notes, in bytes.
 pub const NOTES_BYTES: usize = 20_000;
-/// Tokens that are valid at once; every one is kept in the server's memory.
-pub const TOKENS: usize = 1000;
+/// Tokens that are valid at once; every one is kept in the server's memory. Each agent has one of its own.
+pub const TOKENS: usize = 5000;
 /// A token's name, in characters.
 pub const TOKEN_NAME_CHARS: usize = 100;
 /// Days until a token expires, at most: a hundred years.
@@ -64,7 +64,7 @@ pub const FINDINGS: usize = 20;
 /// The text of a finding, in characters.
 pub const FINDING_CHARS: usize = 600;
 /// Machines whose measurements are kept; of more, those that were measured last.
-pub const MEASURED_MACHINES: usize = 256;
+pub const MEASURED_MACHINES: usize = 2048;
 /// Histograms of one step, of weights and gradients together. ResNet-152 has 934 tensors of both.
 pub const HISTOGRAM_LAYERS: usize = 1024;
 /// Steps between two histograms of a layer (`log.histograms`), at least: each is a copy of all weights and gradients.

@@ -186,7 +186,7 @@ impl From<&str> for Reason {
 impl<'a> Deserialize<'a> for Reason {
     fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
-        struct Told {
+        struct Complete {
             code: ReasonCode,
             #[serde(flatten)]
             facts: Facts,
@@ -206,22 +206,22 @@ impl<'a> Deserialize<'a> for Reason {
         #[serde(untagged)]
         enum Either {
             Words(String),
-            Told(Box<Told>),
+            Complete(Box<Complete>),
         }
         Ok(match Either::deserialize(from)? {
             Either::Words(words) => words.into(),
-            Either::Told(told) => {
-                let Told { code, mut facts, next, words: mut told } = *told;
+            Either::Complete(complete) => {
+                let Complete { code, mut facts, next, words: mut reported } = *complete;
                 facts.shorten();
-                shorten(&mut told);
-                if told.is_empty() {
-                    told = words(&code, &facts);
+                shorten(&mut reported);
+                if reported.is_empty() {
+                    reported = words(&code, &facts);
                 }
                 let next = match next {
                     Some(Known::Next(next)) => Some(next),
                     Some(Known::Unknown(_)) | None => None,
                 };
-                Reason { code, facts: Box::new(facts), next, words: told }
+                Reason { code, facts: Box::new(facts), next, words: reported }
             }
         })
     }
@@ -257,18 +257,18 @@ mod tests {
     #[test]
     fn words_are_made_of_code_and_facts() {
         let next = Next::Restart { attempt: 2, from_step: Some(1000) };
-        let told = killed().then(next.clone());
+        let said = killed().then(next.clone());
         assert_eq!(
-            told.words(),
+            said.words(),
             "rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000"
         );
-        let json = serde_json::to_value(&told).unwrap();
+        let json = serde_json::to_value(&said).unwrap();
         assert_eq!(
             json,
-            serde_json::json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": told.words(),
+            serde_json::json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": said.words(),
                 "next": {"does": "restart", "attempt": 2, "from_step": 1000}})
         );
-        assert_eq!(serde_json::from_value::<Reason>(json).unwrap(), told);
+        assert_eq!(serde_json::from_value::<Reason>(json).unwrap(), said);
     }
 
     #[test]

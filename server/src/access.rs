@@ -72,6 +72,8 @@ pub(crate) struct Access {
 struct Known {
     /// By the hash of its secret.
     tokens: HashMap<String, Arc<Credential>>,
+    /// The hash of each token's secret, by its id.
+    hashes: HashMap<String, String>,
     sessions: HashMap<String, Arc<Credential>>,
     people: BTreeMap<String, KnownPerson>,
     /// Accounts at OpenID providers whose person was removed.
@@ -120,10 +122,8 @@ impl Access {
     pub(crate) fn put_token(&self, row: TokenRow) {
         let now = crate::now();
         let mut known = self.write();
-        let old = known.tokens.values().find(|c| c.token.id == row.token.id).cloned();
-        if let Some(old) = &old {
-            known.tokens.remove(&old.hash);
-        }
+        let old = known.hashes.insert(row.token.id.clone(), row.hash.clone());
+        let old = old.and_then(|hash| known.tokens.remove(&hash));
         let (ended, usage) = match old {
             Some(old) if old.hash == row.hash => (old.ended.clone(), old.usage.clone()),
             old => {
@@ -211,10 +211,12 @@ impl Access {
 
     /// Forgets tokens that have not been valid since `before`. A certificate's name stays: the certificate is still there.
     pub(crate) fn forget(&self, before: Timestamp) {
-        self.write().tokens.retain(|_, c| {
+        let Known { tokens, hashes, .. } = &mut *self.write();
+        tokens.retain(|_, c| {
             let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
             ended.is_none_or(|at| at > before) || is_certificate(&c.token)
         });
+        hashes.retain(|_, hash| tokens.contains_key(hash));
     }
 
     /// Whoever has this token.
@@ -262,7 +264,7 @@ impl Access {
     /// A token as it is stored.
     pub(crate) fn token(&self, id: &str) -> Option<TokenRow> {
         let known = self.read();
-        let found = known.tokens.values().find(|c| c.token.id == id)?;
+        let found = known.of_id(id)?;
         Some(TokenRow { token: found.shown(), hash: found.hash.clone() })
     }
 

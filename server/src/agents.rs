@@ -8,9 +8,10 @@ use lockstep_protocol::{
     job::JobId,
 };
 use std::{
+    cmp::Ordering as Order,
     collections::{BTreeMap, HashMap, HashSet},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -22,7 +23,7 @@ use tokio::sync::{mpsc, oneshot};
 pub(crate) struct Online {
     /// Which connection; a newer one of the same agent replaces it.
     pub(crate) connection: u64,
-    pub(crate) row: AgentRow,
+    pub(crate) row: Arc<AgentRow>,
     /// It serves this job alone.
     pub(crate) only_job: Option<JobId>,
     /// It is stopping in order, for this reason.
@@ -115,6 +116,34 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Compares names as people number machines: node-2 comes before node-10. Names that differ in leading zeros alone keep the order of text.
+fn natural_order(a: &str, b: &str) -> Order {
+    let (mut left, mut right) = (a.as_bytes(), b.as_bytes());
+    while let ([x, ..], [y, ..]) = (left, right) {
+        let order = if x.is_ascii_digit() && y.is_ascii_digit() {
+            let (mine, rest) = number(left);
+            let (theirs, other_rest) = number(right);
+            (left, right) = (rest, other_rest);
+            // Of two numbers without leading zeros the longer one is larger.
+            mine.len().cmp(&theirs.len()).then_with(|| mine.cmp(theirs))
+        } else {
+            (left, right) = (&left[1..], &right[1..]);
+            x.cmp(y)
+        };
+        if order.is_ne() {
+            return order;
+        }
+    }
+    left.len().cmp(&right.len()).then_with(|| a.cmp(b))
+}
+
+/// The digits at the beginning without leading zeros, and what follows them.
+fn number(text: &[u8]) -> (&[u8], &[u8]) {
+    let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
+    let zeros = text[..end].iter().take_while(|byte| **byte == b'0').count();
+    (&text[zeros..end], &text[end..])
+}
+
 impl Agents {
     /// Takes in a connection.
     ///
@@ -136,6 +165,7 @@ impl Agents {
         let connection = self.next.fetch_add(1, Ordering::Relaxed);
         // An earlier connection of the same agent ends as its sender is dropped here.
         let (connected_at, findings) = (crate::now(), Vec::new());
+        let row = Arc::new(row);
         let joined = Online { connection, only_job, leaving: None, connected_at, findings, to, row };
         online.insert(joined.row.id.clone(), joined);
         Ok(connection)
@@ -167,7 +197,8 @@ impl Agents {
     /// Notes that an agent beats, or is leaving.
     pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
-            agent.row.last_seen_at = at;
+            // Copied only while somebody holds it.
+            Arc::make_mut(&mut agent.row).last_seen_at = at;
             if let Some(reason) = leaving {
                 agent.leaving = Some(reason.to_owned());
             }
@@ -194,7 +225,7 @@ impl Agents {
     /// Those connected now, by name.
     pub(crate) fn online(&self) -> Vec<Online> {
         let mut all: Vec<_> = lock(&self.online).values().cloned().collect();
-        all.sort_by(|a, b| a.row.name.cmp(&b.row.name));
+        all.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
         all
     }
 
@@ -275,4 +306,26 @@ pub(crate) struct PendingReply {
     pub(crate) id: u64,
     agent: String,
     reply: oneshot::Receiver<Result<AgentReply, String>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_in_the_order_of_their_numbers() {
+        let counted: Vec<_> = (1..=12).map(|n| format!("host-{n}")).collect();
+        let mut names = counted.clone();
+        names.sort();
+        assert_ne!(names, counted, "as text 10 comes before 2");
+        names.sort_by(|a, b| natural_order(a, b));
+        assert_eq!(names, counted);
+        for (first, second) in
+            [("a", "b"), ("a", "a1"), ("a2", "a10"), ("a1b2", "a1b10"), ("a02", "a2"), ("9", "a")]
+        {
+            assert_eq!(natural_order(first, second), Order::Less, "{first}, {second}");
+            assert_eq!(natural_order(second, first), Order::Greater, "{second}, {first}");
+        }
+        assert_eq!(natural_order("a7", "a7"), Order::Equal);
+    }
 }

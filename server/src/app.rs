@@ -2,6 +2,7 @@
 
 use crate::{
     access::Access,
+    agent_rows::AgentRows,
     agents::Agents,
     audit::Audit,
     coming::Coming,
@@ -19,8 +20,10 @@ use crate::{
     oidc::Oidc,
     rate_limit::RateLimiter,
     refusals::Refusals,
+    reservations::Reservations,
     store::{Changed, CheckpointRow, Location, Store},
     wait_reasons::WaitReasons,
+    waiting_jobs::WaitingJobs,
 };
 use std::{
     ops::Deref,
@@ -61,9 +64,13 @@ pub struct Parts {
     pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) agents: Agents,
+    pub(crate) agent_rows: AgentRows,
     pub(crate) leases: Leases,
     pub(crate) machines: Machines,
     pub(crate) wait_reasons: WaitReasons,
+    pub(crate) reservations: Reservations,
+    /// The queue.
+    pub(crate) waiting: WaitingJobs,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
     /// Rung when a job was deleted, of which there are rows yet.
@@ -113,11 +120,14 @@ impl App {
             leases: Leases::new(config.lease),
             machines: Machines::default(),
             wait_reasons: WaitReasons::default(),
+            reservations: Reservations::default(),
+            waiting: WaitingJobs::default(),
             config,
             store,
             ingress,
             hub: Arc::new(Hub::new()),
             agents: Agents::default(),
+            agent_rows: AgentRows::default(),
             inbox,
             compaction_queue: CompactionQueue::default(),
             deleted: Notify::new(),
@@ -145,6 +155,7 @@ impl App {
 
     /// Tells everyone who watches what is now stored, and lets slots go that the job holds no more.
     pub(crate) fn announce(&self, changed: &Changed) {
+        self.waiting.note(&changed.job);
         self.hub.publish(changed);
         self.compaction_queue.note(changed);
         if !changed.job.state.is_active() {

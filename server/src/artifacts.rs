@@ -38,7 +38,7 @@ pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Vec<Holder> {
 
 /// The agents that are online, as far as is known: a machine that is gone hangs up on nobody.
 fn in_touch(app: &App) -> HashSet<String> {
-    let online = app.agents.online().into_iter().map(|online| online.row.id);
+    let online = app.agents.online().into_iter().map(|online| online.row.id.clone());
     online.filter(|id| !app.leases.is_cut_off(id)).collect()
 }
 

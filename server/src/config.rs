@@ -141,8 +141,8 @@ pub struct ServeConfig {
     pub no_auth: bool,
     /// The OpenID provider that signs people in, in addition to passwords.
     pub oidc: Option<OidcConfig>,
-    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: any folder where only this machine
-    /// reaches the server; elsewhere only admins name them.
+    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: any folder, named by
+    /// admins alone.
     pub dataset_roots: Vec<PathBuf>,
     /// Entries of the audit log that are kept.
     pub audit_entries: u32,

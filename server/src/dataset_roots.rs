@@ -1,9 +1,12 @@
 //! Folders that datasets and weights may come from (`serve --dataset-root`). Whoever registers a folder sees its pictures and trains on
-//! them with the rights of the agent, and whoever names weights learns of their file, so a server that others reach says which they may
-//! name.
+//! them with the rights of the agent, and whoever names weights learns of their file. So members name what is below the roots, and
+//! where there are none, only admins name paths: on a server of one person, its first token is an admin's.
 
 use crate::{access::Caller, config::ServeConfig};
 use std::path::{Component, Path, PathBuf};
+
+/// Links that are followed in one path; Linux opens no path with more.
+const LINKS: usize = 40;
 
 /// Where datasets may come from.
 #[derive(Debug, Clone)]
@@ -12,8 +15,6 @@ pub(crate) struct DatasetRoots {
     roots: Vec<(PathBuf, PathBuf)>,
     /// Where the server itself unpacks the pictures that come with the program.
     bundled: Option<PathBuf>,
-    /// Others than the people of this machine reach the server.
-    shared: bool,
 }
 
 impl DatasetRoots {
@@ -23,14 +24,11 @@ impl DatasetRoots {
             let resolved = resolved(&root);
             (root, resolved)
         };
-        let shared = !config.listen.ip().is_loopback()
-            || !config.trusted_proxies.is_empty()
-            || config.public_url.is_some();
         let bundled = config.bundled.as_ref().map(|bundled| {
             let data_dir = std::path::absolute(&config.data_dir).unwrap_or_else(|_| config.data_dir.clone());
             resolved(&data_dir).join("datasets").join(bundled.name)
         });
-        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, shared }
+        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled }
     }
 
     /// Whether a caller may name this path. It is looked at on this machine, where links may lead it elsewhere; what it is on the
@@ -46,12 +44,12 @@ impl DatasetRoots {
             return Err("has .. behind a {, which leads elsewhere than it reads; write the folder out".into());
         }
         if self.roots.is_empty() {
-            return if self.shared && !caller.sees_all() {
-                Err("can be registered by admins alone: this server can be reached from other machines and names no folders \
-                    that datasets may come from (`lockstep serve --dataset-root DIR`)"
-                    .into())
-            } else {
+            return if caller.sees_all() {
                 Ok(())
+            } else {
+                Err("can be registered by admins alone: this server names no folders that datasets may come from \
+                    (`lockstep serve --dataset-root DIR`)"
+                    .into())
             };
         }
         let asked = PathBuf::from(path);
@@ -64,7 +62,7 @@ impl DatasetRoots {
                 Err(self.refusal(&format!("it is {} here, which", resolved.display())))
             }
             Ok(_) => Err(self.refusal("it")),
-            Err(error) => Err(format!("cannot be looked at: {error}")),
+            Err(error) => Err(format!("cannot be inspected: {error}")),
         }
     }
 
@@ -75,12 +73,12 @@ impl DatasetRoots {
     pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
         const INSTEAD: &str = "a checkpoint's id can be given everywhere";
         if self.roots.is_empty() {
-            return match self.shared && !caller.sees_all() {
-                true => Err(format!(
-                    "is a path, which admins alone may give: this server can be reached from other machines and names no folders \
-                     that files may come from (`lockstep serve --dataset-root DIR`); {INSTEAD}"
+            return match caller.sees_all() {
+                true => Ok(()),
+                false => Err(format!(
+                    "is a path, which admins alone may give: this server names no folders that files may come from \
+                     (`lockstep serve --dataset-root DIR`); {INSTEAD}"
                 )),
-                false => Ok(()),
             };
         }
         let asked = PathBuf::from(path);
@@ -124,13 +122,20 @@ fn leads_astray(path: &Path) -> bool {
     behind.into_iter().any(|part| part == Component::ParentDir)
 }
 
-/// A path without `.`, `..` and links, as far as it exists on this machine.
+/// A path without `.`, `..` and links, as far as it exists on this machine. A link is followed whether there is something at its end
+/// or not: otherwise a link below a root would tell what exists elsewhere.
 pub(crate) fn resolved(path: &Path) -> PathBuf {
-    let mut whole = PathBuf::new();
-    for part in path.components() {
-        step(&mut whole, part);
-        if let Ok(real) = whole.canonicalize() {
-            whole = real;
+    let parts =
+        |path: &Path| -> Vec<_> { path.components().rev().map(|part| part.as_os_str().to_owned()).collect() };
+    let (mut whole, mut ahead, mut links) = (PathBuf::new(), parts(path), 0);
+    while let Some(part) = ahead.pop() {
+        Path::new(&part).components().for_each(|part| step(&mut whole, part));
+        if links < LINKS
+            && let Ok(target) = whole.read_link()
+        {
+            links += 1;
+            whole.pop();
+            ahead.extend(parts(&target));
         }
     }
     whole
@@ -240,6 +245,17 @@ mod tests {
             assert_eq!(folder.map_err(same), some.check_asked(&at("missing"), &anybody).await);
         }
         assert!(some.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
+        // A link below a root is refused in the same words, whether there is something at its end or not.
+        symlink(at("missing"), at("root/dangling")).unwrap();
+        let link = some.check_asked(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = some.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
+        assert_eq!(link.replace(&at("there"), &at("missing")), dangling);
+        let link = some.check_weights(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = some.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
+        assert_eq!(link.replace(&at("root/link"), &at("root/dangling")), dangling);
+        // One that leads to itself ends, too.
+        symlink(at("root/loop"), at("root/loop")).unwrap();
+        assert_eq!(resolved(Path::new(&at("root/loop"))), resolved(Path::new(&at("root"))).join("loop"));
         assert_eq!(some.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
     }
 

@@ -5,7 +5,7 @@ use crate::{
     app::App,
     leases::{EndAt, Expired},
     lifecycle::{self, PlaceEnd},
-    store::{AttemptRow, JobRow, QueuePlace, Result, quarantine},
+    store::{AttemptRow, JobRow, Result, quarantine},
 };
 use ends::{end_attempt, end_place, order_stop};
 use lockstep_protocol::{
@@ -13,18 +13,22 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use place::{Placed, place, store_wait_reason};
+use place::{Placed, place};
 use share::{Queue, share, shares};
 use slots::Round;
-use std::time::Duration;
+use start::start_all;
+use std::{sync::Arc, time::Duration};
 
+mod candidates;
 mod ends;
 mod gang;
 mod needs;
 mod place;
 mod preempt;
+mod reasons;
 mod share;
 mod slots;
+mod start;
 mod waits;
 
 pub(crate) use ends::{ended_at, leaves, ready, wanted};
@@ -62,8 +66,12 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
 
 /// Checks leases and queue until dropped.
 pub(crate) async fn run(app: App) {
+    tokio::join!(rounds(&app), reasons::run(app.clone()));
+}
+
+async fn rounds(app: &App) {
     loop {
-        if let Err(error) = round(&app).await {
+        if let Err(error) = round(app).await {
             tracing::warn!(%error, "dispatch could not do its round; trying again");
         }
         let poll = if app.leases.is_any_failed() { POLL_FAILED } else { POLL };
@@ -92,21 +100,22 @@ async fn round(app: &App) -> Result<()> {
     let mut round = Round::begin(app);
     let by = shares(app);
     let mut queue = Queue::new(app.store.slots_of_shares(by).await?);
-    let (mut level, mut waiting) = (Vec::<JobRow>::new(), Vec::new());
-    let mut from = Some(QueuePlace::default());
-    while let Some(place) = from {
-        let (page, next) = app.store.waiting(&place).await?;
-        for row in page {
-            // Jobs take turns among those of their priority alone.
-            if level.last().is_some_and(|last| last.job.spec.priority != row.job.spec.priority) {
-                look_at(app, std::mem::take(&mut level), &mut queue, &mut round, &mut waiting).await?;
-            }
-            level.push(row);
+    let rows = app.waiting.read(&*app.store).await?;
+    let mut waiting = Vec::with_capacity(rows.len());
+    let mut looked = Ok(());
+    // Jobs take turns among those of their priority alone.
+    for level in rows.chunk_by(|one, next| one.job.spec.priority == next.job.spec.priority) {
+        looked = look_at(app, level, &mut queue, &mut round, &mut waiting).await;
+        if looked.is_err() {
+            break;
         }
-        from = next;
     }
-    look_at(app, level, &mut queue, &mut round, &mut waiting).await?;
+    // Also after an error: those before it have their slots.
+    start_all(app, std::mem::take(&mut round.starts)).await?;
+    looked?;
     app.coming.keep(&waiting.iter().cloned().collect());
+    // Before the places: whoever reads the new places finds what belongs to them.
+    app.reservations.keep(round.kept, crate::now());
     app.wait_reasons.keep(waiting);
     Ok(())
 }
@@ -114,13 +123,13 @@ async fn round(app: &App) -> Result<()> {
 /// Looks at the waiting jobs of a priority, each in its turn. Those that wait on are added to `waiting`.
 async fn look_at(
     app: &App,
-    level: Vec<JobRow>,
-    queue: &mut Queue<JobRow>,
+    level: &[Arc<JobRow>],
+    queue: &mut Queue<Arc<JobRow>>,
     round: &mut Round,
     waiting: &mut Vec<JobId>,
 ) -> Result<()> {
     let by = shares(app);
-    queue.fill(level.into_iter().map(|row| (share(by, &row.job), row)));
+    queue.fill(level.iter().map(|row| (share(by, &row.job), Arc::clone(row))));
     let mut given = 0;
     while let Some(row) = queue.next(given) {
         let mut placed = Ok(Placed::Waits);
@@ -129,8 +138,7 @@ async fn look_at(
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                let why = error.to_string().into();
-                skip_permanent_error(&row.job.id, store_wait_reason(app, &row, why).await)?;
+                reasons::note(app, &row, error.to_string().into());
             }
         }
         given = if matches!(placed, Ok(Placed::Starts | Placed::Kept)) { row.job.ranks } else { 0 };

@@ -8,6 +8,7 @@ mod agents;
 mod ownership;
 mod rules;
 
+pub(crate) use agents::is_agent;
 pub(crate) use rules::{Needed, needed};
 
 use crate::{
@@ -154,13 +155,11 @@ fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
-        let token = value.to_str().ok().and_then(|text| text.split_once(' '));
-        let token = token.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
-        let Some((_, token)) = token else {
+        let Some(token) = bearer(value) else {
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
-        return app.access.by_token(token.trim()).map(Some).map_err(|denied| {
+        return app.access.by_token(token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another one".into(),
@@ -172,6 +171,12 @@ fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
         });
     }
     Ok(cookie(headers, &cookie_name(app)).and_then(|secret| app.access.by_session(secret)))
+}
+
+/// The token of an `Authorization` header.
+fn bearer(value: &HeaderValue) -> Option<&str> {
+    let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
 }
 
 /// What a cookie holds.

@@ -1,7 +1,7 @@
 //! The outermost layer, before any route: which requests are accepted at all. Listening on loopback keeps other machines out,
 //! but not web pages in a browser on this machine, and a server that others reach is asked by everybody. Therefore:
 //!
-//! - an address makes only so many requests;
+//! - an address makes only so many requests, besides those of agents that show who they are;
 //! - `Host` must be a name of this server (`ingress.rs`), or a page could reach the server under a name of its own that
 //!   resolves to the server's address (DNS rebinding) and read the answers;
 //! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
@@ -11,6 +11,7 @@
 use crate::{
     app::App,
     error::Error,
+    gate::is_agent,
     ingress::{Ingress, Peer},
 };
 use axum::{
@@ -47,8 +48,9 @@ pub(crate) async fn guard(State(app): State<App>, request: Request, next: Next) 
         .authority(request.headers(), request.uri())
         .is_some_and(|authority| ingress.is_strict(authority, peer));
     let mut response = match ingress.check_rate(peer) {
-        Err(seconds) => too_many(seconds),
-        Ok(()) => match check(ingress, peer, &request) {
+        // Hundreds of agents may be behind one address, and come back at the same moment.
+        Err(seconds) if !is_agent(&app, request.headers(), peer) => too_many(seconds),
+        _ => match check(ingress, peer, &request) {
             Ok(()) => next.run(request).await,
             Err(error) => error.into_response(),
         },

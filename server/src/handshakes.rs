@@ -10,10 +10,10 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Handshakes at once of one address.
-const PER_ADDRESS: usize = 64;
+/// Handshakes at once of one address: a thousand agents behind one come back at the same moment when the server is started again.
+const PER_ADDRESS: usize = 1024;
 /// Handshakes at once at most, however many connections there may be.
-const ALL: usize = 512;
+const ALL: usize = 2048;
 
 /// All that are under way.
 #[derive(Debug)]
@@ -100,6 +100,21 @@ impl Drop for Handshake {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thousand_agents_behind_one_address_come_back_at_once() {
+        let all = Handshakes::new(8192);
+        let address = |last: u8| IpAddr::from([203, 0, 113, last]);
+        let held: Vec<_> = (0..PER_ADDRESS).map(|_| all.begin(address(1))).collect();
+        assert!(held.iter().all(|h| !h.given_up.is_cancelled()));
+        let _one_past = all.begin(address(1));
+        assert!(held[0].given_up.is_cancelled() && !held[1].given_up.is_cancelled());
+        // Others have as many.
+        let others: Vec<_> = (0..ALL - PER_ADDRESS).map(|n| all.begin(address(2 + (n % 4) as u8))).collect();
+        assert!(held[1..].iter().chain(&others).all(|h| !h.given_up.is_cancelled()));
+        let _one_past = all.begin(address(9));
+        assert!(held[1].given_up.is_cancelled() && !held[2].given_up.is_cancelled());
+    }
 
     #[test]
     fn one_more_ends_the_oldest_of_its_address_or_of_all() {

@@ -11,6 +11,7 @@ use lockstep_protocol::{
 };
 use std::{
     collections::{HashMap, HashSet},
+    ops::Deref,
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -25,12 +26,20 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) duration: Duration,
-    by_job: Mutex<HashMap<JobId, Lease>>,
+    by_job: Mutex<Held>,
     /// For each restarting job, the attempt that failed and the time from which the next may start.
     restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
     /// Agents that were given up before their leases ran out, with the attempt, and until when its ranks may still be there.
     cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
     pub(crate) wake: Notify,
+}
+
+/// All leases, by job.
+#[derive(Debug, Default)]
+struct Held {
+    leases: HashMap<JobId, Lease>,
+    /// Jobs that were given slots of an agent.
+    on_agent: HashMap<String, HashSet<JobId>>,
 }
 
 /// An attempt and the slots of its ranks.
@@ -47,15 +56,15 @@ struct Lease {
 struct Hold {
     place: Place,
     until: Instant,
-    state: Held,
+    state: Ranks,
     /// The check before the start is done here, of an attempt over several agents; rank 0's agent says the port.
     ready: Option<Option<u16>>,
 }
 
 /// Whether an agent has ranks of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Held {
-    Yes,
+enum Ranks {
+    There,
     /// It says that they have ended. Other agents still have some.
     Ended,
     /// The same, and they could not go on: nor can any others.
@@ -85,11 +94,11 @@ pub(crate) struct Expired {
 
 impl Lease {
     fn held(&self) -> impl Iterator<Item = &Hold> {
-        self.holds.iter().filter(|hold| hold.state == Held::Yes)
+        self.holds.iter().filter(|hold| hold.state == Ranks::There)
     }
 
     fn has_failed(&self) -> bool {
-        self.holds.iter().any(|hold| hold.state == Held::Failed)
+        self.holds.iter().any(|hold| hold.state == Ranks::Failed)
     }
 
     fn expired_at(&self, hold: &Hold) -> Expired {
@@ -98,6 +107,47 @@ impl Lease {
 
     fn held_at(&self, agent_id: &str) -> Option<&Hold> {
         self.held().find(|hold| hold.place.agent_id == agent_id)
+    }
+}
+
+impl Deref for Held {
+    type Target = HashMap<JobId, Lease>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.leases
+    }
+}
+
+impl Held {
+    fn put(&mut self, lease: Lease) {
+        let job = lease.attempt.job.clone();
+        self.remove(&job);
+        for hold in &lease.holds {
+            self.on_agent.entry(hold.place.agent_id.clone()).or_default().insert(job.clone());
+        }
+        self.leases.insert(job, lease);
+    }
+
+    fn remove(&mut self, job: &JobId) {
+        for hold in self.leases.remove(job).into_iter().flat_map(|lease| lease.holds) {
+            if let Some(jobs) = self.on_agent.get_mut(&hold.place.agent_id) {
+                jobs.remove(job);
+                if jobs.is_empty() {
+                    self.on_agent.remove(&hold.place.agent_id);
+                }
+            }
+        }
+    }
+
+    fn get_mut(&mut self, job: &JobId) -> Option<&mut Lease> {
+        self.leases.get_mut(job)
+    }
+
+    /// Leases with ranks on an agent.
+    fn on(&self, agent_id: &str) -> impl Iterator<Item = (&Lease, &Hold)> {
+        let jobs = self.on_agent.get(agent_id).into_iter().flatten();
+        jobs.filter_map(|job| self.leases.get(job))
+            .filter_map(move |lease| Some((lease, lease.held_at(agent_id)?)))
     }
 }
 
@@ -112,7 +162,7 @@ impl Leases {
         }
     }
 
-    fn by_job(&self) -> MutexGuard<'_, HashMap<JobId, Lease>> {
+    fn by_job(&self) -> MutexGuard<'_, Held> {
         self.by_job.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -123,9 +173,9 @@ impl Leases {
 
     pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
         let until = Instant::now() + self.duration;
-        let hold = |place| Hold { place, until, state: Held::Yes, ready: None };
+        let hold = |place| Hold { place, until, state: Ranks::There, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        self.by_job().insert(attempt.job.clone(), Lease { attempt, holds, is_told: false });
+        self.by_job().put(Lease { attempt, holds, is_told: false });
     }
 
     /// The agents of an attempt were told that its ranks must end.
@@ -138,12 +188,6 @@ impl Leases {
     /// Whether the agents of a job's attempt were told so.
     pub(crate) fn is_told_to_end(&self, job: &JobId) -> bool {
         self.by_job().get(job).is_some_and(|lease| lease.is_told)
-    }
-
-    /// Whether the ranks of a job's attempt have ended on one of its agents: the others follow.
-    pub(crate) fn is_ending(&self, job: &JobId) -> bool {
-        let leases = self.by_job();
-        leases.get(job).is_some_and(|lease| lease.holds.iter().any(|hold| hold.state != Held::Yes))
     }
 
     /// An attempt of a job holds no slots any more. A later attempt may: its hold stays.
@@ -165,9 +209,9 @@ impl Leases {
         };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
             hold.state = match how {
-                EndAt::InOrder => Held::Ended,
-                EndAt::Failed => Held::Failed,
-                EndAt::Lost => Held::Lost,
+                EndAt::InOrder => Ranks::Ended,
+                EndAt::Failed => Ranks::Failed,
+                EndAt::Lost => Ranks::Lost,
             };
         }
         let others = lease.held().map(|hold| hold.place.clone()).collect();
@@ -192,7 +236,7 @@ impl Leases {
             let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);
             let mut holds = lease.into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
-                Some(hold) if hold.state != Held::Lost => {
+                Some(hold) if hold.state != Ranks::Lost => {
                     hold.until = until;
                     true
                 }
@@ -223,9 +267,8 @@ impl Leases {
     /// Live attempts on an agent, each with all places that hold ranks of it.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
         self.by_job()
-            .values()
-            .filter(|lease| lease.held_at(agent_id).is_some())
-            .map(|lease| (lease.attempt.clone(), lease.held().map(|hold| hold.place.clone()).collect()))
+            .on(agent_id)
+            .map(|(lease, _)| (lease.attempt.clone(), lease.held().map(|hold| hold.place.clone()).collect()))
             .collect()
     }
 
@@ -266,19 +309,17 @@ impl Leases {
     pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
         let leases = self.by_job();
-        let held = leases.values().filter_map(|lease| lease.held_at(agent_id));
-        held.map(|hold| hold.until.saturating_duration_since(now)).min()
+        leases.on(agent_id).map(|(_, hold)| hold.until.saturating_duration_since(now)).min()
     }
 
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
         let leases = self.by_job();
-        let holds = leases.values().filter_map(|lease| Some((&lease.attempt.job, lease.held_at(agent_id)?)));
-        holds
-            .flat_map(|(job, hold)| {
-                hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
-            })
-            .collect()
+        let slots = leases.on(agent_id).flat_map(|(lease, hold)| {
+            let job = &lease.attempt.job;
+            hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
+        });
+        slots.collect()
     }
 
     /// The slots in use on every agent, by its id.
@@ -289,6 +330,24 @@ impl Leases {
             in_use.entry(hold.place.agent_id.clone()).or_default().extend(slots);
         }
         in_use
+    }
+
+    /// The job in each slot in use on every agent, by its id.
+    pub(crate) fn jobs_in_slots(&self) -> HashMap<String, HashMap<u32, JobId>> {
+        let mut found: HashMap<String, HashMap<u32, JobId>> = HashMap::new();
+        for (job, lease) in self.by_job().iter() {
+            for hold in lease.held() {
+                let slots = hold.place.ranks.iter().map(|(_, slot)| (*slot, job.clone()));
+                found.entry(hold.place.agent_id.clone()).or_default().extend(slots);
+            }
+        }
+        found
+    }
+
+    /// Jobs whose ranks have ended on one of their agents: the others follow.
+    pub(crate) fn ending(&self) -> Vec<JobId> {
+        let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.state != Ranks::There);
+        self.by_job().iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
     }
 
     /// Agents that hold a job's ranks.
@@ -354,7 +413,7 @@ impl Leases {
         let expired = |lease: &Lease| -> Vec<Expired> {
             // Where nobody holds it any more, the store has not taken all the ends: it is over nevertheless.
             let nobody = lease.held().next().is_none();
-            let counts = |hold: &&Hold| nobody || hold.state == Held::Yes;
+            let counts = |hold: &&Hold| nobody || hold.state == Ranks::There;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
             holds.map(|hold| lease.expired_at(hold)).collect()
         };

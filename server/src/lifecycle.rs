@@ -58,6 +58,9 @@ fn go(
         let trained = state == JobState::Succeeded || row.progress.trained.unwrap_or(true);
         row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), trained });
     }
+    if state.is_waiting() && !row.job.state.is_waiting() {
+        row.waiting_since = Some(at);
+    }
     let job = &mut row.job;
     job.state = state;
     job.set_reason(match (reason, next) {
@@ -122,10 +125,10 @@ pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refuse
 
 /// Whether a waiting job says why it waits, and not how its last attempt ended, which is more useful to a user who can only wait.
 pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
-    let goes_on = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
+    let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
     let never = *reason.code() == ReasonCode::UnreadableSpec;
     match job.state {
-        JobState::Queued => never || job.attempt == 0 || !goes_on,
+        JobState::Queued => never || job.attempt == 0 || !continues,
         JobState::Restarting => never,
         _ => false,
     }

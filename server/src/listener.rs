@@ -43,7 +43,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
 /// More connections than this have no use, however many descriptors there are.
-const MOST_CONNECTIONS: u64 = 4096;
+const MOST_CONNECTIONS: u64 = 8192;
 const FEWEST_CONNECTIONS: u64 = 8;
 /// Descriptors for the rest: the database's connections (three each), locks, the runtime, a file being written.
 const RESERVED_DESCRIPTORS: u64 = 44;
@@ -356,7 +356,7 @@ mod tests {
     #[test]
     fn descriptors_are_shared_with_the_rest_of_the_server() {
         for (descriptors, connections) in
-            [(Some(0), 8), (Some(64), 10), (Some(1024), 490), (Some(1 << 20), 4096), (None, 4096)]
+            [(Some(0), 8), (Some(64), 10), (Some(1024), 490), (Some(1 << 20), 8192), (None, 8192)]
         {
             assert_eq!(limit_of(descriptors), connections, "{descriptors:?}");
         }

@@ -10,7 +10,7 @@ use crate::{
         agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints,
         datasets, docs, evaluation, events, fork, health, history, jobs, layers, login, logs,
         machine_metrics, metrics, metrics_query, oidc, pages, panels, people, people_pages, pictures,
-        predict, projects, stream, tokens,
+        predict, projects, queue, queue_page, stream, tokens,
     },
     request_id, slow_body, uploads,
 };
@@ -58,6 +58,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(annotations::list))
         .routes(routes!(projects::list))
         .routes(routes!(jobs::groups::list))
+        .routes(routes!(queue::list))
         .routes(routes!(jobs::cancel))
         .routes(routes!(jobs::retry))
         .routes(routes!(jobs::pause))
@@ -130,12 +131,13 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 18] {
+fn pages() -> [(&'static str, MethodRouter<App>); 19] {
     [
         ("/", get(pages::home)),
         ("/jobs", get(pages::jobs)),
         ("/jobs/new", get(pages::new_job).post(pages::submit_job)),
         ("/jobs/{id}", get(pages::job)),
+        ("/queue", get(queue_page::show)),
         ("/compare", get(pages::compare)),
         ("/datasets", get(pages::datasets).post(pages::add_dataset)),
         ("/machines", get(pages::machines)),

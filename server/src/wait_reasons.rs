@@ -7,22 +7,53 @@ use lockstep_protocol::{
     reason::Reason,
 };
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     sync::{Mutex, MutexGuard, PoisonError},
 };
+use tokio::sync::Notify;
 
-/// By job; nothing is stored, as the next round finds it again.
+/// By job; the next round finds all of it again.
 #[derive(Debug, Default)]
-pub(crate) struct WaitReasons(Mutex<HashMap<JobId, Waiting>>);
+pub(crate) struct WaitReasons {
+    jobs: Mutex<HashMap<JobId, Waiting>>,
+    /// Reasons that are events of their job and wait to be stored, by job: those that wait longest are of the oldest jobs.
+    unstored: Mutex<BTreeMap<JobId, Reason>>,
+    wake: Notify,
+}
 
 impl WaitReasons {
     fn lock(&self) -> MutexGuard<'_, HashMap<JobId, Waiting>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn set(&self, job: &JobId, reason: Reason) {
-        let unplaced = Waiting { place: 0, reason: None };
-        self.lock().entry(job.clone()).or_insert(unplaced).reason = Some(reason);
+    fn unstored(&self) -> MutexGuard<'_, BTreeMap<JobId, Reason>> {
+        self.unstored.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes why a job waits; an event of the job is stored, too.
+    pub(crate) fn set(&self, job: &JobId, reason: Reason, is_event: bool) {
+        if is_event {
+            self.unstored().insert(job.clone(), reason.clone());
+            self.wake.notify_one();
+        }
+        let mut known = self.lock();
+        match known.get_mut(job) {
+            Some(waiting) => waiting.reason = Some(reason),
+            None => {
+                known.insert(job.clone(), Waiting { place: 0, reason: Some(reason) });
+            }
+        }
+    }
+
+    /// A job and why it waits, as it is to be stored; waits for one.
+    pub(crate) async fn next_unstored(&self) -> (JobId, Reason) {
+        loop {
+            let next = self.unstored().pop_first();
+            match next {
+                Some(next) => return next,
+                None => self.wake.notified().await,
+            }
+        }
     }
 
     pub(crate) fn of(&self, job: &JobId) -> Option<Reason> {
@@ -32,6 +63,11 @@ impl WaitReasons {
     /// Its place in the queue, from 1, as the newest round had it; none before its first round is over.
     pub(crate) fn place(&self, job: &JobId) -> Option<u64> {
         self.lock().get(job).map(|waiting| waiting.place).filter(|place| *place > 0)
+    }
+
+    /// Everything that waits, with where and why.
+    pub(crate) fn all(&self) -> HashMap<JobId, Waiting> {
+        self.lock().clone()
     }
 
     /// The jobs that wait, in the order in which the round looked at them; others are forgotten.

@@ -20,9 +20,9 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Action {
     /// Make the authority; `serve --tls-own-ca` does so by itself at its first start
-    Init(Which),
+    Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
-    Show(Which),
+    Show(AuthorityArgs),
     /// Issue a certificate for another server or a proxy, or with --agent for an agent: NAME.crt and NAME.key
     Issue {
         /// DNS names and addresses that it is for, or the agent's name; files have the first's name
@@ -44,7 +44,7 @@ enum Action {
         #[arg(long, short, value_name = "DIR", default_value = ".")]
         output: PathBuf,
         #[command(flatten)]
-        which: Which,
+        which: AuthorityArgs,
     },
     /// List what was issued, the oldest first
     List {
@@ -52,7 +52,7 @@ enum Action {
         #[arg(long)]
         json: bool,
         #[command(flatten)]
-        which: Which,
+        which: AuthorityArgs,
     },
     /// Revoke the certificates of a name, or the one with a serial number; a running server refuses them within seconds
     Revoke {
@@ -60,12 +60,12 @@ enum Action {
         #[arg(value_name = "NAME|SERIAL")]
         certificate: String,
         #[command(flatten)]
-        which: Which,
+        which: AuthorityArgs,
     },
 }
 
 #[derive(clap::Args)]
-struct Which {
+struct AuthorityArgs {
     /// The server's data directory, in whose folder `ca` the authority lies
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,

@@ -12,12 +12,12 @@ use clap_complete::{Generator as _, Shell};
 pub(crate) struct Args {
     /// Which shell
     #[arg(value_enum)]
-    shell: Which,
+    shell: ShellName,
 }
 
 /// The shells that completions are made for.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum Which {
+enum ShellName {
     Bash,
     Zsh,
     Fish,
@@ -29,9 +29,9 @@ enum Which {
 /// When standard output is closed or full.
 pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
     let shell = match args.shell {
-        Which::Bash => Shell::Bash,
-        Which::Zsh => Shell::Zsh,
-        Which::Fish => Shell::Fish,
+        ShellName::Bash => Shell::Bash,
+        ShellName::Zsh => Shell::Zsh,
+        ShellName::Fish => Shell::Fish,
     };
     let mut text = Vec::new();
     program.set_bin_name("lockstep");

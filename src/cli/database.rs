@@ -16,7 +16,7 @@ use std::{
 
 /// Which database.
 #[derive(clap::Args)]
-pub(crate) struct Which {
+pub(crate) struct DatabaseArgs {
     /// The server's data directory
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
@@ -28,7 +28,7 @@ pub(crate) struct Which {
     json: bool,
 }
 
-impl Which {
+impl DatabaseArgs {
     fn location(&self) -> anyhow::Result<Location> {
         let mut config = ServeConfig::new(&self.data_dir);
         config.database.clone_from(&self.database);
@@ -40,7 +40,7 @@ impl Which {
 #[derive(clap::Args)]
 pub(crate) struct MigrateArgs {
     #[command(flatten)]
-    which: Which,
+    which: DatabaseArgs,
 }
 
 /// Back up a database into one file; the server may be running
@@ -53,7 +53,7 @@ pub(crate) struct BackupArgs {
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]
-    which: Which,
+    which: DatabaseArgs,
 }
 
 /// Restore a backup into a new, empty database, SQLite or Postgres
@@ -62,7 +62,7 @@ pub(crate) struct RestoreArgs {
     /// What `lockstep backup` wrote
     file: PathBuf,
     #[command(flatten)]
-    which: Which,
+    which: DatabaseArgs,
 }
 
 /// Opens the database, which migrates it, and closes it.

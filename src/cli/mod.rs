@@ -35,6 +35,7 @@ pub(crate) mod metrics;
 pub(crate) mod oidc;
 pub(crate) mod output;
 pub(crate) mod predict;
+pub(crate) mod queue;
 pub(crate) mod rank;
 mod rank_table;
 pub(crate) mod reference;

@@ -102,7 +102,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     oidc: OidcArgs,
     /// Folder that datasets and files of weights may come from, with everything below it; may be given several times [default: any, named
-    /// by admins alone where other machines reach the server]
+    /// by admins alone]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
     /// Start no agent for this machine

@@ -1,6 +1,9 @@
 // What the charts of a page share: the horizontal axis (step, epoch or training time), the part of it
 // that is zoomed to, and where the crosshair stands. Charts redraw when it changes.
 
+/** The horizontal axis in words, with its unit. */
+export const axisName = (axis) => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[axis] ?? "optimizer step");
+
 export class View extends EventTarget {
   /** `step`, `epoch` or `time`. */
   axis = "step";

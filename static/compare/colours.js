@@ -24,5 +24,5 @@ export function assign(ids) {
   try { localStorage.setItem(KEPT, JSON.stringify([...known].slice(-MOST))); } catch { /* not kept */ }
 }
 
-/** The name of its colour in app.css. */
+/** The name of its colour in styles/charts.css. */
 export const colour = (id) => `rank-${known.get(id) ?? 0}`;

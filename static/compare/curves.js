@@ -3,31 +3,19 @@
 import { titleOf } from "./names.js";
 import { ask, byId, text } from "../page.js";
 import { cut, middle } from "../cut.js";
-import { bytes, clock, count, millis, percent, rate, value } from "../numbers.js";
+import { clock, count } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
 import { saveMenu, tools } from "../chart/export.js";
 import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
-import { times, View } from "../chart/view.js";
+import { axisName, times, View } from "../chart/view.js";
 import { pictures } from "../job/facts.js";
+import { ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
-const perSecond = (v) => `${bytes(v)}/s`, share = (v) => percent(v > 1 ? v / 100 : v, 0);
-/** Label with its unit, and how a value is written, of every metric that there is. */
-export const METRICS = {
-  loss: ["loss (cross-entropy)", value], accuracy: ["accuracy (share)", percent], val_accuracy: ["validation accuracy (share)", percent], val_loss: ["validation loss (cross-entropy)", value],
-  images_per_second: ["images/s", rate], lr: ["learning rate", value], grad_norm: ["gradient norm", value],
-  val_ema_loss: ["validation loss of averaged weights", value], val_ema_accuracy: ["validation accuracy of averaged weights", percent],
-  step_ms: ["step time (ms)", millis], data_ms: ["data wait (ms)", millis], all_reduce_ms: ["all-reduce wait (ms)", millis],
-  loss_scale: ["loss scale (float16)", value], skipped_steps: ["skipped steps (float16)", value],
-  gpu_utilization: ["GPU utilisation", share], gpu_memory_bytes: ["GPU memory", bytes], gpu_power_watts: ["GPU power (W)", value], gpu_temperature_celsius: ["GPU temperature (°C)", value],
-  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0)], memory_used_bytes: ["memory in use", bytes], disk_used_bytes: ["disk in use", bytes],
-  disk_read_bytes_per_second: ["read from disk", perSecond], disk_written_bytes_per_second: ["written to disk", perSecond],
-  network_received_bytes_per_second: ["network received", perSecond], network_sent_bytes_per_second: ["network sent", perSecond],
-};
-/** These come from every rank. */
-const EACH = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"]);
+/** These come from every rank; those of machines are read from the first. */
+const isOfEachRank = (metric) => ALL[metric]?.[2] && !(metric in MACHINE);
 /** A ring at every value: measured now and then. */
 const RINGS = /^val_/;
 /** What times are told by: rank 0's `step_ms`, as on a job's own page. */
@@ -63,21 +51,22 @@ export class Curves {
 
   #make(metric) {
     const root = Object.assign(document.createElement("div"), { className: "curve" }), head = Object.assign(document.createElement("header"), { className: "card-head" });
-    const title = Object.assign(document.createElement("h3"), { textContent: METRICS[metric][0] }), note = Object.assign(document.createElement("span"), { className: "small" }), place = Object.assign(document.createElement("div"), { className: "chart tall" });
+    const label = named(metric), { format, tick, limits } = axisOf(metric);
+    const title = Object.assign(document.createElement("h3"), { textContent: label }), note = Object.assign(document.createElement("span"), { className: "small" }), place = Object.assign(document.createElement("div"), { className: "chart tall" });
     head.append(title, note);
     root.append(head, place);
     root.dataset.metric = metric;
     const describe = (x) => (this.axis === "step" ? `step ${count(Math.round(x))}` : this.axis === "epoch" ? `epoch ${x.toFixed(2)}` : clock(x));
     const chart = new Chart(place, this.view, {
-      label: `${METRICS[metric][0]} of the jobs`, describe, format: (v) => METRICS[metric][1](v), tick: (v) => String(Number(v.toPrecision(6))),
-      layers: () => this.#layers(metric), xName: () => ({ epoch: "epoch", time: "time" }[this.axis] ?? "optimizer step"), yName: () => METRICS[metric][0],
+      label: `${label} of the jobs`, describe, format, tick, limits,
+      layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
       empty: () => "None of these jobs has a point of it yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
     });
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
     const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
-    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`), saveMenu(chart, () => `compare-${metric}`, () => `${metric}, ${of()}`)));
+    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${ALL[metric][0]}, ${of()}`)));
     byId("curves").append(root);
     return chart;
   }
@@ -147,7 +136,7 @@ export class Curves {
     const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
     const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : metric}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!answer || this.#known.get(key)?.news > news) return;
-    const each = EACH.has(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
+    const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
     const attempts = Map.groupBy(answer.series, (s) => s.attempt);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
       if (each) series.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps); else series.load(attempt, ranks[0], answer.exact, answer.bucket_steps);

@@ -80,9 +80,9 @@ export class Parallel {
     const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
     const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });
     jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
-      const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), told = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
-      const line = make("g", { class: `job stroke-${this.colour(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${told.join(", ")}` });
-      line.append(make("title", {}, `${titleOf(job, jobs)}\n${told.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
+      const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), spoken = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
+      const line = make("g", { class: `job stroke-${this.colour(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
+      line.append(make("title", {}, `${titleOf(job, jobs)}\n${spoken.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });
     axes.forEach((axis, i) => {

@@ -8,7 +8,7 @@ import { headOf, saveMenu, tools } from "../chart/export.js";
 import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
-import { View } from "../chart/view.js";
+import { axisName, View } from "../chart/view.js";
 import { pictures } from "./facts.js";
 import { ALL, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
@@ -26,7 +26,7 @@ export class Charts {
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
     // Nothing is drawn twice: drawing waits until their history is here.
-    const xName = () => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[view.axis] ?? "optimizer step"), empty = () => this.#empty();
+    const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
     const of = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;

@@ -129,7 +129,7 @@ export class Facts {
     const { queue } = this, now = queue?.reason?.words;
     if (!queue && !reason) return null;
     const why = now && reason && now !== reason && this.job.attempt ? `${now}. Before: ${reason}` : now ?? reason;
-    return { tone: "warn", what: queue ? `Waiting, number ${queue.place} in the queue.` : "Waiting.", why, link: ["/machines", "Machines"] };
+    return { tone: "warn", what: queue ? `Waiting, number ${queue.place} in the queue.` : "Waiting.", why, link: ["/queue", "Queue"] };
   }
 
   #trouble(now, step) {

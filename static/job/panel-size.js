@@ -2,7 +2,7 @@
 // page's grid: one to three columns, and three heights.
 
 const MOST = 3;
-/** Heights of a panel's chart, by rows; as in app.css. */
+/** Heights of a panel's chart, by rows; as in styles/job.css. */
 const HEIGHTS = [160, 330, 500];
 /** Pixels that a panel at the right edge is pulled beyond it to get another column. */
 const BEYOND = 6;

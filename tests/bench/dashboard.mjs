@@ -146,7 +146,7 @@ async function many() {
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
     await join(other, server, 1);
-    const { id } = await server.ask("/jobs", spec("first", 2, 100));
+    const { id } = await server.ask("/jobs", spec("first", 1, 100));
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("it is over", async () => (await server.job(id)).state === "cancelled");
     execFileSync("python3", ["-c", COPY, `${server.dir}/lockstep.db`, id, String(MANY)]);

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import pathlib
 import shutil
 import socket
@@ -25,18 +26,11 @@ import tempfile
 import time
 import urllib.request
 
+from made_up_agent import PICTURES, PROTOCOL
+
 NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", "data_ms", "all_reduce_ms"]
-PROTOCOL = 5
 # Reports of a rank that wait for their acknowledgement; the agent itself sends on until its spool is full.
 AHEAD = 8
-SPLITS = [
-    {"name": "train", "samples": 60_000, "per_class": [30_000, 30_000]},
-    {"name": "test", "samples": 100, "per_class": [50, 50]},
-]
-PICTURES = {
-    "format": "idx", "classes": ["a", "b"], "height": 8, "width": 8, "channels": 1,
-    "mean": [0.5], "std": [0.25], "broken": [], "broken_count": 0, "splits": SPLITS,
-}
 
 
 def free_port():
@@ -92,6 +86,10 @@ class Server:
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) >> 10
 
+    def processor_secs(self):
+        of = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(of[11]) + int(of[12])) / os.sysconf("SC_CLK_TCK")
+
     def stop(self):
         self.process.terminate()
         self.process.wait(30)
@@ -108,7 +106,7 @@ async def report_all(server, options):
     address = f"ws://127.0.0.1:{server.port}/api/v1/agent/socket"
     wire = await websockets.connect(address, max_size=None, compression=None, additional_headers={"Authorization": f"Bearer {token}"})
     acknowledged, sent, starts = {}, {}, {}
-    moved = asyncio.Event()
+    moved, welcomed = asyncio.Event(), asyncio.Event()
 
     async def say(message):
         await wire.send(msgpack.packb(message, use_single_float=True))
@@ -122,7 +120,9 @@ async def report_all(server, options):
     async def hear():
         async for raw in wire:
             message = msgpack.unpackb(raw)
-            if message["type"] == "start":
+            if message["type"] == "welcome":
+                welcomed.set()
+            elif message["type"] == "start":
                 starts[message["attempt"]["job"]] = message["attempt"]
             elif message["type"] == "request":
                 asked = message["request"]
@@ -140,6 +140,7 @@ async def report_all(server, options):
             await asyncio.sleep(2)
 
     tasks = [asyncio.create_task(hear()), asyncio.create_task(beat())]
+    await asyncio.wait_for(welcomed.wait(), 20)
     await asyncio.to_thread(server.ask, "/datasets", {"name": "many", "path": "/many"})
     for n in range(options.jobs):
         await asyncio.to_thread(server.ask, "/jobs", {
@@ -148,7 +149,7 @@ async def report_all(server, options):
         })
     while len(starts) < options.jobs:
         await asyncio.sleep(0.05)
-    empty, begin = server.size(), time.monotonic()
+    empty, used, begin = server.size(), server.processor_secs(), time.monotonic()
     end = begin + options.secs
     per = options.steps_a_report
 
@@ -171,14 +172,14 @@ async def report_all(server, options):
     while any(acknowledged.get(key, 0) < records for key, (records, _) in sent.items()):
         moved.clear()
         await asyncio.wait_for(moved.wait(), 60)
-    took = time.monotonic() - begin
+    took, cores = time.monotonic() - begin, server.processor_secs() - used
     for task in tasks:
         task.cancel()
     points = sum(steps for _, steps in sent.values()) * len(NAMES)
     return {
         "ranks": slots, "steps_a_report": per, "points": points, "points_a_second": round(points / took),
         "bytes_a_point": round((server.size() - empty) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
-        "server_peak_mib": server.peak_mib(),
+        "server_peak_mib": server.peak_mib(), "server_cores": round(cores / took, 2),
     }
 
 

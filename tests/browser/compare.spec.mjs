@@ -93,6 +93,42 @@ describe("charts", () => {
   });
 });
 
+describe("a metric", () => {
+  test("has the name, the unit and the numbers that it has on a job's own page", async () => {
+    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), of = await attempt(id), steps = range(1, 20);
+    await report(of, 0, [
+      { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
+      { type: "metrics", rank: 0, columns: [column("accuracy", steps, (step) => 0.005 + step / 25), column("gpu_memory_bytes", steps, (step) => step * 1e8), column("gpu_power_watts", steps, (step) => 300 + step), column("step_ms", steps, () => 20.5)] },
+    ]);
+    const page = await browser.page(server, `/compare?jobs=${id}&metric=accuracy,gpu_memory_bytes,gpu_power_watts`);
+    const card = (metric) => page.locator(`.curve[data-metric=${metric}]`);
+    await until("all is drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
+    const names = ["accuracy (%)", "GPU memory (bytes)", "GPU power (W)"];
+    assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
+    assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "and in the list of metrics");
+    for (const [metric, name, tick] of [["accuracy", names[0], /^\d+ %$/], ["gpu_memory_bytes", names[1], /^[\d.]+ GB$/], ["gpu_power_watts", names[2], /^\d+ W$/]]) {
+      await card(metric).locator("summary", { hasText: "Save" }).click();
+      const [file] = await Promise.all([page.waitForEvent("download"), card(metric).getByRole("button", { name: "SVG", exact: true }).click()]);
+      const words = [...(await readFile(await file.path(), "utf8")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
+      assert.ok(words.includes(name) && words.some((text) => tick.test(text)), `${metric}: ${words.join(" | ")}`);
+    }
+    // The reader writes accuracies in percent, as on the axis.
+    const accuracy = card("accuracy");
+    await accuracy.locator("summary", { hasText: "Range" }).click();
+    await accuracy.getByLabel("from").fill("20");
+    await accuracy.getByLabel("to", { exact: true }).fill("60");
+    await accuracy.getByLabel("to", { exact: true }).press("Enter");
+    await until("the axis goes from 20 % to 60 %", async () => (await page.evaluate(() => { const { low, high } = window.lockstep.charts.accuracy.y; return [low.toFixed(3), high.toFixed(3)].join(); })) === "0.200,0.600");
+    assert.equal(address(page).get("compare-accuracy-range"), "20~60");
+    const own = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
+    await until("the job's page has drawn it", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
+    assert.deepEqual(await own.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), [names[0], names[2]]);
+    await agent.evaluate(([of]) => window.it.end(of, 100), [of]);
+    await until("it is over", async () => (await server.job(id)).state === "succeeded");
+    await page.end();
+  });
+});
+
 describe("jobs of one name", () => {
   test("are told apart by what they differ in, or by their ids", async () => {
     const ids = [];

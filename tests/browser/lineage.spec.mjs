@@ -48,6 +48,54 @@ describe("a fork", () => {
     await page.end();
   });
 
+  test("has a time axis of its own training, and speeds of its own steps, without its parent's", async () => {
+    const over = (id) => until("it is over", async () => (await server.job(id)).state === "succeeded");
+    const parent = await server.submit({ name: "trained before", ranks: 1, train: { steps: 24 } });
+    await over(parent.id);
+    const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "trained on", "train.steps": 64, "parallel.ranks": 1 } });
+    await over(fork.id);
+    const secs = async (id) => (await server.ask(`/jobs/${id}/metrics?name=step_ms&ranks=0`)).series.at(-1).mean.reduce((a, b) => a + b) / 1000;
+    const own = await secs(fork.id), before = await secs(parent.id), near = (value, expected) => Math.abs(value / expected - 1) < 0.01;
+    /** Where a line of a chart begins and ends on the axis, and the steps that it is of. */
+    const line = (page, chart, n = 0) => page.evaluate(([chart, n]) => {
+      const { view, layers } = window.lockstep.charts[chart], { segments } = layers()[n].series, segment = segments.at(-1);
+      if (!segment) return { last: NaN };
+      const places = view.places(segment);
+      return { attempts: segments.length, first: places[0], last: places[segment.length - 1], steps: [segment.steps[0], segment.lastStep], points: segment.length };
+    }, [chart, n]);
+
+    const page = await browser.page(server, `/jobs/${fork.id}`);
+    await until("its charts are drawn", () => page.evaluate(() => ["loss", "images_per_second"].every((name) => window.lockstep?.charts[name].firstDrawnAt > 0)));
+    for (const chart of ["loss", "images_per_second"]) {
+      const { attempts, first, last, steps, points } = await line(page, chart);
+      assert.deepEqual({ attempts, first, last, steps, points }, { attempts: 1, first: 25, last: 64, steps: [25, 64], points: 40 }, `${chart} by step goes on where the checkpoint is`);
+    }
+    await page.locator("button[data-axis=time]").click();
+    for (const chart of ["loss", "images_per_second"]) {
+      const { first, last } = await line(page, chart);
+      assert.ok(near(last, own), `${chart} ends at ${last} s, its steps took ${own} s and its parent's ${before} s`);
+      assert.ok(first > 0 && first < last, `${chart} begins at ${first} s`);
+    }
+    assert.equal(await page.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
+    const { images_per_second: speed } = await server.job(fork.id);
+    assert.ok(near(speed, 40 * 8 / (await line(page, "images_per_second")).last), `${speed} images/s are of this time`);
+    // What the crosshair says: the fork's time, at the steps of the whole training.
+    const said = page.locator("#loss-chart [role=status]");
+    await page.locator("#loss-chart").focus();
+    await page.keyboard.press("End");
+    await until("the end is its last step", async () => /^\d+:\d\d of training · step 64\b/.test(await said.textContent()));
+    await page.keyboard.press("Home");
+    await until("the beginning is its parent's checkpoint", async () => /^0:00 of training · step 2[45]\b/.test(await said.textContent()));
+
+    const compare = await page.tab(`/compare?jobs=${parent.id},${fork.id}&metric=loss,images_per_second&axis=time`);
+    for (const chart of ["loss", "images_per_second"]) {
+      await until(`${chart} of both jobs takes each job's own time`, async () => (await compare.evaluate((name) => Number(window.lockstep?.charts[name]?.root.dataset.drawn) > 0, chart))
+        && near((await line(compare, chart, 0)).last, before) && near((await line(compare, chart, 1)).last, own));
+    }
+    assert.equal(await compare.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
+    await page.end();
+  });
+
   test("and a pause are told with who asked for them", async () => {
     const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
     await until("it trains", async () => (await server.job(id)).step > 0);

@@ -63,8 +63,8 @@ describe("machines", () => {
         assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
         await page.evaluate(axe);
         const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(told, [], `${colorScheme}, ${width}`);
+        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(listed, [], `${colorScheme}, ${width}`);
         if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/machines-${colorScheme}-${width}.png`, fullPage: true });
         await page.end();
       }

@@ -15,7 +15,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=history`, "/jobs?columns=progress,loss,train.lr,val_loss", `/jobs/${done.id}?tab=settings`, "/compare", "/docs", "/docs/team", "/docs/reference/job-file", "/docs/reference/command-line", "/docs/reference/rest", "/nowhere"];
+const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", "/queue", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=history`, "/jobs?columns=progress,loss,train.lr,val_loss", `/jobs/${done.id}?tab=settings`, "/compare", "/docs", "/docs/team", "/docs/reference/job-file", "/docs/reference/command-line", "/docs/reference/rest", "/nowhere"];
 /** A page that is none says so with its status. */
 const expected = [/404/];
 
@@ -55,8 +55,8 @@ describe("every page", () => {
         if (path.startsWith("/datasets")) { await page.getByText("Pictures", { exact: true }).click(); await until("pictures come", async () => (await page.locator("figure").count()) > 0); }
         await page.evaluate(axe);
         const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const told = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(told, [], `${path}, ${colorScheme}`);
+        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(listed, [], `${path}, ${colorScheme}`);
         await page.end();
       }
     }

@@ -96,7 +96,7 @@ describe("the throughput of a job", () => {
     assert.match(await saved(page, page.locator(".loss-card")), />attempt 2 \(after a pause on request\)<\/text>/);
     assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "of several jobs the mark names its own");
     await page.getByRole("tab", { name: "History" }).click();
-    await until("its story", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
+    await until("its history", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
     await end(of, { how: "succeeded", step: 120 });
     await page.end();
   });

@@ -118,7 +118,7 @@ async fn a_server_that_is_killed_and_started_again() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_goes_on() {
+async fn a_server_that_is_stopped_in_order_keeps_a_checkpoint_and_continues() {
     let _turn = turn().await;
     let mut server = server().await;
     let model = undisturbed(STEPS).await;

@@ -10,11 +10,12 @@ import argparse
 import gzip
 import os
 import pathlib
-import re
 import shutil
 import struct
 import subprocess
 import sys
+
+from losses import FIRST, MOST, log, means
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
@@ -26,11 +27,6 @@ parser.add_argument("--steps", type=int, default=10)
 a = parser.parse_args()
 # Of which a tenth is held out: four steps of 192 and one of 60, ranks of which may have different numbers of pictures.
 PICTURES = 920
-# What rounding may grow to, with blocks that begin as nothing and a small learning rate: in the first steps, up to one after
-# the ragged one, and in the others. The CPU's own losses move by 1e-5 and 1.2e-4 in the first six steps when the learning rate
-# is a hundred-thousandth higher, and by 9e-4 in the last four.
-FIRST = 6
-MOST = {"fp32": (5e-4, 5e-3), "fp16": (1e-2, 2e-2), "bf16": (2e-2, 5e-2)}
 # Over ranks, by the environment that asks for it: what the log says of the way that statistics take.
 WAYS = {
     "memory": ({}, "through the GPUs' memory"),
@@ -89,20 +85,14 @@ every_steps = 1
     environment, words = WAYS[way] if way else ({}, "")
     command = [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
-    logs = [folder / "out" / "attempts" / "1" / f"rank.{rank}.log" for rank in range(ranks)]
-    texts = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+    texts = [log(folder, rank) for rank in range(ranks)]
     if done.returncode != 0:
         sys.exit(f"{name}: {done.stdout[-1000:]}{done.stderr[-1000:]}{texts[0][-1000:]}")
     if words not in texts[0]:
         sys.exit(f"{name}: the log does not say {words!r}\n{texts[0][-1000:]}")
-    told = [dict() for _ in texts]
-    for rank, text in enumerate(texts):
-        for step, loss in re.findall(r" step: (\d+), loss is ([0-9.]+)", text):
-            told[rank][int(step)] = float(loss)
-    if any(len(each) != a.steps for each in told):
-        sys.exit(f"{name}: {[len(each) for each in told]} losses instead of {a.steps}\n{texts[0][-1000:]}")
+    mean = means(texts, a.steps, name)
     shutil.rmtree(folder)
-    return [sum(each[step] for each in told) / ranks for step in range(1, a.steps + 1)]
+    return mean
 
 
 def show(name, values, note=""):

@@ -88,14 +88,14 @@ class Stage:
 
 
 def whole(job, ranks, steps):
-    """Every rank has told every step once an attempt, and all of them in one or another."""
-    told = job.losses()
-    for (rank, attempt), listed in told.items():
-        expect(listed == sorted(set(listed)), f"rank {rank} told a step twice in attempt {attempt}")
+    """Every rank has reported every step once an attempt, and all of them in one or another."""
+    reported = job.losses()
+    for (rank, attempt), listed in reported.items():
+        expect(listed == sorted(set(listed)), f"rank {rank} reported a step twice in attempt {attempt}")
     for rank in range(ranks):
-        seen = set().union(*(set(s) for (r, _), s in told.items() if r == rank))
+        seen = set().union(*(set(s) for (r, _), s in reported.items() if r == rank))
         missing = sorted(set(range(1, steps + 1)) - seen)
-        expect(not missing, f"rank {rank} never told steps {missing[:10]} of {steps}")
+        expect(not missing, f"rank {rank} never reported steps {missing[:10]} of {steps}")
 
 
 def stream(stage):
@@ -110,7 +110,7 @@ def stream(stage):
     if stage.device == "cuda":
         for name in ("gpu_utilization", "gpu_memory_bytes"):
             there = any(e["type"] == "metrics" and e["name"] == name for e in job.events)
-            stage.note(f"{name} {'told' if there else 'NOT told (shorter than a second?)'}")
+            stage.note(f"{name} {'reported' if there else 'NOT reported (shorter than a second?)'}")
     devices = {e["device"] for e in job.events if e["type"] == "rank"}
     stage.note(f"ranks on {', '.join(sorted(devices))}")
     checkpoints = server.get(f"/jobs/{job.id}/checkpoints")["checkpoints"]
@@ -192,11 +192,11 @@ def cancel(stage):
     spec, _, _ = stage.long("cancel", train={"steps": 100000})
     job = server.submit(spec)
     job.until_step(20)
-    told = time.monotonic()
+    asked = time.monotonic()
     server.request("POST", f"/jobs/{job.id}/cancel")
     expect(job.end() == "cancelled", f"the job has {job.state}: {job.reason}")
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
-    stage.note(f"gone {time.monotonic() - told:.1f} s after the request")
+    stage.note(f"gone {time.monotonic() - asked:.1f} s after the request")
     stage.memory_is_back(baseline)
     server.stop()
 
@@ -250,14 +250,14 @@ def across(stage):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         expect(done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}")
         said = re.findall(r"validation accuracy is ([0-9.]+) %", done.stdout + done.stderr)
-        expect(said, f"no accuracy was told: {done.stdout[-2000:]}")
+        expect(said, f"no accuracy was reported: {done.stdout[-2000:]}")
         newest = max((out / "checkpoints").glob(f"{epochs}-*"), key=lambda f: f.stat().st_mtime, default=resume)
         return newest, float(said[-1])
 
-    def same(told, checkpoint, epochs, device):
+    def same(reported, checkpoint, epochs, device):
         _, again = train(device, epochs, checkpoint)
-        stage.note(f"epoch {epochs}: {told} %, looked at again on {device}: {again} %")
-        expect(abs(again - told) <= 1, f"the same weights are {told} % right, and {again} % on {device}")
+        stage.note(f"epoch {epochs}: {reported} %, looked at again on {device}: {again} %")
+        expect(abs(again - reported) <= 1, f"the same weights are {reported} % right, and {again} % on {device}")
 
     other = "cpu"
     one, first = train(stage.device, 1)
@@ -287,7 +287,7 @@ def overflow(stage):
         expect(devices and all(device.endswith("bf16") for device in devices), f"attempt 2 ran on {devices}")
         skipped = [e["values"][-1] for e in job.events if e["type"] == "metrics" and e["name"] == "skipped_steps"]
         # Two steps are on their way when the fifth is known.
-        expect(5 <= max(skipped) <= 7, f"skipped steps told: {skipped[:10]}")
+        expect(5 <= max(skipped) <= 7, f"skipped steps reported: {skipped[:10]}")
         spec["train"]["precision"] = "fp16"
         job = server.submit(spec)
         expect(job.end() == "failed" and "float16 could not hold" in job.reason, f"{job.state}: {job.reason}")

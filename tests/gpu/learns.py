@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+from losses import by_step, log
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
 parser.add_argument("--pictures", required=True)
@@ -63,19 +65,18 @@ every_steps = 1
         [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")], capture_output=True, text=True
     )
     secs = time.monotonic() - began
-    log = (folder / "out" / "attempts" / "1" / "rank.0.log").read_text(errors="replace")
-    told = re.findall(r"epoch: (\d+) step: (\d+), loss is (\S+)", log)
-    losses = [float(loss) for _, _, loss in told]
-    accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
+    text = log(folder, 0)
+    losses = list(by_step(text).values())
+    accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
     finite = [[x for x in losses[i : i + 65] if x == x] for i in range(0, len(losses), 65)]
     row = {
         "side": "lockstep", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,
         "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": round(secs, 2),
         "losses": [round(sum(part) / max(len(part), 1), 4) for part in finite],
         "not_finite": len(losses) - sum(map(len, finite)),
-        "bfloat16": re.findall(r"float16 could not hold .*", log),
+        "bfloat16": re.findall(r"float16 could not hold .*", text),
     }
     print(json.dumps(row), flush=True)
     if done.returncode != 0:
-        print(done.stdout[-1000:], done.stderr[-1000:], log[-1000:], sep="\n", file=sys.stderr, flush=True)
+        print(done.stdout[-1000:], done.stderr[-1000:], text[-1000:], sep="\n", file=sys.stderr, flush=True)
     shutil.rmtree(folder)

@@ -25,6 +25,8 @@ import sys
 import threading
 import time
 
+from losses import FIRST, MOST, log, means
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
 parser.add_argument("--pictures", required=True)
@@ -33,19 +35,18 @@ parser.add_argument("--device", default="cuda")
 parser.add_argument("--gpus", type=int, default=1)
 parser.add_argument("--steps", type=int, help="default: 300 with two GPUs, 30 where they share one, 12 on CPU cores")
 parser.add_argument("--precisions", nargs="+", help="default: fp32, with two GPUs also fp16")
-parser.add_argument("--limit", type=float, default=50, help="seconds for one run")
+parser.add_argument("--limit", type=float, default=40, help="seconds for one run")
 a = parser.parse_args()
 cpu, shared = a.device == "cpu", a.device == "cuda" and a.gpus < 2
 steps = a.steps or (12 if cpu else 30 if shared else 300)
 precisions = a.precisions or (["fp32"] if cpu or shared else ["fp32", "fp16"])
 BATCH = 8 if cpu else 32
-# Of all steps these are compared, with what agree.py allows: rounding grows with each step.
-COMPARED, FIRST = 10, 6
-MOST = {"fp32": (5e-4, 5e-3), "fp16": (1e-2, 2e-2)}
+# Of all steps these are compared, with what agree.py allows.
+COMPARED = 10
 # The first steps are slower: kernels are compiled, graphs captured.
 WARM = min(10, steps // 2)
 
-# Nothing but sockets; no multicast in either run, which the host of a lent GPU may not have.
+# Nothing but sockets; no multicast in either run, which a virtual machine may not be allowed.
 SOCKETS = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -175,10 +176,7 @@ def train(name, precision, ranks):
     for told in started:
         told.join(5)
     nccl = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("nccl.*")))
-    texts = []
-    for rank in range(ranks):
-        log = folder / "out" / "attempts" / "1" / f"rank.{rank}.log"
-        texts.append(log.read_text(errors="replace") if log.exists() else "")
+    texts = [log(folder, rank) for rank in range(ranks)]
     if late or any(told.process.returncode != 0 for told in started):
         for told in started:
             print(told.text()[-1500:])
@@ -187,9 +185,7 @@ def train(name, precision, ranks):
         done = [len(re.findall(r", loss is ", text)) for text in texts]
         after = f"not done after {a.limit:.0f} s, {done} steps; " if late else ""
         sys.exit(f"{name} {precision}: {after}exit statuses {[told.process.returncode for told in started]}")
-    losses = [{int(s): float(l) for s, l in re.findall(r" step: (\d+), loss is ([0-9.]+)", text)} for text in texts]
-    if any(len(each) != steps for each in losses):
-        sys.exit(f"{name} {precision}: {[len(each) for each in losses]} losses instead of {steps}\n{texts[0][-1000:]}")
+    mean = means(texts, steps, f"{name} {precision}")
     # Rank 0's process, or the one that starts all, says which step is done.
     times = {}
     for at, line in started[0].lines:
@@ -203,7 +199,6 @@ def train(name, precision, ranks):
         "nccl": dict(ways), "statistics": re.findall(r"[^\n]*gradients (?:go|are)[^\n]*", texts[0])[:1],
     }
     print(json.dumps(row), flush=True)
-    mean = [sum(each[step] for each in losses) / ranks for step in range(1, steps + 1)]
     print(f"{name} {precision}:", " ".join(f"{x:.5f}" for x in mean[:COMPARED]), flush=True)
     shutil.rmtree(folder)
     if name == "sockets" and not cpu and (not ways or any(not way.startswith("NET/Socket") for way in ways)):

@@ -138,7 +138,7 @@ class Job:
         return self.until(fits, f"step {step} of attempt {attempt}")
 
     def until_checkpoint(self, step):
-        """A checkpoint of this step or a later one is whole and told."""
+        """A checkpoint of this step or a later one is whole and reported."""
         return self.until(lambda f: f["type"] == "checkpoint" and f.get("checkpoint", f)["step"] >= step, f"a checkpoint of step {step}")
 
     def end(self):
@@ -152,12 +152,12 @@ class Job:
         expect(self.end() == "succeeded", f"the job has {self.state}: {self.reason}")
 
     def losses(self):
-        """By rank and attempt: the steps that have a loss, in the order they were told."""
-        told = {}
+        """By rank and attempt: the steps that have a loss, in the order they were reported."""
+        reported = {}
         for event in self.events:
             if event["type"] == "metrics" and event["name"] == "loss":
-                told.setdefault((event["rank"], event["attempt"]), []).extend(event["steps"])
-        return told
+                reported.setdefault((event["rank"], event["attempt"]), []).extend(event["steps"])
+        return reported
 
     def log(self):
         lines = [line for event in self.events if event["type"] == "log" for line in event["lines"]]

@@ -27,8 +27,8 @@ async fn a_command_finds_the_token_of_a_server_on_its_machine() {
             .env("LOCKSTEP_SERVER", &server.url);
         Finished::of(command.envs(variables.iter().copied()))
     };
-    let told = list(&[], &[]);
-    told.wrong(&["access token", "--token-file", "LOCKSTEP_TOKEN", "--data-dir"]);
+    let reported = list(&[], &[]);
+    reported.wrong(&["access token", "--token-file", "LOCKSTEP_TOKEN", "--data-dir"]);
     list(&["--data-dir", "data"], &[]).ok();
     list(&["--token-file", "data/token"], &[]).ok();
     list(&[], &[("LOCKSTEP_TOKEN", &server.token())]).ok();

@@ -166,13 +166,13 @@ async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
 
     // Database, logs, weights, the agent's files: all of it.
     let mut seen = 0;
-    let mut look_at = vec![server.data_dir()];
-    while let Some(path) = look_at.pop() {
+    let mut unvisited = vec![server.data_dir()];
+    while let Some(path) = unvisited.pop() {
         let about = fs::symlink_metadata(&path).expect("it is there");
         let wanted = if about.is_dir() { 0o700 } else { 0o600 };
         assert_eq!(about.permissions().mode() & 0o777 & !wanted, 0, "{}", path.display());
         if about.is_dir() {
-            look_at.extend(fs::read_dir(&path).expect("a folder").map(|e| e.expect("an entry").path()));
+            unvisited.extend(fs::read_dir(&path).expect("a folder").map(|e| e.expect("an entry").path()));
         }
         seen += 1;
     }

@@ -244,7 +244,7 @@ async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
     let _turn = turn().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
-    let goes_on = async |machines: &Machines| {
+    let it_continues = async |machines: &Machines| {
         let step = number(&machines.server.job(&id).await["step"]);
         let more = |job: &Value| number(&job["step"]) > step + 20;
         let job = machines.server.job_when(&id, "it continues", more).await;
@@ -253,11 +253,11 @@ async fn servers_and_agents_that_are_killed_find_their_part_of_a_job_again() {
     machines.trains(&id).await;
     machines.server.kill_serve();
     machines.server.serve_again().await;
-    goes_on(&machines).await;
+    it_continues(&machines).await;
     for name in ["b", "a"] {
         machines.kill(name, None);
         machines.join(name, 1, &[]);
-        goes_on(&machines).await;
+        it_continues(&machines).await;
     }
     machines.order(&id, "cancel").await;
     assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
@@ -324,7 +324,7 @@ fn an_address_that_is_none_and_an_interface_that_is_not_there_are_refused() {
         let mut command = lockstep();
         command.arg("agent").args(options).arg("--data-dir").arg(folder.path().join("agent"));
         let output = command.output().expect("lockstep agent");
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(2) && told.contains(words), "{told}");
+        let reported = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && reported.contains(words), "{reported}");
     }
 }

@@ -85,8 +85,20 @@ impl Network {
         ip(&format!("-n {space} link set lo up"));
     }
 
+    /// Processes on a host.
+    pub(crate) fn processes(&self, host: u32) -> Vec<i32> {
+        let found = Command::new("ip").args(["netns", "pids", &self.namespace(host)]).output().expect("ip");
+        String::from_utf8_lossy(&found.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
+    }
+
+    /// Ends a host: every process is killed, and the cable carries nothing any more.
+    pub(crate) fn kill(&self, host: u32) {
+        self.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
+        self.plug(host, false);
+    }
+
     /// Pulls a host's cable out, or puts it back.
-    fn plug(&self, host: u32, is_in: bool) {
+    pub(crate) fn plug(&self, host: u32, is_in: bool) {
         ip(&format!("link set {} {}", self.cable(host), if is_in { "up" } else { "down" }));
     }
 }
@@ -102,17 +114,17 @@ impl Drop for Network {
 }
 
 /// A server and its hosts.
-struct Site {
+pub(crate) struct Site {
     agents: Vec<(String, Child)>,
-    serve: Serve,
-    url: String,
-    ca: PathBuf,
+    pub(crate) serve: Serve,
+    pub(crate) url: String,
+    pub(crate) ca: PathBuf,
     http: reqwest::Client,
-    network: Network,
+    pub(crate) network: Network,
 }
 
 impl Site {
-    async fn new() -> Self {
+    pub(crate) async fn new() -> Self {
         let network = Network::new();
         let address = network.address(254);
         let listens = {
@@ -131,7 +143,7 @@ impl Site {
     }
 
     /// An agent on a host, with a certificate of its own.
-    fn join(&mut self, host: u32, name: &str, slots: u32) {
+    pub(crate) fn join(&mut self, host: u32, name: &str, slots: u32) {
         let folder = self.serve.folder.path();
         let issue = ["ca", "issue", name, "--agent", "--data-dir", "data"];
         assert!(lockstep().args(issue).current_dir(folder).output().expect("ca").status.success());
@@ -147,26 +159,26 @@ impl Site {
         self.agents.push((name.to_owned(), command.spawn().expect("an agent")));
     }
 
-    fn leave(&mut self, name: &str) {
+    pub(crate) fn leave(&mut self, name: &str) {
         let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
         let (_, mut agent) = self.agents.remove(n);
         signal(agent.id() as i32, Signal::TERM);
         agent.wait().expect("its status");
     }
 
-    async fn get(&self, path: &str) -> Value {
+    pub(crate) async fn get(&self, path: &str) -> Value {
         let answer = self.http.get(format!("{}/api/v1{path}", self.url)).send().await.expect("an answer");
         assert!(answer.status().is_success(), "{path}: {}", answer.status());
         answer.json().await.expect("JSON")
     }
 
-    fn logs(&self) -> String {
+    pub(crate) fn logs(&self) -> String {
         let read = |name: &str| fs::read_to_string(self.serve.folder.path().join(name)).unwrap_or_default();
         let of = |(name, _): &(String, Child)| format!("--- {name}\n{}", read(&format!("{name}.log")));
         self.agents.iter().map(of).chain([format!("--- serve\n{}", self.serve.log())]).collect()
     }
 
-    async fn until(&self, what: &str, is_so: impl AsyncFn() -> bool) {
+    pub(crate) async fn until(&self, what: &str, is_so: impl AsyncFn() -> bool) {
         let start = Instant::now();
         while !is_so().await {
             assert!(start.elapsed() < PATIENCE, "{what}: {}", self.logs());
@@ -174,7 +186,7 @@ impl Site {
         }
     }
 
-    async fn online(&self, names: &[&str]) {
+    pub(crate) async fn online(&self, names: &[&str]) {
         self.until("agents are online", async || {
             let agents = self.get("/agents").await;
             let mut online: Vec<_> = agents["agents"]
@@ -192,16 +204,22 @@ impl Site {
 
     /// A job of four ranks; what it comes to depends on its seed alone.
     async fn submit(&self) -> String {
+        self.submit_ranks(4, STEPS).await
+    }
+
+    /// As [`Site::submit`], for agents that a launch will start.
+    pub(crate) async fn submit_ranks(&self, ranks: u32, steps: u64) -> String {
         let spec = specs::with(
-            specs::short("hosts", "pictures", 4, STEPS),
+            specs::short("hosts", "pictures", ranks, steps),
             json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}}),
         );
-        let answer = self.http.post(format!("{}/api/v1/jobs", self.url)).json(&spec).send().await;
+        let jobs = format!("{}/api/v1/jobs?launched=true", self.url);
+        let answer = self.http.post(jobs).json(&spec).send().await;
         let job: Value = answer.expect("an answer").json().await.expect("JSON");
         job["id"].as_str().unwrap_or_else(|| panic!("{job:#}")).to_owned()
     }
 
-    async fn at_step(&self, id: &str, step: u64) {
+    pub(crate) async fn at_step(&self, id: &str, step: u64) {
         self.until("it trains", async || number(&self.get(&format!("/jobs/{id}")).await["step"]) >= step)
             .await;
     }
@@ -236,14 +254,19 @@ impl Site {
 
     /// Ranks that run on a host.
     fn ranks_on(&self, host: u32) -> usize {
-        let pids = Command::new("ip").args(["netns", "pids", &self.network.namespace(host)]).output();
-        let pids = String::from_utf8(pids.expect("ip").stdout).expect("numbers");
-        let line = |pid: &str| fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        pids.lines().filter(|pid| line(pid).split(|byte| *byte == 0).any(|word| word == b"rank")).count()
+        let line = |pid: &i32| fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let is_rank = |pid: &i32| line(pid).split(|byte| *byte == 0).any(|word| word == b"rank");
+        self.network.processes(host).iter().filter(|pid| is_rank(pid)).count()
+    }
+
+    /// How often a job's log says something.
+    pub(crate) fn says(&self, id: &str, words: &str) -> usize {
+        let logs = self.serve.cli(&self.url, Some(&self.ca), &["logs", id]);
+        logs.ok().matches(words).count()
     }
 
     /// The job, once it is over, and the bytes of its last model.
-    async fn succeeded(&self, id: &str) -> (Value, Vec<u8>) {
+    pub(crate) async fn succeeded(&self, id: &str) -> (Value, Vec<u8>) {
         let path = format!("/jobs/{id}");
         self.until("it is over", async || {
             let state = self.get(&path).await["state"].as_str().unwrap_or_default().to_owned();
@@ -289,6 +312,7 @@ async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pul
     let id = site.submit().await;
     let (job, model) = site.succeeded(&id).await;
     assert_eq!(job["agents"], json!(["whole"]));
+    assert_eq!(site.says(&id, "is not encrypted"), 0, "nothing leaves the machine");
     site.leave("whole");
 
     for host in 1..=4 {
@@ -304,6 +328,13 @@ async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pul
     let (job, same) = site.succeeded(&id).await;
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
     assert!(same == model, "the same weights over four hosts");
+    assert_eq!(
+        site.says(
+            &id,
+            "what they send each other is not encrypted: keep these machines in a private network"
+        ),
+        1
+    );
 
     // Longer, and back within the lease: there is no other machine.
     let id = site.submit().await;

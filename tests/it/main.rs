@@ -38,6 +38,7 @@ mod interrupted;
 mod join;
 mod launch;
 mod launch_gangs;
+mod launch_hosts;
 mod life;
 mod manners;
 mod mutual_tls;

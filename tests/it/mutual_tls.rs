@@ -243,7 +243,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_s
     }
     // A server's certificate of the right authority is none of an agent's.
     ca(serve.folder.path(), &["issue", "proxy.example", "--data-dir", "data"]).ok();
-    for (name, why, told) in [
+    for (name, why, reported) in [
         ("node-old", "certificate expired at", "it has expired"),
         ("node-x", "of an authority that is not in", "of an authority (CA) that it does not know"),
         ("proxy.example", "not for clients", "is not one that it takes"),
@@ -251,7 +251,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_s
         let certificate = files(name);
         let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
         let agent = Agent::start(&serve, name, &certificate);
-        agent.says(told).await;
+        agent.says(reported).await;
         assert!(agent.said().contains("lockstep ca issue NAME --agent"), "{}", agent.said());
         let said: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains(name)).collect();
         assert!(

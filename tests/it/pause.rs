@@ -35,7 +35,7 @@ async fn runs_past(server: &Server, id: &str, step: u64) {
 }
 
 #[tokio::test]
-async fn a_paused_job_frees_its_slots_and_goes_on_to_the_same_weights() {
+async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
     let _turn = turn().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("paused")).await;
@@ -100,7 +100,7 @@ async fn a_waiting_job_pauses_at_once() {
 }
 
 #[tokio::test]
-async fn a_fork_goes_on_from_any_checkpoint_with_other_settings_and_ranks() {
+async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let _turn = turn().await;
     let server = server().await;
     let id = server.submit(&spec("origin")).await;

@@ -51,6 +51,23 @@ async fn gangs_wait_for_all_their_slots_and_higher_priority_goes_first() {
         let reason = job["reason"].as_str().unwrap_or("");
         assert!(reason.contains("slot"), "it says what it waits for: {job:#}");
     }
+    // The queue says so: in which order, and for whom the free slot is kept.
+    let queue = server.cli(&["queue", "--json"]).json();
+    let names: Vec<_> = queue["jobs"].as_array().expect("jobs").iter().map(|job| &job["name"]).collect();
+    assert_eq!(names, ["high", "low", "last"], "{queue:#}");
+    let reason = &server.job(&high).await["reason"];
+    assert_eq!(&queue["jobs"][0]["reason"]["words"], reason, "in the words of the job's page");
+    let kept = &queue["reservations"][0];
+    assert_eq!((&kept["name"], &kept["whole_machine"]), (&json!("high"), &json!(true)), "{queue:#}");
+    assert_eq!(
+        (kept["free"].as_array().map(Vec::len), &queue["jobs"][0]["kept_slots"]),
+        (Some(1), &json!(1))
+    );
+    let printed = server.cli(&["queue", "--limit", "1"]);
+    let lines: Vec<_> = printed.ok().lines().collect();
+    assert!(lines[0].starts_with("PLACE") && lines[1].contains("high"), "{}", printed.stdout);
+    assert!(lines[2].contains("what else becomes free, kept for high"), "{}", printed.stdout);
+    assert!(server.cli(&["queue", "--project", "none"]).ok().starts_with("no waiting job matches"));
     cancel(&server, &holder).await;
     let mut times = Vec::new();
     for id in [&high, &low, &last] {

@@ -128,11 +128,11 @@ async fn another_account_reads_nothing_and_is_no_agent() {
         ("POST", "/jobs"),
         ("DELETE", "/datasets/fashion"),
     ] {
-        let told = as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
-        assert_eq!(words(&told), "401", "{method} {path}");
+        let reported = as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
+        assert_eq!(words(&reported), "401", "{method} {path}");
     }
-    let told = words(&as_other(&format!("curl -s {api}/jobs/{id}")));
-    assert!(!told.contains("private work") && !told.contains("fashion"), "{told}");
+    let reported = words(&as_other(&format!("curl -s {api}/jobs/{id}")));
+    assert!(!reported.contains("private work") && !reported.contains("fashion"), "{reported}");
 
     // An agent's id says nothing: with it, its name and a valid hello nobody takes its place.
     let agents = server.get("/agents").await;
@@ -252,11 +252,11 @@ async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
     ]);
     // The agent that is left tries to find its server again.
     let log = server.folder().path().join("agent.2.log");
-    let told = async |_: &Server| {
+    let reported = async |_: &Server| {
         let log = fs::read_to_string(&log).expect("a log");
         log.contains("another account") && log.contains(OTHER)
     };
-    server.until("the agent says why it waits", told).await;
+    server.until("the agent says why it waits", reported).await;
     let heard = words(&listening.join().expect("it listened"));
     assert!(!heard.contains("lockstep_") && !heard.to_lowercase().contains("bearer"), "{heard}");
     // Its own server comes back, and the agent to it.
@@ -280,8 +280,8 @@ async fn another_account_cannot_fill_the_disk() {
         let script = format!(
             "head -c 67108864 /dev/zero | curl -s -o /dev/null -w '%{{http_code}}' -T - -X POST {api}{path}"
         );
-        let told = words(&as_other(&script));
-        assert!(["401", "404", "405", "413"].contains(&told.as_str()), "{path}: {told}");
+        let reported = words(&as_other(&script));
+        assert!(["401", "404", "405", "413"].contains(&reported.as_str()), "{path}: {reported}");
     }
     let many = format!(
         "for i in $(seq 40); do curl -s -o /dev/null -X POST -H 'content-type: application/json' -d '{{}}' \

@@ -114,14 +114,14 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
         let jobs = jobs.as_array().expect("jobs").iter();
         jobs.map(|job| job["id"].as_str().expect("an id").to_owned()).collect()
     };
-    let told = ids(&said["jobs"]);
+    let reported = ids(&said["jobs"]);
     let there = server.get("/jobs").await["jobs"].take();
-    assert_eq!(ids(&there), told, "each is there once");
+    assert_eq!(ids(&there), reported, "each is there once");
     let mut datasets: Vec<_> =
         there.as_array().expect("jobs").iter().map(|job| job["spec"]["data"]["dataset"].clone()).collect();
     datasets.sort_by_key(Value::to_string);
     assert_eq!(datasets, ["one", "one", "two", "two"]);
-    for id in told {
+    for id in reported {
         server.succeeded(&id).await;
     }
     server.stop().await;

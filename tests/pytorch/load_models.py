@@ -149,8 +149,8 @@ def largest_difference(folder, pictures, arch, stem, side):
     batch = torch.stack([picture for _, picture in pictures]).float() / 255
     with torch.no_grad():
         theirs = F.softmax(model((batch - mean) / std), 1)
-    told = json.loads(run("predict", "--model", file, "--json", *(file for file, _ in pictures)))
-    ours = torch.tensor([[next(c["probability"] for c in p["classes"] if c["class"] == f"class{k}") for k in range(CLASSES)] for p in told])
+    reported = json.loads(run("predict", "--model", file, "--json", *(file for file, _ in pictures)))
+    ours = torch.tensor([[next(c["probability"] for c in p["classes"] if c["class"] == f"class{k}") for k in range(CLASSES)] for p in reported])
     # Running statistics are young after a few steps: a deep network that was not begun tamely answers 0 and 1 only, and one
     # that has learnt nothing the same of every picture. Neither compares anything.
     spread = theirs.std(0).max().item()

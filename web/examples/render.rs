@@ -272,7 +272,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     job_name: list[0].name.clone(),
                     rank: index,
                 };
-                (slot, (index < busy).then_some(holder))
+                let kept_for = None;
+                machines::SlotCell { slot, holder: (index < busy).then_some(holder), kept_for }
             })
             .collect(),
     };

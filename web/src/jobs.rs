@@ -175,7 +175,7 @@ fn joined(states: impl Iterator<Item = JobState>) -> String {
 }
 
 /// As a value in an address.
-fn encoded(text: &str) -> String {
+pub(crate) fn encoded(text: &str) -> String {
     let is_plain = |b: &u8| b.is_ascii_alphanumeric() || b"-_.~".contains(b);
     text.bytes().fold(String::new(), |mut out, byte| {
         match is_plain(&byte) {

@@ -27,6 +27,8 @@ pub(crate) fn now() -> jiff::Timestamp {
 pub enum Nav {
     /// The list, the form and each job.
     Jobs,
+    /// `/queue`.
+    Queue,
     /// `/compare`.
     Compare,
     /// `/datasets`.
@@ -79,6 +81,7 @@ impl Bar {
     pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
         let all = [
             ("/jobs", "Jobs", Nav::Jobs),
+            ("/queue", "Queue", Nav::Queue),
             ("/compare", "Compare", Nav::Compare),
             ("/datasets", "Datasets", Nav::Datasets),
             ("/machines", "Machines", Nav::Machines),

@@ -9,6 +9,7 @@
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
+//! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and itself read again |
 //! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
 //! | `GET /login` | [`login::LoginPage`] | |
 //! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
@@ -30,4 +31,5 @@ pub mod login;
 pub mod machines;
 pub mod numbers;
 pub mod people;
+pub mod queue;
 pub mod submit;

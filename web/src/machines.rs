@@ -25,6 +25,26 @@ pub struct Holder {
     pub rank: u32,
 }
 
+/// The waiting job that a slot is kept for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptFor {
+    /// The job's id; empty for one that the viewer does not see.
+    pub job_id: String,
+    /// As shown.
+    pub job_name: String,
+}
+
+/// A slot and whose it is.
+#[derive(Debug, Clone)]
+pub struct SlotCell {
+    /// The slot.
+    pub slot: Slot,
+    /// Who holds it.
+    pub holder: Option<Holder>,
+    /// Who gets it next, where that is certain.
+    pub kept_for: Option<KeptFor>,
+}
+
 /// An agent as the server knows it.
 #[derive(Debug, Clone)]
 pub struct AgentCard {
@@ -48,8 +68,8 @@ pub struct AgentCard {
     pub sample: Option<MachineSample>,
     /// What is not as it should be, the worst first.
     pub warnings: Vec<MachineWarning>,
-    /// In index order, each with its holder.
-    pub slots: Vec<(Slot, Option<Holder>)>,
+    /// In index order.
+    pub slots: Vec<SlotCell>,
 }
 
 /// `GET /machines`.
@@ -92,7 +112,7 @@ impl MachinesTemplate<'_> {
         let slots = || online().flat_map(|a| &a.slots);
         format!(
             "{} of {} busy · {} online",
-            slots().filter(|(_, holder)| holder.is_some()).count(),
+            slots().filter(|cell| cell.holder.is_some()).count(),
             plural(slots().count() as u64, "slot"),
             plural(online().count() as u64, "machine"),
         )
@@ -180,6 +200,7 @@ mod tests {
             memory_bytes: 150_754_820_096,
             uuid: Some(format!("GPU-{index}")),
         };
+        let kept = |id: &str, name: &str| KeptFor { job_id: id.into(), job_name: name.into() };
         let holder = Holder { job_id: String::new(), job_name: "private".into(), rank: 3 };
         let card = AgentCard {
             id: "id-a".into(),
@@ -202,7 +223,10 @@ mod tests {
             },
             sample: Some(sample),
             warnings: vec![MachineWarning { problem: true, text: "<b>full</b>".into() }],
-            slots: vec![(slot(0), Some(holder)), (slot(1), None)],
+            slots: vec![
+                SlotCell { slot: slot(0), holder: Some(holder), kept_for: Some(kept("", "a private job")) },
+                SlotCell { slot: slot(1), holder: None, kept_for: Some(kept("j1", "<i>large")) },
+            ],
         };
         let page = MachinesPage {
             agents: vec![card],
@@ -220,6 +244,9 @@ mod tests {
             one.contains(r#"<span class="muted">private</span>"#) && !html.contains("/jobs/\""),
             "{html}"
         );
+        assert!(one.contains("kept for a private job"), "{one}");
+        assert!(other.contains(r#"kept for <a href="/jobs/j1">&#60;i&#62;large</a>"#), "{other}");
+        assert!(!other.contains(">free<"), "{other}");
         assert!(
             !other.contains("97 %") && other.contains("<b>–</b>"),
             "of another GPU nothing is known: {other}"

@@ -184,9 +184,11 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         }
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
+        let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
             if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
+        say_what_is_in_clear(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let store = Arc::new(store);
         // The store ends with rank 0's process, and others may still be asking.
         let _ = life.store.set(store.clone());
@@ -246,6 +248,32 @@ fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     }
     let error = format!("the ranks' first all-reduce gave {} instead of {}", sum[0], n * (n - 1.0) / 2.0);
     Err(RankError::System(std::io::Error::other(error)))
+}
+
+/// Collective: rank 0 says that gradients leave the machine in clear, where any rank's connection does.
+fn say_what_is_in_clear(
+    comm: &dyn ProcessGroup,
+    next_is_elsewhere: bool,
+    on_cores: bool,
+    reporter: &Reporter,
+) -> Result<(), RankError> {
+    let mut any = [f64::from(u8::from(next_is_elsewhere))];
+    comm.all_reduce((&mut any).into(), Reduction::Max).map_err(TrainError::from)?;
+    if any[0] > 0.0 && comm.rank() == 0 {
+        reporter.log(in_clear(on_cores));
+    }
+    Ok(())
+}
+
+/// Neither the ring nor NCCL encrypts, whatever certificates the server and its agents have.
+fn in_clear(on_cores: bool) -> &'static str {
+    if on_cores {
+        "ranks are on several machines, and what they send each other is not encrypted: keep these machines in a private network or \
+         behind WireGuard (docs/team.md, What is not encrypted)"
+    } else {
+        "ranks are on several machines, and what they send each other is not encrypted, nor does NCCL check who sends: keep these \
+         machines in a private network or behind WireGuard (docs/team.md, What is not encrypted)"
+    }
 }
 
 /// Ends this rank, whatever its GPU is doing, when its steps stop.

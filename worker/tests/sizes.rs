@@ -57,7 +57,7 @@ fn a_network_of_another_size_is_the_one_that_is_built_for_it() {
 }
 
 #[test]
-fn an_engine_goes_on_at_another_size_bit_for_bit_as_one_that_was_built_for_it() {
+fn an_engine_continues_at_another_size_bit_for_bit_as_one_that_was_built_for_it() {
     for (arch, stem, sides, checked) in [
         (Arch::ResNet20, Stem::Cifar, [16, 24], 32),
         // With max pooling; a network whose gradients are not summed exactly.

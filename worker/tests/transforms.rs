@@ -205,7 +205,7 @@ fn a_file_that_breaks_while_a_job_runs_is_named() {
         let first = source.epoch(EpochPlan { threads, ..plan(0, 1) }).next().expect("an answer");
         let words = first.expect_err("is broken").to_string();
         assert!(
-            words.contains("/train/") && words.contains("has changed since it was first looked at"),
+            words.contains("/train/") && words.contains("has changed since it was first inspected"),
             "{words}"
         );
     }

@@ -125,7 +125,7 @@ codes! {
     WaitingForCheckpoint = "waiting_for_checkpoint",
     /// Waits until slots are free.
     WaitingForSlots = "waiting_for_slots",
-    /// Told in words alone.
+    /// Given in words alone.
     Unspecified = "unspecified",
 }
 

@@ -128,7 +128,7 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
 /// Refuses texts with characters that nobody sees. Stored specifications of earlier versions are not checked for that until they
 /// are forked. Control characters were checked with the key's kind.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
-    let mut look = |pointer: String, value: &Value| {
+    let mut check_text = |pointer: String, value: &Value| {
         if let Some(unseen) = value.as_str().and_then(first_unseen) {
             let detail = format!("must not hold characters that nobody sees, has {unseen:?}");
             errors.push(SpecError { pointer, detail });
@@ -136,9 +136,9 @@ fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     };
     // Notes may have lines, and nothing is found by them.
     for (key, value) in document.as_object().into_iter().flatten().filter(|(key, _)| *key != "notes") {
-        look(format!("/{key}"), value);
+        check_text(format!("/{key}"), value);
         for (inner, value) in value.as_object().into_iter().flatten() {
-            look(format!("/{key}/{inner}"), value);
+            check_text(format!("/{key}/{inner}"), value);
         }
     }
 }

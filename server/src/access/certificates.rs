@@ -29,9 +29,9 @@ impl Access {
     /// The rows that remember when a name was revoked before.
     pub(crate) fn past_of(&self, name: &str) -> Vec<TokenRow> {
         let begin = certificate_id(name) + UNTIL;
-        let tokens = self.tokens();
-        let ids = tokens.into_iter().map(|token| token.id).filter(|id| id.starts_with(&begin));
-        ids.filter_map(|id| self.token(&id)).collect()
+        let known = self.read();
+        let past = known.tokens.values().filter(|c| c.token.id.starts_with(&begin));
+        past.map(|c| TokenRow { token: c.shown(), hash: c.hash.clone() }).collect()
     }
 
     /// Whoever has a valid certificate of this name, which begins at `not_before`.
@@ -40,7 +40,7 @@ impl Access {
     /// The name was revoked since, or the system has no random bits.
     pub(crate) fn by_certificate(&self, name: &str, not_before: Timestamp) -> Result<Caller, Denied> {
         let id = certificate_id(name);
-        let find = || self.read().tokens.values().find(|c| c.token.id == id).cloned();
+        let find = || self.read().of_id(&id).cloned();
         let known = find();
         let revoked = known.as_ref().filter(|c| c.token.revoked_at.is_some());
         let all = self.past_of(name).into_iter().filter_map(|row| row.token.revoked_at);

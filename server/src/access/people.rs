@@ -37,8 +37,13 @@ impl Known {
         let person = id.strip_prefix(principal("").as_str()).and_then(|name| self.people.get(name));
         match person {
             Some(person) => Some(person.credential.clone()),
-            None => self.tokens.values().find(|c| c.token.id == id).cloned(),
+            None => self.of_id(id).cloned(),
         }
+    }
+
+    /// The token with this id.
+    pub(super) fn of_id(&self, id: &str) -> Option<&Arc<Credential>> {
+        self.tokens.get(self.hashes.get(id)?)
     }
 
     /// What a token allows today: of one that a person owns, no more than the person's role. `None` while the owner is disabled, or

@@ -1,18 +1,10 @@
 //! Which agents share a job that no single one has enough slots for: as few as possible, with slots of one kind and, where that takes
 //! no further machine, of one model. They must reach each other.
 
-use super::slots::Candidate;
+use super::candidates::{Candidate, Candidates, Group};
 use crate::app::App;
-use lockstep_protocol::{agent::Machine, spec::Device};
-use std::{
-    cmp::Reverse,
-    collections::{BTreeSet, HashSet},
-    net::IpAddr,
-    sync::Arc,
-};
-
-/// Agents that can share a job, by their place in the list of candidates.
-type Group = Vec<usize>;
+use lockstep_protocol::spec::Device;
+use std::{cmp::Reverse, collections::HashSet, sync::Arc};
 
 /// Slots of several machines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,51 +14,13 @@ pub(crate) struct Sum {
     pub(crate) machines: usize,
 }
 
-/// Whether only the machine itself reaches this address.
-fn is_loopback(address: &str) -> bool {
-    address.parse().map_or(address.eq_ignore_ascii_case("localhost"), |ip: IpAddr| ip.is_loopback())
-}
-
-/// The address by which other machines reach one, if they do.
-pub(super) fn address(machine: &Machine) -> Option<&str> {
-    machine.address.as_deref().filter(|address| !is_loopback(address))
-}
-
-/// The largest groups of candidates that reach each other and have slots of one kind, with whether their models differ.
-fn groups(candidates: &[Candidate]) -> Vec<(Group, bool)> {
-    let machine = |c: usize| &candidates[c].agent.row.machine;
-    let all = 0..candidates.len();
-    let networks: BTreeSet<&str> = all.clone().filter_map(|c| machine(c).network_id.as_deref()).collect();
-    let same_machine = networks.into_iter().map(|network| {
-        // Older agents tell no network and do not know how to share a job.
-        all.clone().filter(|c| machine(*c).network_id.as_deref() == Some(network)).collect::<Group>()
-    });
-    let over_network = all.clone().filter(|c| address(machine(*c)).is_some()).collect::<Group>();
-    let mut found: Vec<(Group, bool)> = Vec::new();
-    for reachable in same_machine.chain([over_network]) {
-        let devices: BTreeSet<&str> = reachable.iter().map(|c| candidates[*c].device()).collect();
-        for device in devices {
-            let has = |c: &usize| candidates[*c].device() == device && !candidates[*c].all.is_empty();
-            let of_device: Group = reachable.iter().copied().filter(has).collect();
-            let models: BTreeSet<&str> = of_device.iter().map(|c| candidates[*c].model()).collect();
-            if models.len() > 1 {
-                let of = |model: &str| -> Group {
-                    of_device.iter().copied().filter(|c| candidates[*c].model() == model).collect()
-                };
-                found.extend(models.iter().map(|model| (of(model), false)));
-            }
-            let is_mixed = models.len() > 1;
-            found.push((of_device, is_mixed));
-        }
-    }
-    found.retain(|(group, _)| group.len() > 1);
-    found.dedup();
-    found
-}
-
 /// The fewest of `group` that have so many slots together, those with most first. The last one is the fullest that has what is left:
 /// large gaps stay for large jobs.
-fn fewest(mut group: Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
+fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option<Group> {
+    if group.iter().map(|c| slots(*c)).sum::<usize>() < ranks {
+        return None;
+    }
+    let mut group = group.clone();
     // Stable: candidates are in the order of their names.
     group.sort_by_key(|c| Reverse(slots(*c)));
     let mut left = ranks;
@@ -88,7 +42,7 @@ fn fewest(mut group: Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Opt
 
 /// The agents to start a job of so many ranks on now, with the slots to take there, rank 0's first.
 pub(super) fn choose(
-    candidates: &[Candidate],
+    candidates: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
 ) -> Option<Vec<(usize, Vec<u32>)>> {
@@ -100,11 +54,16 @@ pub(super) fn choose(
         return Some(vec![(one, candidates[one].free[..ranks].to_vec())]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
-    let found = groups(candidates)
-        .into_iter()
-        .filter_map(|(group, is_mixed)| Some((fewest(group, ranks, free)?, is_mixed)))
+    let mut found = candidates
+        .groups
+        .iter()
+        .filter_map(|(group, is_mixed)| Some((fewest(group, ranks, free)?, *is_mixed)))
         .min_by_key(|(chosen, is_mixed)| (chosen.len(), *is_mixed))?
         .0;
+    // Agents of a launch serve this job alone, and ranks are in the order of its list of machines.
+    if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
+        found.sort_unstable();
+    }
     let mut left = ranks;
     let take = |c: usize| {
         let slots = &candidates[c].free[..left.min(candidates[c].free.len())];
@@ -116,13 +75,17 @@ pub(super) fn choose(
 
 /// The agents to keep for a job that waits: those that come to have enough slots soonest. Of equal machines these are the ones
 /// that have most free, so a later round never keeps fewer free slots. None when all machines together have too few.
-pub(super) fn reserve(candidates: &[Candidate], ranks: usize) -> Option<Group> {
+pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].all.len(), candidates[c].free.len());
     let one = (0..candidates.len()).filter(|c| candidates[*c].all.len() >= ranks).max_by_key(|c| size(*c));
     if let Some(one) = one {
         return Some(vec![one]);
     }
-    let enough = |(mut group, is_mixed): (Group, bool)| {
+    let enough = |(group, is_mixed): &(Group, bool)| {
+        if group.iter().map(|c| candidates[*c].all.len()).sum::<usize>() < ranks {
+            return None;
+        }
+        let mut group = group.clone();
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;
         let needed = group.iter().position(|c| {
@@ -130,28 +93,27 @@ pub(super) fn reserve(candidates: &[Candidate], ranks: usize) -> Option<Group> {
             sum >= ranks
         })?;
         group.truncate(needed + 1);
-        Some((group, is_mixed))
+        Some((group, *is_mixed))
     };
-    let found = groups(candidates).into_iter().filter_map(enough);
+    let found = candidates.groups.iter().filter_map(enough);
     found.min_by_key(|(group, is_mixed)| (group.len(), *is_mixed)).map(|(group, _)| group)
 }
 
 /// The most slots that one job can have: of one machine, or of several that can share a job.
-pub(super) fn most(candidates: &[Candidate]) -> Sum {
+pub(super) fn most(candidates: &Candidates) -> Sum {
     let sum = |group: &[usize]| Sum {
         slots: group.iter().map(|c| candidates[*c].all.len()).sum(),
         free: group.iter().map(|c| candidates[*c].free.len()).sum(),
         machines: group.len(),
     };
     let single = (0..candidates.len()).map(|c| sum(&[c]));
-    let shared = groups(candidates);
-    single.chain(shared.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
+    single.chain(candidates.groups.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
 }
 
 /// As [`most`], over all agents that are online.
 pub(crate) fn most_slots(app: &App, device: Device) -> Sum {
     let candidate = |agent| Candidate::of(Arc::new(agent), &HashSet::new(), device);
-    most(&app.agents.online().into_iter().map(candidate).collect::<Vec<_>>())
+    most(&Candidates::new(app.agents.online().into_iter().map(candidate).collect()))
 }
 
 #[cfg(test)]

@@ -3,10 +3,11 @@
 //! was preempted never preempts back.
 
 use super::{
+    candidates::{Candidate, Candidates},
     ends::order_stop,
     gang::choose,
     needs::needs,
-    slots::{Candidate, Occupied, Round, device_for},
+    slots::{Occupied, Round, device_for},
     waits::wait_reason,
 };
 use crate::{
@@ -49,7 +50,7 @@ pub(super) enum Room {
 pub(super) async fn make_room(
     app: &App,
     job: &Job,
-    candidates: &[Candidate],
+    candidates: &Candidates,
     round: &mut Round,
 ) -> Result<Room> {
     if round.occupied.is_none() {
@@ -57,7 +58,7 @@ pub(super) async fn make_room(
     }
     let occupied = round.occupied.as_deref().unwrap_or_default();
     let needs_slots = (job.ranks as usize, job.spec.priority);
-    let Some(plan) = plan(candidates, needs_slots, &round.reserved, occupied, &round.promised) else {
+    let Some(plan) = plan(candidates, needs_slots, round.reserved(), occupied, &round.promised) else {
         return Ok(Room::None);
     };
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
@@ -80,9 +81,7 @@ pub(super) async fn make_room(
     let device = device_for(&job.spec);
     let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round.is_empty());
     for (c, slots) in &plan.chosen {
-        let agent = &candidates[*c].agent.row.id;
-        round.take(agent, slots);
-        round.promised.extend(slots.iter().map(|slot| (agent.clone(), *slot)));
+        round.promise(&job.id, &candidates[*c], slots);
     }
     if !victims.is_empty() {
         let live = app.store.occupants().await?.into_iter().map(|by| by.job).collect();
@@ -116,21 +115,33 @@ pub(super) async fn make_room(
     Ok(Room::Waits(why))
 }
 
-/// Jobs that run, with their slots, in the order of their priorities.
+/// Jobs whose slots somebody may count on, with these, in the order of their priorities.
 async fn occupied(app: &App) -> Result<Vec<Occupied>> {
+    let (mut by, ending) = (app.store.yielding().await?, app.leases.ending());
+    let known: HashSet<JobId> = by.iter().map(|by| by.job.clone()).collect();
+    // Those that end because their ranks have on another agent: nobody has to be stopped, so their priority does not matter.
+    let also = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
+        job: job.clone(),
+        priority: i32::MAX,
+        preemptible: false,
+        ends: false,
+        preempted: false,
+    });
+    by.extend(also);
+    let ending: HashSet<JobId> = ending.into_iter().collect();
     let occupied = |by: Occupant| {
         let places = app.leases.places_of(&by.job);
         let slots = places
             .into_iter()
             .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
-        let ends = by.ends || app.leases.is_ending(&by.job);
+        let ends = by.ends || ending.contains(&by.job);
         Occupied { slots: slots.collect(), by, ends }
     };
-    Ok(app.store.occupants().await?.into_iter().map(occupied).collect())
+    Ok(by.into_iter().map(occupied).collect())
 }
 
 /// The jobs that end anyway whose slots a plan counts on.
-fn counted_on<'a>(plan: &Plan, candidates: &[Candidate], occupied: &'a [Occupied]) -> Vec<&'a Occupied> {
+fn counted_on<'a>(plan: &Plan, candidates: &Candidates, occupied: &'a [Occupied]) -> Vec<&'a Occupied> {
     let chosen = plan.chosen.iter();
     let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
     let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
@@ -141,20 +152,17 @@ fn counted_on<'a>(plan: &Plan, candidates: &[Candidate], occupied: &'a [Occupied
 
 /// The candidates as if the slots of these jobs were free, too: behind those that are.
 fn without<'a>(
-    candidates: &[Candidate],
+    candidates: &Candidates,
     jobs: impl IntoIterator<Item = &'a Occupied>,
     promised: &HashSet<(String, u32)>,
-) -> Vec<Candidate> {
+) -> Candidates {
     let by_agent: HashMap<&str, usize> =
         candidates.iter().enumerate().map(|(n, c)| (c.agent.row.id.as_str(), n)).collect();
-    let mut candidates = candidates.to_vec();
+    let mut candidates = candidates.clone();
     for of in jobs.into_iter().flat_map(|job| &job.slots).filter(|of| !promised.contains(*of)) {
         let (agent, slot) = of;
-        if let Some(candidate) = by_agent.get(agent.as_str()).and_then(|n| candidates.get_mut(*n))
-            && candidate.all.contains(slot)
-            && !candidate.free.contains(slot)
-        {
-            candidate.free.push(*slot);
+        if let Some(candidate) = by_agent.get(agent.as_str()) {
+            candidates.free(*candidate, *slot);
         }
     }
     candidates
@@ -163,7 +171,7 @@ fn without<'a>(
 /// Where a job of so many ranks, of this priority, fits when some of these end: those that do so anyway, and of the preemptible ones of
 /// lower priority the lowest first, of equal ones the newest.
 fn plan(
-    candidates: &[Candidate],
+    candidates: &Candidates,
     (ranks, priority): (usize, i32),
     reserved: &HashSet<String>,
     occupied: &[Occupied],
@@ -246,7 +254,7 @@ fn on_one(
 
 /// As [`plan`], over several agents: as many of the lowest as it takes, less those that turn out not to be needed, the highest first.
 fn on_several(
-    ended: &[Candidate],
+    ended: &Candidates,
     ranks: usize,
     reserved: &HashSet<String>,
     occupied: &[Occupied],

@@ -1,9 +1,16 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use crate::{agents::Online, app::App, leases::Leases, store::Occupant};
+use super::candidates::{Candidate, Candidates};
+use crate::{
+    agents::Online,
+    app::App,
+    leases::Leases,
+    reservations::Kept,
+    store::{JobRow, Occupant},
+};
 use lockstep_protocol::{
-    agent::Slot,
-    job::JobId,
+    job::{Job, JobId},
+    reason::Reason,
     spec::{Device, JobSpec, Precision},
 };
 use std::{
@@ -17,10 +24,37 @@ pub(super) struct Round {
     /// The slots that attempts held when it began, by agent.
     held: HashMap<String, HashSet<u32>>,
     /// Agents that are kept for jobs that come before those which are looked at now.
-    pub(super) reserved: HashSet<String>,
-    /// Jobs that run, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
+    reserved: HashSet<String>,
+    /// What is kept for which job, for those who ask.
+    pub(super) kept: Vec<Kept>,
+    /// Jobs that may yield, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
     pub(super) occupied: Option<Vec<Occupied>>,
     pub(super) promised: HashSet<(String, u32)>,
+    /// Jobs that agents are there for alone.
+    served: HashSet<JobId>,
+    /// For all other jobs: what each kind of device has for them.
+    by_device: Vec<(Device, Arc<Candidates>)>,
+    /// Kinds of jobs that do not fit, since slots were taken or agents reserved for the last time: hundreds of jobs may be of one kind.
+    do_not_fit: HashMap<JobKind, DoesNotFit>,
+    /// Jobs that start when the round is over, in order, with their slots.
+    pub(super) starts: Vec<Start>,
+}
+
+/// What decides whether a job fits: ranks, device and priority.
+pub(super) type JobKind = (u32, &'static str, i32);
+
+/// What a round has found out about a kind of jobs.
+#[derive(Clone)]
+pub(super) struct DoesNotFit {
+    pub(super) why: Reason,
+    /// Agents are reserved for it.
+    pub(super) is_kept: bool,
+}
+
+/// A job that is about to start, with the agents and their slots.
+pub(super) struct Start {
+    pub(super) row: Arc<JobRow>,
+    pub(super) chosen: Vec<(Arc<Online>, Vec<u32>)>,
 }
 
 /// A job that runs, and its slots: agent and slot.
@@ -38,17 +72,6 @@ struct Machine {
     takes_work: bool,
 }
 
-/// An agent that a job may be started on.
-#[derive(Clone)]
-pub(super) struct Candidate {
-    pub(super) agent: Arc<Online>,
-    /// Slots of the kind that the job needs, and those of them that are free.
-    pub(super) all: Vec<u32>,
-    pub(super) free: Vec<u32>,
-    /// Where the first of them is among the agent's slots.
-    first: Option<usize>,
-}
-
 impl Round {
     pub(super) fn begin(app: &App) -> Self {
         // One that was cut off is online until its connection times out, and would hear of no start.
@@ -62,8 +85,20 @@ impl Round {
                 && !app.agents.is_draining(&agent.row.id),
             agent: Arc::new(agent),
         };
-        let machines = app.agents.online().into_iter().map(machine).collect();
-        Self { machines, held, reserved: HashSet::new(), occupied: None, promised: HashSet::new() }
+        let machines: Vec<_> = app.agents.online().into_iter().map(machine).collect();
+        let served = machines.iter().filter_map(|m| m.agent.only_job.clone()).collect();
+        Self {
+            machines,
+            held,
+            reserved: HashSet::new(),
+            kept: Vec::new(),
+            occupied: None,
+            promised: HashSet::new(),
+            served,
+            by_device: Vec::new(),
+            do_not_fit: HashMap::new(),
+            starts: Vec::new(),
+        }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -71,15 +106,47 @@ impl Round {
     }
 
     /// The agents that take this job.
-    pub(super) fn candidates(&self, job: &JobId, device: Device) -> Vec<Candidate> {
+    pub(super) fn candidates(&mut self, job: &JobId, device: Device) -> Arc<Candidates> {
+        let is_served = self.served.contains(job);
+        let known = self.by_device.iter().find(|(of, _)| *of == device);
+        if let Some((_, known)) = known.filter(|_| !is_served) {
+            return Arc::clone(known);
+        }
         let serves = |machine: &&Machine| {
             machine.takes_work && machine.agent.only_job.as_ref().is_none_or(|only| only == job)
         };
-        self.machines
-            .iter()
-            .filter(serves)
-            .map(|m| Candidate::of(Arc::clone(&m.agent), &m.in_use, device))
-            .collect()
+        let found = self.machines.iter().filter(serves);
+        let found = found.map(|m| Candidate::of(Arc::clone(&m.agent), &m.in_use, device));
+        let found = Arc::new(Candidates::new(found.collect()));
+        if !is_served {
+            self.by_device.push((device, Arc::clone(&found)));
+        }
+        found
+    }
+
+    /// Keeps a machine for a job that waits. One that is kept already is so for a job that comes before this one.
+    pub(super) fn reserve(&mut self, job: &JobId, candidate: &Candidate) {
+        let agent_id = &candidate.agent.row.id;
+        if self.reserved.insert(agent_id.clone()) {
+            self.do_not_fit.clear();
+            self.kept.push(Kept {
+                job: job.clone(),
+                agent_id: agent_id.clone(),
+                free: candidate.free.clone(),
+                ending: Vec::new(),
+                whole_machine: true,
+            });
+        }
+    }
+
+    /// Keeps slots of a machine for a job that waits, free ones and those of jobs that end.
+    pub(super) fn promise(&mut self, job: &JobId, candidate: &Candidate, slots: &[u32]) {
+        let agent_id = &candidate.agent.row.id;
+        self.take(agent_id, slots);
+        self.promised.extend(slots.iter().map(|slot| (agent_id.clone(), *slot)));
+        let (free, ending) = slots.iter().partition(|slot| candidate.free.contains(slot));
+        let (job, agent_id) = (job.clone(), agent_id.clone());
+        self.kept.push(Kept { job, agent_id, free, ending, whole_machine: false });
     }
 
     /// Slots were given away.
@@ -87,6 +154,33 @@ impl Round {
         for machine in self.machines.iter_mut().filter(|m| m.agent.row.id == agent_id) {
             machine.in_use.extend(slots);
         }
+        for (_, candidates) in &mut self.by_device {
+            Arc::make_mut(candidates).take(agent_id, slots);
+        }
+        self.do_not_fit.clear();
+    }
+
+    pub(super) fn reserved(&self) -> &HashSet<String> {
+        &self.reserved
+    }
+
+    /// The kind of a job that any other of its kind can stand for.
+    pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
+        let device = match device_for(&job.spec) {
+            Device::Auto => "auto",
+            Device::Cuda => "cuda",
+            Device::Cpu => "cpu",
+        };
+        (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
+    }
+
+    /// What was found out about this kind, where it still holds.
+    pub(super) fn does_not_fit(&self, kind: &JobKind) -> Option<DoesNotFit> {
+        self.do_not_fit.get(kind).cloned()
+    }
+
+    pub(super) fn note(&mut self, kind: JobKind, found: DoesNotFit) {
+        self.do_not_fit.insert(kind, found);
     }
 
     /// Whether all that was in use on these candidates when the round began still is. An attempt ends in the store first, and then lets
@@ -108,55 +202,13 @@ pub(super) fn all_still_held(
     leases: &Leases,
     live: &HashSet<JobId>,
 ) -> bool {
+    let now = leases.jobs_in_slots();
     candidates.iter().all(|candidate| {
         let agent = &candidate.agent.row.id;
-        let now = leases.slots_in_use(agent);
-        let is_held = |slot: &u32| now.get(slot).is_some_and(|(job, _)| live.contains(job));
+        let now = now.get(agent);
+        let is_held = |slot: &u32| now.and_then(|now| now.get(slot)).is_some_and(|job| live.contains(job));
         held.get(agent).into_iter().flatten().all(is_held)
     })
-}
-
-impl Candidate {
-    pub(super) fn of(agent: Arc<Online>, in_use: &HashSet<u32>, device: Device) -> Self {
-        let all = slots_for(&agent.row.slots, device);
-        let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
-        let first =
-            all.first().and_then(|index| agent.row.slots.iter().position(|slot| slot.index == *index));
-        Self { agent, all, free, first }
-    }
-
-    fn first(&self) -> Option<&Slot> {
-        self.agent.row.slots.get(self.first?)
-    }
-
-    /// `cpu` or `cuda`.
-    pub(super) fn device(&self) -> &str {
-        self.first().map_or("", |slot| slot.device.as_str())
-    }
-
-    /// What its slots are: `NVIDIA H200`.
-    pub(super) fn model(&self) -> &str {
-        self.first().map_or("", |slot| slot.name.as_str())
-    }
-}
-
-/// The slots of a machine that ranks of such a job may run in.
-pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
-    let of = |kind: &str| -> Vec<u32> {
-        slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
-    };
-    let (first, second) = match device {
-        Device::Cuda => ("cuda", None),
-        // GPUs where there are any.
-        Device::Auto => ("cuda", Some("cpu")),
-        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
-        Device::Cpu => ("cpu", Some("cuda")),
-    };
-    let found = of(first);
-    match second {
-        Some(second) if found.is_empty() => of(second),
-        _ => found,
-    }
 }
 
 /// The device that a job needs: half precision is for GPUs alone.

@@ -1,8 +1,8 @@
 //! Why a job that does not fit waits, in facts.
 
 use super::{
-    gang::{address, most},
-    slots::Candidate,
+    candidates::{Candidate, Candidates, address},
+    gang::most,
 };
 use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
@@ -11,7 +11,7 @@ use lockstep_protocol::{
 
 /// Why a job waits for which these agents are `kept`, if they will ever do.
 pub(super) fn wait_reason(
-    candidates: &[Candidate],
+    candidates: &Candidates,
     ranks: u32,
     device: Device,
     kept: Option<&[usize]>,

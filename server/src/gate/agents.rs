@@ -1,5 +1,6 @@
 //! Who opens an agent's connection: whom its certificate names, or, where that is enough, whom its token names.
 
+use super::bearer;
 use crate::{
     access::{Caller, Denied, certificate_id},
     app::App,
@@ -8,10 +9,21 @@ use crate::{
     ingress::Peer,
 };
 use axum::http::{HeaderMap, header};
+use lockstep_protocol::access::Scope;
 
 /// What an agent without a certificate is told.
 const HOW: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
     --agent`)";
+
+/// Whether a request comes from an agent that shows who it is.
+pub(crate) fn is_agent(app: &App, headers: &HeaderMap, peer: &Peer) -> bool {
+    let certified = app.ingress.agents().zip(peer.certificate.as_deref());
+    let token = headers.get(header::AUTHORIZATION).and_then(bearer);
+    certified.is_some_and(|(trust, certificate)| trust.check(certificate).is_ok())
+        || token
+            .and_then(|token| app.access.by_token(token).ok())
+            .is_some_and(|caller| caller.scope() == Some(Scope::Agent))
+}
 
 /// The agent that a certificate names.
 ///

@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 32] = [
+const RULES: [(Methods, &str, Needed); 33] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -64,6 +64,7 @@ const RULES: [(Methods, &str, Needed); 32] = [
     (Safe, "/api/v1/projects", S(Scope::Read)),
     (Safe, "/api/v1/projects/{name}/panels", S(Scope::Read)),
     (Safe, "/api/v1/jobs/groups", S(Scope::Read)),
+    (Safe, "/api/v1/queue", S(Scope::Read)),
     (Safe, "/api/v1/jobs/{id}/events", S(Scope::Read)),
     (Safe, "/api/v1/stream", S(Scope::Read)),
 ];

@@ -138,7 +138,7 @@ pub(crate) async fn begin(
     let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
     let has_rank_0 = asking.holds(&app)?;
     let agent = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
-    let agent = agent.map_or_else(|| asking.agent_id.clone(), |online| online.row.name);
+    let agent = agent.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
     let fencing_token = asking.attempt.fencing_token;
     let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
     let job_dir = app.job_dir(&asking.attempt.job);
@@ -187,7 +187,7 @@ pub(crate) async fn file(
     if file == crate::manifest::MANIFEST {
         let megabytes = row.info.size_bytes as f64 / 1e6;
         let name = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
-        let name = name.map_or_else(String::new, |online| online.row.name);
+        let name = name.map_or_else(String::new, |online| online.row.name.clone());
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
         artifacts::log_once(&app, &asking.attempt.job, attempt, "fetched", text).await;
     }

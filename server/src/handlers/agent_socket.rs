@@ -11,7 +11,7 @@ use crate::{
     inbox::{RESERVE_TIMEOUT, Work},
     ingress::Peer,
     lifecycle, machines,
-    store::{AttemptRow, Report},
+    store::{AgentRow, Report},
 };
 use axum::{
     Extension,
@@ -257,7 +257,7 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
     let leaving = agent.leaving.clone();
     if let Some(online) = app.agents.leave(&id, connection) {
         // When it was last seen, for a server that starts again.
-        if let Err(error) = app.store.put_agent(&online.row).await {
+        if let Err(error) = app.agent_rows.put(&*app.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "when an agent was last seen could not be stored");
         }
         if let Some(reason) = leaving
@@ -288,7 +288,7 @@ impl Connection<'_> {
     async fn welcome(&self, to: &mut Sink, hello: Hello) -> std::result::Result<(), String> {
         let app = self.app;
         let failed = |e: crate::store::StoreError| e.to_string();
-        app.store.put_agent(&hello.row).await.map_err(failed)?;
+        app.agent_rows.put(&*app.store, hello.row.clone()).await.map_err(failed)?;
         app.agents.said_something(&self.id);
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
         app.inbox.flush().await;
@@ -309,24 +309,18 @@ impl Connection<'_> {
         };
         app.machines.connected(&self.id);
         send(to, &welcome).await?;
-        // Somebody may have cancelled a job, or another one have taken its place, while its agent was away.
-        for AttemptRow { attempt, ends, .. } in app.store.live_attempts().await.map_err(failed)? {
-            if ends
-                && hello.attempts.contains(&attempt)
-                && let Some(row) = app.store.job(&attempt.job).await.map_err(failed)?
-                && row.live().as_ref() == Some(&attempt)
-                && let Some((reason, patient)) = dispatch::wanted(&row)
-            {
-                send(to, &ToAgent::Stop { attempt, reason, patient }).await?;
-            }
-        }
-        // Or another agent's ranks of the same attempt have ended.
-        for attempt in hello.attempts.iter().filter(|attempt| app.leases.places(attempt) > 1) {
-            let row = app.store.job(&attempt.job).await.map_err(failed)?;
-            if row.is_some_and(|row| lifecycle::is_ending(&row)) {
-                let (attempt, reason) =
-                    (attempt.clone(), "its ranks on another machine have ended".to_owned());
-                send(to, &ToAgent::Stop { attempt, reason, patient: false }).await?;
+        // While their agent was away, somebody may have cancelled a job, or another agent's ranks of the same attempt have ended.
+        for attempt in &hello.attempts {
+            let row = match app.store.job(&attempt.job).await {
+                Err(error) if error.may_pass() => return Err(error.to_string()),
+                // One that cannot be read keeps no agent out.
+                row => row.ok().flatten().filter(|row| row.live().as_ref() == Some(attempt)),
+            };
+            let Some(row) = row else { continue };
+            let is_ending = lifecycle::is_ending(&row) && app.leases.places(attempt) > 1;
+            let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
+            for (reason, patient) in dispatch::wanted(&row).into_iter().chain(ending) {
+                send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
             }
         }
         Ok(())

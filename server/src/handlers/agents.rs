@@ -7,14 +7,21 @@ use super::{
 };
 use crate::{
     access::Caller,
+    agents::Online,
     app::App,
     error::{Error, Problem, Result},
     machines::{MachineState, warnings},
+    reservations::Kept,
+    store::AgentRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::Timestamp;
-use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
+use lockstep_protocol::{
+    agent::{Machine, MachineSample, MachineWarning, Slot},
+    job::JobId,
+};
 use serde::Serialize;
+use std::collections::HashMap;
 use utoipa::ToSchema;
 
 /// Machines that have introduced themselves.
@@ -90,6 +97,18 @@ pub(crate) struct SlotUse {
     pub(super) job: Option<lockstep_protocol::JobId>,
     /// Which of the job's ranks holds it. The job is absent, and the rank is not, where the job is private to somebody else.
     pub(super) rank: Option<u32>,
+    /// The waiting job that the slot is kept for, also while another one still holds it.
+    pub(super) kept_for: Option<KeptFor>,
+}
+
+/// What a slot is kept for.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(crate) struct KeptFor {
+    /// Absent where it is private to somebody else.
+    #[schema(value_type = Option<String>)]
+    pub(super) job: Option<lockstep_protocol::JobId>,
+    #[schema(value_type = String)]
+    pub(super) since: Timestamp,
 }
 
 /// List machines
@@ -136,18 +155,28 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 /// # Errors
 /// The store's.
 pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
+    let reservations = app.reservations.all();
+    // After them: a job that is submitted in between is among those that are hidden.
     let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
+    let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
     let agents = app.store.agents().await?.into_iter().map(|row| {
-        let now = online.iter().find(|a| a.row.id == row.id);
+        let now = online.get(row.id.as_str()).copied();
         // A connected agent is heard of more often than that is stored.
-        let row = now.map_or(row, |a| a.row.clone());
+        let row = now.map_or(row, |a| AgentRow::clone(&a.row));
         let mut in_use = app.leases.slots_in_use(&row.id);
-        let slots = row.slots.into_iter().map(|slot| match in_use.remove(&slot.index) {
-            Some((job, rank)) => {
-                SlotUse { job: Some(job).filter(|job| !hidden.contains(job)), rank: Some(rank), slot }
-            }
-            None => SlotUse { job: None, rank: None, slot },
+        let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
+        let kept_for = |slot: u32| {
+            let is_it = |kept: &Kept| {
+                kept.agent_id == row.id && (kept.free.contains(&slot) || kept.ending.contains(&slot))
+            };
+            let (kept, since) = reservations.iter().find(|(kept, _)| now.is_some() && is_it(kept))?;
+            Some(KeptFor { job: seen(kept.job.clone()), since: *since })
+        };
+        let slots = row.slots.into_iter().map(|slot| {
+            let kept_for = kept_for(slot.index);
+            let (job, rank) = in_use.remove(&slot.index).unzip();
+            SlotUse { job: job.and_then(seen), rank, kept_for, slot }
         });
         let slots = slots.collect();
         let draining = app.agents.is_draining(&row.id);

@@ -133,10 +133,12 @@ pub(crate) async fn change(
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         app.store.set_priority(&id, priority).await?;
+        app.waiting.note(&job);
         app.leases.poke();
     }
     if let Some(project) = change.project.filter(|project| *project != job.project) {
         app.store.set_project(&id, &project).await?;
+        app.waiting.note(&job);
     }
     // Pages that are open show it, too.
     app.hub.labelled(jobs::find(&app, id.as_str())).await?;

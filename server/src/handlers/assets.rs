@@ -39,20 +39,25 @@ pub(crate) fn folder() -> &'static str {
     })
 }
 
-/// A file, or `all/PAGE.js`: every module of a page.
+/// A file; of `all/PAGE.js` every module of a page, of `app.css` every file that it imports.
 fn content(path: &str) -> Option<Cow<'static, [u8]>> {
-    let Some(page) = path.strip_prefix("all/").and_then(|name| name.strip_suffix(".js")) else {
+    let page = path.strip_prefix("all/").and_then(|name| name.strip_suffix(".js"));
+    if page.is_none() && path != "app.css" {
         return Assets::get(path).map(|file| file.data);
-    };
+    }
     static MADE: OnceLock<Mutex<HashMap<String, &'static [u8]>>> = OnceLock::new();
     let mut made = MADE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(text) = made.get(page) {
+    if let Some(text) = made.get(path) {
         return Some(Cow::Borrowed(text));
     }
     let source = |path: &str| Assets::get(path).and_then(|f| String::from_utf8(f.data.into_owned()).ok());
+    let text = match page {
+        Some(page) => bundle::page(page, &source),
+        None => bundle::styles(&source),
+    }?;
     // A few, and for as long as the process lives.
-    let text: &'static [u8] = Vec::leak(bundle::page(page, &source)?.into_bytes());
-    made.insert(page.to_owned(), text);
+    let text: &'static [u8] = Vec::leak(text.into_bytes());
+    made.insert(path.to_owned(), text);
     Some(Cow::Borrowed(text))
 }
 
@@ -90,12 +95,25 @@ mod tests {
 
     #[test]
     fn every_page_s_modules_go_into_one_file() {
-        for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines"] {
+        for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines", "queue"] {
             let text = content(&format!("all/{page}.js")).unwrap_or_else(|| panic!("{page}"));
             let text = std::str::from_utf8(&text).unwrap();
             let left = text.lines().find(|l| l.starts_with("import") || l.starts_with("export"));
             assert_eq!(left, None, "{page}: written in another way than the others");
         }
         assert!(content("all/nothing.js").is_none() && content("all/../job.js").is_none());
+    }
+
+    #[test]
+    fn every_style_goes_into_one_file() {
+        let text = content("app.css").expect("the styles of every page");
+        let text = std::str::from_utf8(&text).unwrap();
+        assert!(!text.contains("@import"), "a browser would ask for another file");
+        let parts: Vec<_> = Assets::iter().filter(|path| path.starts_with("styles/")).collect();
+        assert!(!parts.is_empty(), "they are in a folder of their own");
+        for path in parts {
+            let part = Assets::get(&path).unwrap().data;
+            assert!(text.contains(std::str::from_utf8(&part).unwrap()), "{path} is imported by none");
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! All modules of a page in one file, so that a browser asks once instead of thirty times. Made when first asked for,
-//! from the modules as they are: nothing is built beforehand, and each is also served on its own.
+//! All modules of a page in one file, and all styles in another, so that a browser asks once instead of thirty times. Made
+//! when first asked for, from the files as they are: nothing is built beforehand, and each is also served on its own.
 //!
 //! Every module becomes a function that returns what it exports. That needs modules to be written in one way, which
 //! ours are: `import { a, b as c } from "./x.js";` on a line of its own, `export` in front of a declaration, no cycles.
@@ -12,6 +12,19 @@ pub(crate) fn page(entry: &str, source: &impl Fn(&str) -> Option<String>) -> Opt
     bundle.add("keys.js", 0)?;
     bundle.add(&format!("{entry}.js"), 0)?;
     Some(bundle.text)
+}
+
+/// `app.css` with the files in place of the lines that import them; `None` when one is missing.
+pub(crate) fn styles(source: &impl Fn(&str) -> Option<String>) -> Option<String> {
+    let mut text = String::new();
+    for line in source("app.css")?.lines() {
+        match line.strip_prefix("@import \"").and_then(|rest| rest.strip_suffix("\";")) {
+            Some(path) => text.push_str(&source(path)?),
+            None => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    Some(text)
 }
 
 struct Bundle<'a, S> {

@@ -75,7 +75,7 @@ impl Running {
 /// Which checkpoint.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct Which {
+pub(crate) struct EvaluationQuery {
     /// Its id, `best` or `latest`; the best when absent.
     checkpoint: Option<String>,
     /// `model`, or `ema` for their running average.
@@ -92,7 +92,7 @@ pub(crate) struct Which {
 /// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures, or on another
 /// dataset's.
 /// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
-#[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), Which),
+#[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
         (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
@@ -100,7 +100,7 @@ pub(crate) async fn evaluation(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    Query(which): Query<Which>,
+    Query(which): Query<EvaluationQuery>,
 ) -> Result<Response> {
     let job = jobs::find(&app, &id).await?;
     let rows = app.store.checkpoints(&job_id(&id)?).await?;

@@ -163,7 +163,7 @@ async fn make(
     let made = jobs::store(app, caller, new, spec, key, Some(Fork { reason, parent, checkpoint })).await?;
     // Pages of its parent that are open name it, too. The fork is made, whether or not they hear of it.
     if let Err(error) = app.hub.labelled(jobs::find(app, source.id.as_str())).await {
-        tracing::debug!(?error, "the pages of a fork's parent were not told");
+        tracing::debug!(?error, "the pages of a fork's parent were not notified");
     }
     Ok(made)
 }

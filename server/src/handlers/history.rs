@@ -161,7 +161,7 @@ fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry>
         let moved = before.as_ref().is_none_or(|(old, _)| old != state);
         before = now;
         let (what, action) = match (state, code) {
-            // Told above: among many changes of state it may not be here.
+            // Reported above: among many changes of state it may not be here.
             (JobState::Queued, _) if *seq == 1 => continue,
             (JobState::Queued, Some(ReasonCode::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
             (JobState::Queued, Some(ReasonCode::RetriedByUser)) if moved => (What::Retried, Some("retry")),

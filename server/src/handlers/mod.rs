@@ -38,6 +38,8 @@ pub(crate) mod people_pages;
 pub(crate) mod pictures;
 pub(crate) mod predict;
 pub(crate) mod projects;
+pub(crate) mod queue;
+pub(crate) mod queue_page;
 pub(crate) mod server_url;
 pub(crate) mod stream;
 mod submission;

@@ -321,7 +321,18 @@ pub(crate) async fn machines(
                     rank,
                 }),
             };
-            slots.push((held.slot, holder));
+            let kept_for = match held.kept_for {
+                Some(agents::KeptFor { job: Some(id), .. }) => app
+                    .store
+                    .job(&id)
+                    .await?
+                    .map(|row| machines::KeptFor { job_id: id.to_string(), job_name: row.job.name }),
+                Some(agents::KeptFor { job: None, .. }) => {
+                    Some(machines::KeptFor { job_id: String::new(), job_name: "a private job".into() })
+                }
+                None => None,
+            };
+            slots.push(machines::SlotCell { slot: held.slot, holder, kept_for });
         }
         cards.push(machines::AgentCard {
             id: agent.id,

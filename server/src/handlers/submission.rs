@@ -139,9 +139,9 @@ pub(super) async fn pretrained(
 async fn is_below(folder: &Path, path: &str) -> bool {
     let (folder, path) = (folder.to_owned(), PathBuf::from(path));
     // A file system that does not respond must not hold up others.
-    let looked = tokio::task::spawn_blocking(move || {
+    let is_inside = tokio::task::spawn_blocking(move || {
         let path = std::path::absolute(&path).unwrap_or(path);
         dataset_roots::resolved(&path).starts_with(dataset_roots::resolved(&folder))
     });
-    matches!(looked.await, Ok(true))
+    matches!(is_inside.await, Ok(true))
 }

@@ -116,7 +116,7 @@ fn is_seen(token: &Token, caller: &Caller) -> bool {
 /// A person's token is its own: it allows at most what the request that made it may do, and for no longer, and ends with the person.
 /// Other tokens, for programs and machines, are an admin's to make.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
-    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 1000 valid ones, or a person has the name"),
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid ones, or a person has the name"),
         (status = 422, body = Problem)))]
 pub(crate) async fn create(
     State(app): State<App>,
@@ -217,7 +217,7 @@ async fn agent_named(app: &App, agent: &str) -> Result<Option<AgentNames>> {
     if agent.trim().is_empty() || agent.len() > 100 || first_unseen(agent).is_some() {
         return Ok(None);
     }
-    let known = app.store.agents().await?;
+    let known = app.store.agents_called(agent, agent).await?;
     let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
     Ok(Some(match found {
         Some(row) => (Some(row.name.clone()), Some(row.id.clone())),

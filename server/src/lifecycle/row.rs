@@ -1,6 +1,7 @@
 //! The data that a change of a job reads and edits, and its refusals. The store keeps it and knows no more of the rules.
 
 use super::progress::Progress;
+use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken},
     attempt::AttemptState,
@@ -17,6 +18,8 @@ pub struct JobRow {
     pub stop: Option<Reason>,
     /// Failed or lost attempts since it was last submitted or retried.
     pub restarts: u32,
+    /// When it went back to the queue; none for one that has waited since its submission.
+    pub waiting_since: Option<Timestamp>,
     /// Fencing token of the attempt that may write.
     pub fencing_token: Option<FencingToken>,
     /// What its newest values and its sparkline come from.

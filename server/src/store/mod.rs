@@ -28,7 +28,7 @@ pub use rows::{
     HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
     MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
     ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored,
-    TokenRow,
+    TokenRow, WaitingVersion,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -117,6 +117,8 @@ pub trait Store: Send + Sync + 'static {
     /// A page of the jobs that wait for slots: those of the highest priority first, of equal ones the oldest. With where the next page
     /// begins; none after the last.
     async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
+    /// The version of every job that waits for slots.
+    async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
     /// How many slots the jobs of each owner or project have whose attempts may write.
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// Jobs that are not over.
@@ -144,10 +146,14 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// [`StoreError::NotFound`]: the job was deleted meanwhile.
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
+    /// As [`Store::claim`], of several jobs in one transaction: one commit for all.
+    async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
     /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
     async fn occupants(&self) -> Result<Vec<Occupant>>;
+    /// As [`Store::occupants`], those alone whose slots somebody may count on: they end already, or may be preempted.
+    async fn yielding(&self) -> Result<Vec<Occupant>>;
     /// How many records of each source of an attempt are stored, as one of its agents names them; empty when the fencing token is
     /// not the attempt's, or it was given to others.
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>>;
@@ -217,10 +223,12 @@ pub trait Store: Send + Sync + 'static {
     /// [`StoreError::NotFound`]; [`StoreError::DatasetInUse`].
     async fn remove_dataset(&self, name: &str) -> Result<()>;
 
-    /// Stores an agent as it introduced itself, or when it was last seen.
-    async fn put_agent(&self, agent: &AgentRow) -> Result<()>;
+    /// Stores agents as they introduced themselves, or when they were last seen, in one transaction.
+    async fn put_agents(&self, agents: &[AgentRow]) -> Result<()>;
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
+    /// Agents that have this name, and the one with this id.
+    async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>>;
 
     /// Notes and tags of jobs that have any: at most `limit` behind this id, of jobs that this person or token sees (`None` sees all).
     async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage>;

@@ -13,7 +13,9 @@ mod metrics;
 mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
-pub use attempts::{AttemptRow, Claim, Claimed, Ingested, Occupant, Place, QueuePlace, Report};
+pub use attempts::{
+    AttemptRow, Claim, Claimed, Ingested, Occupant, Place, QueuePlace, Report, WaitingVersion,
+};
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
 pub use history::HistoryRows;

@@ -98,7 +98,7 @@ pub(crate) struct AgentTrust {
     /// It is there from the first revocation on, where the authority is the server's own.
     revoked: Option<PathBuf>,
     is_own: bool,
-    /// Told to clients, whose browsers then offer no certificate of anybody else.
+    /// Sent to clients, whose browsers then offer no certificate of anybody else.
     hints: Vec<DistinguishedName>,
     current: RwLock<Arc<Trust>>,
     files: Mutex<Watched>,

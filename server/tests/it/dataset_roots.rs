@@ -78,7 +78,7 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
         let request = client(&member).post(server.url("/api/v1/jobs")).json(&spec);
         server.send(request).await
     };
-    let told = async |path: &std::path::Path| {
+    let reported = async |path: &std::path::Path| {
         let (status, problem) = ask(path).await;
         assert_eq!(
             (status, &problem["errors"][0]["pointer"]),
@@ -90,11 +90,11 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
     // Without asking an agent, which would say whether it has the file.
     for folder in [&outside, &data.join("jobs")] {
         let (there, missing) = (folder.join("there.safetensors"), folder.join("missing.safetensors"));
-        let why = told(&there).await;
-        assert_eq!(why, told(&missing).await, "{folder:?}");
+        let why = reported(&there).await;
+        assert_eq!(why, reported(&missing).await, "{folder:?}");
         assert!(why.contains("checkpoint's id"), "{why}");
     }
-    assert!(told(&outside.join("w.safetensors")).await.contains("--dataset-root"));
+    assert!(reported(&outside.join("w.safetensors")).await.contains("--dataset-root"));
     // Below a root, the next that the agent is asked is this.
     let good = root.join("there.safetensors");
     let answering = async {
@@ -108,6 +108,33 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
     };
     let ((status, made), weights) = tokio::join!(ask(&good), answering);
     assert_eq!((status, weights.as_str()), (201, good.to_str().unwrap()), "{made}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn where_no_root_is_named_members_register_nothing_on_loopback_either() {
+    let dir = tempfile::tempdir().unwrap();
+    symlink(dir.path().join("missing"), dir.path().join("dangling")).unwrap();
+    let server = TestServer::new().await;
+    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
+    let member = client(&member);
+    let mut answers = Vec::new();
+    for name in ["", "missing", "dangling"] {
+        let path = dir.path().join(name);
+        for (call, body) in
+            [("datasets", json!({"name": "d", "path": path})), ("datasets/inspect", json!({"path": path}))]
+        {
+            let request = member.post(server.url(&format!("/api/v1/{call}"))).json(&body);
+            let (status, problem) = server.send(request).await;
+            assert_eq!(status, 422, "{path:?}: {problem}");
+            answers.push(detail(&problem).to_owned());
+        }
+    }
+    assert!(answers[0].contains("--dataset-root"), "{answers:?}");
+    assert!(answers.iter().all(|answer| *answer == answers[0]), "the same for every path: {answers:?}");
+    // The first token, an admin's, gets as far as asking for a machine that has it.
+    let (status, problem) = server.post("/datasets", &json!({"name": "d", "path": dir.path()})).await;
+    assert_eq!(status, 503, "{problem}");
     server.stop().await;
 }
 

@@ -242,6 +242,7 @@ async fn what_is_answered_is_documented() {
         "/jobs/{id}/size",
         "/annotations",
         "/projects",
+        "/queue",
         "/jobs/{id}/events",
         "/jobs/{id}/metrics",
         "/jobs/{id}/metrics.csv",

@@ -69,7 +69,7 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 70)]).await;
     agent.end(&third.attempt, Ending::Succeeded { step: 100 }).await;
 
-    let told = history(&server, &id).await;
+    let reported = history(&server, &id).await;
     let expected = [
         "submitted",
         "started 1",
@@ -81,8 +81,8 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
         "started 3",
         "ended 3",
     ];
-    assert_eq!(in_short(&told), expected, "{told:#}");
-    assert_eq!((&told["next_cursor"], told.get("total")), (&Value::Null, None), "{told:#}");
+    assert_eq!(in_short(&reported), expected, "{reported:#}");
+    assert_eq!((&reported["next_cursor"], reported.get("total")), (&Value::Null, None), "{reported:#}");
     // The same in pages of any size; parent, forks and queue are in each.
     for limit in [1, 4, expected.len(), 1000] {
         let (mut entries, mut cursor) = (Vec::new(), String::new());
@@ -90,12 +90,12 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
             let (status, page) =
                 server.get(&format!("/jobs/{id}/history?count=true&limit={limit}{cursor}")).await;
             assert_eq!((status, &page["total"]), (200, &json!(expected.len())), "{page}");
-            assert_eq!(page["forks"], told["forks"]);
+            assert_eq!(page["forks"], reported["forks"]);
             entries.extend(page["entries"].as_array().unwrap().clone());
             let Some(next) = page["next_cursor"].as_str() else { break };
             cursor = format!("&cursor={next}");
         }
-        assert_eq!(json!(entries), told["entries"], "{limit}");
+        assert_eq!(json!(entries), reported["entries"], "{limit}");
     }
     for query in ["limit=0", "limit=1001", "cursor=x"] {
         assert_eq!(server.get(&format!("/jobs/{id}/history?{query}")).await.0, 400, "{query}");
@@ -108,7 +108,7 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     let (_, page) = server.get(&format!("/jobs/{id}/attempts?sort=-attempt&limit=2&cursor={next}")).await;
     let numbers: Vec<_> = page["attempts"].as_array().unwrap().iter().map(|a| a["attempt"].clone()).collect();
     assert_eq!((json!(numbers), &page["next_cursor"]), (json!([2, 1]), &Value::Null));
-    let entry = |n: usize| &told["entries"][n];
+    let entry = |n: usize| &reported["entries"][n];
     assert_eq!(
         (&entry(2)["state"], &entry(2)["rank"], &entry(2)["step"]),
         (&json!("failed"), &json!(1), &json!(60))
@@ -121,7 +121,10 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     );
     assert_eq!(entry(5)["next_checkpoint"], format!("{id}-1-70"));
     assert_eq!((&entry(4)["who"], &entry(6)["who"]), (&json!("eva"), &json!("eva")));
-    assert_eq!((&told["queue"], &told["parent"], &told["forks"]), (&Value::Null, &Value::Null, &json!([])));
+    assert_eq!(
+        (&reported["queue"], &reported["parent"], &reported["forks"]),
+        (&Value::Null, &Value::Null, &json!([]))
+    );
 
     // Who asked is in the audit log, which is for admins.
     let seen = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
@@ -270,14 +273,17 @@ async fn the_speed_is_pictures_over_time_and_its_stream_says_it_too() {
     let speed = job.images_per_second.unwrap();
     assert!((speed - 1000.0 / 3.2).abs() < 1e-3, "{speed}");
     assert!((job.eta_secs.unwrap() - 3.2).abs() < 1e-3, "{job:?}");
-    let told = loop {
+    let reported = loop {
         let frame = stream.frame().await.unwrap();
         if frame["type"] == "progress" && frame["step"] == 32 && frame["images_per_second"].is_number() {
             break frame;
         }
     };
-    assert_eq!((told["images_per_second"].as_f64(), told["eta_secs"].as_f64()), (Some(speed), job.eta_secs));
-    assert!(told.get("seq").is_none(), "it is no event");
+    assert_eq!(
+        (reported["images_per_second"].as_f64(), reported["eta_secs"].as_f64()),
+        (Some(speed), job.eta_secs)
+    );
+    assert!(reported.get("seq").is_none(), "it is no event");
 
     // It stays when the job is over, and the next attempt begins with its own steps.
     let reason =

@@ -100,9 +100,9 @@ async fn scenario(server: TestServer) {
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
     // Readers of the stream hear of it.
     let events = server.stored(&id).await;
-    let told: Vec<_> =
+    let reported: Vec<_> =
         events.iter().filter(|e| e["type"] == "histograms").map(|e| e["step"].clone()).collect();
-    assert_eq!(told, [10, 20]);
+    assert_eq!(reported, [10, 20]);
     assert_eq!(events.iter().filter(|e| e["type"] == "network").count(), 1);
 
     // Another attempt begins again after step 10: what the first did after that is no part of the run any more.

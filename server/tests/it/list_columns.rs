@@ -61,9 +61,9 @@ async fn jobs_sort_by_tags_by_lists_and_by_any_metric_and_show_the_metrics_that_
         }
     }
     let (_, page) = server.get("/jobs?sort=name&metrics=step_ms,grad_norm").await;
-    let told: Vec<_> =
+    let reported: Vec<_> =
         page["jobs"].as_array().unwrap().iter().map(|job| job["last"]["step_ms"].clone()).collect();
-    assert_eq!(told, [json!(6.0), json!(1.5), Value::Null], "means over the ranks");
+    assert_eq!(reported, [json!(6.0), json!(1.5), Value::Null], "means over the ranks");
     let (_, page) = server.get("/jobs?sort=name").await;
     assert!(page["jobs"][0]["last"].get("step_ms").is_none() && page["jobs"][0]["last"].get("lr").is_some());
     server.stop().await;
@@ -87,7 +87,7 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
     hold("two", 1).await;
     agent.started().await;
     let waiting = hold("both", 2).await;
-    let told = async |words: &str| {
+    let reported = async |words: &str| {
         let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
         let (_, list) = server.get("/jobs?state=queued&fields=reason,queue").await;
         let reason = job["reason"].as_str().unwrap_or_default();
@@ -97,7 +97,7 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
     };
     let until_told = async |words: &str| {
         for _ in 0..400 {
-            if let Some(seq) = told(words).await {
+            if let Some(seq) = reported(words).await {
                 return seq;
             }
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;

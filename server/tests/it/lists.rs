@@ -196,6 +196,7 @@ async fn every_list_has_pages_fields_and_a_count() {
     for (path, list, fields, total) in [
         ("/jobs", "jobs", "id,spec", 2),
         ("/projects", "projects", "name,states", 2),
+        ("/queue", "jobs", "name,place", 2),
         ("/datasets", "datasets", "name,path", 1),
         ("/agents", "agents", "id,slots", 1),
         ("/tokens", "tokens", "id,name", 4),

@@ -87,7 +87,7 @@ async fn a_job_gives_way_with_a_checkpoint_and_continues_by_itself() {
     let ended = entries.iter().find(|e| e["what"] == "ended").unwrap();
     assert_eq!((&ended["state"], &ended["reason"]["code"]), (&json!("stopped"), &json!("preempted")));
     assert_eq!((&ended["reason"]["job"], &ended["reason"]["priority"]), (&json!(high.id), &json!(5)));
-    // It waits, however preemptible the other one is, and goes on where it was: it is no restart, of which it has none.
+    // It waits, however preemptible the other one is, and continues where it was: it is no restart, of which it has none.
     let after_it = start.attempt.clone();
     agent.report(&after_it, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
     agent.end(&after_it, Ending::Succeeded { step: 100 }).await;
@@ -255,10 +255,10 @@ async fn a_victim_whose_order_was_lost_is_told_again() {
     let stored = format!("UPDATE jobs SET state = 'pausing', cause = '{cause}' WHERE id = '{}'", low.id);
     assert_eq!(server.execute(&stored).await, 1);
     let high = submit(&server, 1, 5, false).await;
-    let Some(ToAgent::Stop { attempt: told, patient: true, .. }) = agent.next().await else {
+    let Some(ToAgent::Stop { attempt: reported, patient: true, .. }) = agent.next().await else {
         panic!("no order")
     };
-    assert_eq!(told, attempt);
+    assert_eq!(reported, attempt);
     // Once is enough.
     let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.contains("are being preempted"));
     server.stream(high.id.as_str(), 0).await.until(waits).await;
@@ -306,8 +306,8 @@ async fn a_private_job_that_takes_the_slots_is_not_named() {
     let reason = server.job(low.id.as_str()).await.reason.unwrap();
     assert_eq!(reason, "preempted by a job of priority 5; continues from the start");
     for path in ["", "/history"] {
-        let (_, told) = server.get(&format!("/jobs/{}{path}", low.id)).await;
-        assert!(!told.to_string().contains(high.id.as_str()), "{told}");
+        let (_, reported) = server.get(&format!("/jobs/{}{path}", low.id)).await;
+        assert!(!reported.to_string().contains(high.id.as_str()), "{reported}");
     }
     assert!(server.stored(low.id.as_str()).await.iter().all(|e| !e.to_string().contains(high.id.as_str())));
     server.stop().await;

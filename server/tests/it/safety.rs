@@ -198,6 +198,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /agent/attempts/{job}/{attempt}/uploads/{name}",
         "post /agent/attempts/{job}/{attempt}/uploads/{name}",
         "put /agent/attempts/{job}/{attempt}/uploads/{name}/{file}",
+        "get /queue",
         "get /stream",
         "get /openapi.json",
     ]

@@ -1,8 +1,8 @@
 //! One scenario of the store, for every database that implements it.
 
-use crate::agent::{info, losses, running};
+use crate::agent::{hello, info, losses, running};
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Source},
+    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Machine, Source},
     dataset::Dataset,
     job::{JobId, JobState},
     spec::JobSpec,
@@ -10,8 +10,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Annotation, Claim, Created, Ingested, JobFilter, MetricFilter, MinuteRow, NewJob, Place, Report,
-        Store, StoreError, postgres::PostgresStore, sqlite::SqliteStore,
+        AgentRow, Annotation, Claim, Created, Ingested, JobFilter, MetricFilter, MinuteRow, NewJob, Place,
+        Report, Store, StoreError, postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
 
@@ -179,6 +179,86 @@ async fn scenario(store: &dyn Store) {
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
     store.ready().await.unwrap();
     store.close().await;
+}
+
+/// What comes from many at once: claims of one transaction, rows of agents, and what has changed of a queue.
+async fn many_at_once(store: &dyn Store) {
+    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
+    store.add_dataset(&dataset(at)).await.unwrap();
+    let mut jobs = Vec::new();
+    for name in ["first", "second", "third"] {
+        let id = JobId::generate();
+        let mut spec = spec(name);
+        spec.preemptible = name == "third";
+        let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
+        let new = NewJob { id: id.clone(), spec, annotation, at, idempotency, fork, owner };
+        store.create_job(new).await.unwrap();
+        jobs.push(id);
+    }
+    let before = store.waiting_versions().await.unwrap();
+    assert_eq!(before.len(), 3);
+    store.set_priority(&jobs[0], 7).await.unwrap();
+    store.set_project(&jobs[1], "another").await.unwrap();
+    let after = store.waiting_versions().await.unwrap();
+    assert_eq!((before[&jobs[0]].priority, after[&jobs[0]].priority), (0, 7));
+    assert_eq!(after[&jobs[1]].project, "another");
+    assert_eq!(before[&jobs[2]], after[&jobs[2]]);
+
+    // Of claims of one transaction those count whose job waits; tokens are in their order.
+    let claim = |job: &JobId, after_attempt| Claim {
+        job: job.clone(),
+        after_attempt,
+        places: vec![Place { agent_id: "a".into(), agent: "name".into(), ranks: vec![(0, 3)] }],
+        at,
+    };
+    let claims = [claim(&jobs[0], 0), claim(&jobs[1], 1), claim(&jobs[0], 0), claim(&jobs[2], 0)];
+    let claimed = store.claim_all(&claims).await.unwrap();
+    let tokens: Vec<_> = claimed.iter().map(|c| c.as_ref().map(|c| c.attempt.fencing_token)).collect();
+    assert!(
+        tokens[0] < tokens[3] && tokens[0].is_some() && tokens[1].is_none() && tokens[2].is_none(),
+        "{tokens:?}"
+    );
+    assert_eq!(store.waiting_versions().await.unwrap().into_keys().collect::<Vec<_>>(), [jobs[1].clone()]);
+    store.change_job(&jobs[1], Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
+    assert!(store.waiting_versions().await.unwrap().is_empty());
+
+    // Those that may be preempted, and those that end.
+    let yielding = async || store.yielding().await.unwrap().into_iter().map(|of| of.job).collect::<Vec<_>>();
+    assert_eq!(yielding().await, [jobs[2].clone()]);
+    store.change_job(&jobs[0], Box::new(move |row| lifecycle::pause(row, at))).await.unwrap();
+    assert_eq!(yielding().await, [jobs[2].clone(), jobs[0].clone()], "the lowest priority first");
+    assert_eq!(store.occupants().await.unwrap().len(), 2);
+
+    let agent = |id: &str, name: &str| AgentRow {
+        id: id.into(),
+        name: name.into(),
+        machine: machine(),
+        slots: Vec::new(),
+        last_seen_at: at,
+    };
+    let all = [agent("1", "a"), agent("2", "b"), agent("3", "a"), agent("1", "renamed")];
+    store.put_agents(&all).await.unwrap();
+    let found = |rows: Vec<AgentRow>| rows.into_iter().map(|row| row.id).collect::<Vec<_>>();
+    assert_eq!(found(store.agents_called("a", "2").await.unwrap()), ["3", "2"]);
+    assert_eq!(found(store.agents_called("nobody", "1").await.unwrap()), ["1"]);
+    assert_eq!(store.agents().await.unwrap().len(), 3);
+    store.close().await;
+}
+
+fn machine() -> Machine {
+    let FromAgent::Hello { machine, .. } = hello("a", 1, Vec::new()) else { unreachable!() };
+    machine
+}
+
+#[tokio::test]
+async fn sqlite_takes_in_what_comes_from_many_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    many_at_once(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_takes_in_what_comes_from_many_at_once() {
+    many_at_once(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]

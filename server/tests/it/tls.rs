@@ -134,14 +134,15 @@ async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_
     // A certificate whose key is another's, then no certificate at all: the last good one stays, and it is told.
     files.issue("other", |_| {});
     fs::rename(files.path("other.crt"), files.path("server.crt")).unwrap();
-    let told = async |part: &str| text(&client, &server, "/readyz").await.1.contains(part);
-    until("it is told", async || told("not served").await && told("server.key").await).await;
+    let reported = async |part: &str| text(&client, &server, "/readyz").await.1.contains(part);
+    until("it is told", async || reported("not served").await && reported("server.key").await).await;
     fs::write(files.path("server.crt"), "broken").unwrap();
-    until("it is told", async || told("has no certificate").await).await;
+    until("it is told", async || reported("has no certificate").await).await;
     assert_eq!(served(server.address, &config).await.not_after, renewed);
     files.issue("soon", |p| p.not_after = time::OffsetDateTime::now_utc() + time::Duration::days(80));
     files.replace("server", "soon");
-    until("80 days are few", async || told("ends in 79 days").await && !told("not served").await).await;
+    until("80 days are few", async || reported("ends in 79 days").await && !reported("not served").await)
+        .await;
 
     // What was connected before all this still is.
     socket.send(Message::Ping("still".into())).await.unwrap();
@@ -262,11 +263,11 @@ async fn certificates_that_nobody_could_use_are_refused_at_the_start() {
     let (TlsConfig::Files { certificate, .. }, TlsConfig::Files { key, .. }) = (a, b) else { unreachable!() };
     let mixed = refused(with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() })).await;
     assert!(mixed.contains("is not the one of the certificate"), "{mixed}");
-    for (mode, told) in [(0o604, "0604"), (0o660, "0660")] {
+    for (mode, reported) in [(0o604, "0604"), (0o660, "0660")] {
         fs::set_permissions(files.path("a.key"), fs::Permissions::from_mode(mode)).unwrap();
         let tls = TlsConfig::Files { certificate: certificate.clone(), key: files.path("a.key") };
         let open = refused(with(tls)).await;
-        assert!(open.contains(told) && open.contains("chmod 600"), "{open}");
+        assert!(open.contains(reported) && open.contains("chmod 600"), "{open}");
     }
     for path in ["none.crt", "a.key"] {
         let tls = TlsConfig::Files { certificate: files.path(path), key: key.clone() };

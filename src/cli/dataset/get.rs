@@ -55,7 +55,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
     say(format!("{} is in {}", known.name, path.display()))?;
     let api = args.server.api()?;
-    let by_hand = format!("lockstep dataset add {} {}", known.name, path.display());
+    let manually = format!("lockstep dataset add {} {}", known.name, path.display());
     if args.no_register || !block_on(async { Ok(api.answers().await) })? {
         if args.server.json {
             return output::json(
@@ -63,7 +63,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
             );
         }
         return output::line(format_args!(
-            "register it with `{by_hand}`, or train from the folder with `lockstep train`"
+            "register it with `{manually}`, or train from the folder with `lockstep train`"
         ));
     }
     let dataset = block_on(register_as(&api, known.name, &path, false))?;
@@ -172,7 +172,7 @@ fn bar(bytes: u64) -> ProgressBar {
 /// A failure and what to do about it.
 fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
-    let by_hand = format!(
+    let manually = format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \
          it checks them and continues. Or name a mirror with --from URL.",
         addresses.join("\n"),
@@ -180,10 +180,10 @@ fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path
     );
     match failure {
         Failure::Unreachable(why) => anyhow!(
-            "{why}\nWhat has come so far is kept in {}; the same command continues.\n{by_hand}",
+            "{why}\nWhat has come so far is kept in {}; the same command continues.\n{manually}",
             work.display()
         ),
-        Failure::Refused(why) => wrong(format!("{why}\nNothing was put into {}.\n{by_hand}", to.display())),
+        Failure::Refused(why) => wrong(format!("{why}\nNothing was put into {}.\n{manually}", to.display())),
         Failure::Local(why) => anyhow!("{}: {why}", work.display()),
     }
 }

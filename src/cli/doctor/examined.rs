@@ -36,17 +36,17 @@ pub(super) struct Pair {
 
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Told<'a, T> {
+enum ValueOrError<'a, T> {
     Value(&'a T),
     Error { error: &'a str },
 }
 
 fn or_error<T: Serialize, S: Serializer>(result: &Result<T, String>, to: S) -> Result<S::Ok, S::Error> {
     match result {
-        Ok(value) => Told::Value(value).serialize(to),
+        Ok(value) => ValueOrError::Value(value).serialize(to),
         Err(error) => {
-            let told: Told<'_, T> = Told::Error { error };
-            told.serialize(to)
+            let reported: ValueOrError<'_, T> = ValueOrError::Error { error };
+            reported.serialize(to)
         }
     }
 }

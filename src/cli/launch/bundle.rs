@@ -28,6 +28,9 @@ pub(super) struct Bundle {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Node {
     pub(super) name: String,
+    /// The machine's name in the list; empty where the launcher chooses.
+    #[serde(default)]
+    pub(super) host: String,
     pub(super) agent_id: String,
     pub(super) token: String,
     pub(super) slots: u32,

@@ -159,6 +159,22 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
     }
 }
 
+/// Shows a job whose agents another system keeps, until the job is over or `ended` says that this system has ended; also whether the
+/// job is known to be over. A server that is away for long is no reason to end what trains.
+pub(super) async fn until_over(
+    launch: &Launch,
+    ended: impl Future<Output = anyhow::Error>,
+) -> (anyhow::Result<()>, bool) {
+    watch::announce(&launch.job);
+    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
+    let done = tokio::select! {
+        done = watching => done,
+        ended = ended => Err(ended),
+    };
+    let is_over = job(&launch.api, launch).await.is_ok_and(|job| job.state.is_final());
+    (done, is_over)
+}
+
 fn never_ran(job: &Job) -> bool {
     job.state == JobState::Queued && job.attempt == 0
 }

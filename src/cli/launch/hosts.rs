@@ -98,13 +98,23 @@ pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     Ok(hosts)
 }
 
-/// The machines of a rank table with their devices, in its order.
+/// The machines of a rank table, that of rank 0 first, with their devices in the order of their ranks.
 ///
 /// # Errors
-/// There are too many.
+/// There are too many, or the ranks of a machine do not follow each other: the server numbers them machine by machine.
 pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
-    for machine in &table.machines {
+    let mut machines: Vec<_> = table.machines.iter().collect();
+    machines.sort_by_key(|machine| machine.devices.first().map(|device| device.rank));
+    let mut next = 0..table.world_size();
+    for machine in machines {
+        if let Some(device) = machine.devices.iter().find(|device| next.next() != Some(device.rank)) {
+            return Err(format!(
+                "rank {} is on {} and its neighbours are elsewhere: a launch numbers ranks machine by machine; renumber the table, or start \
+                 `lockstep train --rank-table` on each machine",
+                device.rank, machine.address
+            ));
+        }
         let devices: Vec<u32> = machine.devices.iter().map(|device| device.device).collect();
         let slots = slots(&devices.len().to_string())?;
         add(
@@ -172,7 +182,10 @@ fn words(line: &str) -> Result<Vec<String>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        super::super::rank_table::{Device, Machine},
+        *,
+    };
 
     #[test]
     fn a_hostfile_names_machines() {
@@ -224,6 +237,35 @@ mod tests {
         assert_eq!(read(&path).unwrap().len(), 1);
         std::fs::write(&path, format!("a{}", "\n".repeat(1 << 20))).unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("larger than 1 MiB"));
+    }
+
+    #[test]
+    fn a_rank_table_s_machines_and_devices_are_in_the_order_of_its_ranks() {
+        // So many machines, the last of which has the first ranks, with the devices of each counted backwards.
+        let table = |machines: u32, devices: u32| {
+            let machine = |m: u32| Machine {
+                address: format!("host-{}", m + 1),
+                devices: (0..devices)
+                    .map(|d| Device { rank: (machines - 1 - m) * devices + d, device: devices - 1 - d })
+                    .collect(),
+            };
+            RankTable { machines: (0..machines).map(machine).collect() }
+        };
+        for (machines, devices) in [(1, 2), (2, 1), (1, 8), (2, 8), (12, 1)] {
+            let hosts = of_table(&table(machines, devices)).unwrap();
+            let names: Vec<_> = hosts.iter().map(|host| host.name.clone()).collect();
+            assert_eq!(names, (1..=machines).rev().map(|m| format!("host-{m}")).collect::<Vec<_>>());
+            let backwards: Vec<_> = (0..devices).rev().collect();
+            assert!(hosts.iter().all(|host| host.devices == backwards && host.slots == Some(devices)));
+        }
+        let mut turns = table(2, 2);
+        for (machine, first) in turns.machines.iter_mut().zip(0..) {
+            for (device, n) in machine.devices.iter_mut().zip(0..) {
+                device.rank = 2 * n + first;
+            }
+        }
+        let error = of_table(&turns).unwrap_err();
+        assert!(error.contains("rank 2 is on host-1") && error.contains("train --rank-table"), "{error}");
     }
 
     #[test]

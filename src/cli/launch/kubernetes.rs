@@ -8,12 +8,7 @@ mod steer;
 mod template;
 mod words;
 
-use super::{
-    super::{output, watch},
-    Args, Continues, Launch,
-    hosts::Host,
-    tokens,
-};
+use super::{super::output, Args, Continues, Launch, follow::until_over, hosts::Host, tokens};
 use cluster::{Cluster, Created, Kind};
 use farewell::Farewell;
 use lockstep_protocol::{Job, JobSpec};
@@ -75,18 +70,12 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     if launch.args.detach {
         return Ok(());
     }
-    watch::announce(&launch.job);
-    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
-    let done = tokio::select! {
-        done = watching => done,
-        ended = steer::until_over(&cluster, launch, &name, template.queue()) => Err(ended),
-    };
-    let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
-    if !job.is_ok_and(|job| job.state.is_final()) {
+    let ended = steer::until_over(&cluster, launch, &name, template.queue());
+    let (done, is_over) = until_over(launch, ended).await;
+    if !is_over {
         return match cluster.get(Kind::Job, &name).await {
             Ok(None) => done,
             Ok(Some(found)) if words::end_of_job(&found).is_some() => done,
-            // A server that is away for long is no reason to end what trains.
             _ => {
                 let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
                 let namespace = &cluster.namespace;

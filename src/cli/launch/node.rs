@@ -22,6 +22,8 @@ pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
 /// Which of the launcher's processes this is, the first that is set.
 const NUMBERS: [&str; 5] =
     ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
+/// Slurm's name of this machine.
+const SLURM_NODE: &str = "SLURMD_NODENAME";
 /// Names of variables that say who this process is: the agent gets what its bundle says.
 const NOT_FOR_AGENTS: [&str; 5] =
     [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
@@ -78,6 +80,12 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
     let nodes = bundle.nodes.len();
     if nodes == 1 {
         return Ok(0);
+    }
+    // Slurm numbers machines in an order of its own, and not in that of the list.
+    if let Some(host) = variable(SLURM_NODE)
+        && let Some(index) = bundle.nodes.iter().position(|node| node.host == host)
+    {
+        return Ok(index);
     }
     let found = NUMBERS.iter().find_map(|name| Some((*name, variable(name)?)));
     let Some((name, value)) = found else {
@@ -167,6 +175,7 @@ mod tests {
     fn bundle(nodes: usize) -> Bundle {
         let node = |n: usize| Node {
             name: format!("node-{n}"),
+            host: format!("host-{n}"),
             agent_id: format!("id-{n}"),
             token: "secret-token".into(),
             slots: 2,
@@ -192,6 +201,9 @@ mod tests {
         assert_eq!(with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
         assert_eq!(with("SLURM_PROCID", "0"), Ok(0));
         assert_eq!(with("JOB_COMPLETION_INDEX", "1"), Ok(1));
+        // By the machine's name, also where Slurm has sorted the list.
+        assert_eq!(with("SLURMD_NODENAME", "host-2"), Ok(2));
+        assert!(with("SLURMD_NODENAME", "host-9").unwrap_err().contains("none of"));
         assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
         assert!(with("OTHER", "1").unwrap_err().contains("none of"));
         assert_eq!(index(&bundle(1), |_| None), Ok(0));

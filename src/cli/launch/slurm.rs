@@ -1,9 +1,10 @@
 //! Agents in a batch job of Slurm: `srun` starts one on each of its machines. Slurm's time limit becomes a checkpoint and a requeue.
 
 use super::{
-    super::{output, watch, wrong},
+    super::{output, wrong},
     Args, Continues, Launch, MOST_SLOTS,
     bundle::Bundle,
+    follow::until_over,
     hosts::Host,
     in_words, quoted,
 };
@@ -106,7 +107,12 @@ impl Batch {
 # Before the time limit the agents are asked to end: their ranks write a checkpoint, the job goes back to Lockstep's queue, and this
 # batch job to Slurm's.
 limit=0
-trap 'limit=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+ask() {{
+    limit=1
+    echo "Slurm's time limit is near: the agents are asked to write a checkpoint and to end, and this job is requeued"
+    scancel --signal=TERM "$SLURM_JOB_ID.0"
+}}
+trap ask USR1
 
 srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} {program} launched {bundle} &
 step=$!
@@ -148,15 +154,8 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    watch::announce(&launch.job);
-    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
-    let done = tokio::select! {
-        done = watching => done,
-        ended = until_gone(launch, &id) => Err(ended),
-    };
-    // A server that is away for long is no reason to end what trains.
-    let job = launch.api.get::<Job>(&format!("/jobs/{}", launch.job.id)).await;
-    if !job.is_ok_and(|job| job.state.is_final()) {
+    let (done, is_over) = until_over(launch, until_gone(launch, &id)).await;
+    if !is_over {
         if state(&id).is_none() {
             let _ = fs::remove_file(&bundle);
             return done;

@@ -32,6 +32,7 @@ impl Launch {
             self.tokens.push(text("/id"));
             self.bundle.nodes.push(Node {
                 name,
+                host: host.name.clone(),
                 agent_id,
                 token: text("/secret"),
                 slots: host.slots.unwrap_or(1),

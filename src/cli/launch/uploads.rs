@@ -31,10 +31,10 @@ impl Launch {
     /// # Errors
     /// The server does not answer, or refuses: nothing is known.
     pub(super) async fn standing(&self) -> anyhow::Result<Standing> {
-        tokio::time::timeout(ANSWER, self.look()).await.context("the server does not answer")?
+        tokio::time::timeout(ANSWER, self.inspect()).await.context("the server does not answer")?
     }
 
-    async fn look(&self) -> anyhow::Result<Standing> {
+    async fn inspect(&self) -> anyhow::Result<Standing> {
         let path = format!("/jobs/{}", self.job.id);
         let job = async || self.api.find::<Job>(&path).await;
         let all = match self.api.all(&format!("{path}/checkpoints"), "checkpoints", &[], None).await {

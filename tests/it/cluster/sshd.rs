@@ -36,6 +36,19 @@ impl Sshd {
         Self::start_by(folder, namespace, command, address, 22)
     }
 
+    /// As [`Sshd::start_in`], where the server's data directory is not to be seen, as on another machine.
+    pub(crate) fn start_apart(folder: &Path, namespace: &str, address: &str, data: &Path) -> Self {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace, "sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
+        command.arg(data).arg(program("sshd", "openssh-server"));
+        Self::start_by(folder, namespace, command, address, 22)
+    }
+
+    /// Its process, which listens.
+    pub(crate) fn pid(&self) -> i32 {
+        self.server.id() as i32
+    }
+
     fn start_by(folder: &Path, config_name: &str, mut command: Command, address: &str, port: u16) -> Self {
         let folder = folder.join("ssh");
         fs::create_dir_all(&folder).expect("a folder");

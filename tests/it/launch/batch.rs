@@ -114,8 +114,39 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
     server.stop().await;
 }
 
+/// Slurm counts in minutes, and looks at limits every half a minute: the signal comes after at most 30 s.
 #[tokio::test]
-async fn a_dead_node_s_job_goes_on_on_another() {
+async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start(server.folder().path(), 1);
+    let id = submit(&server, &endless("time-limit")).await;
+    let batch = submitted(&server, &slurm, &id, &["--time=1", "--signal=B:USR1@50"]);
+    let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
+    let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
+    slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
+    assert!(kept >= at && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
+    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
+    let reason = attempts["attempts"][0]["reason"].to_string();
+    assert!(reason.contains("was stopped in order"), "{reason}");
+    let log = server.folder().path().join("launch").join(&id).join(format!("slurm-{batch}.log"));
+    let log = fs::read_to_string(log).expect("its log");
+    assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");
+    slurm.start_now(&batch);
+    let job = trains_past(&server, &id, 2, kept).await;
+    assert_eq!(job["attempt"], 2, "{job:#}");
+    server.cli(&["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| {
+        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
+    });
+    // Its folder is in the server's.
+    drop(slurm);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_dead_node_s_job_continues_on_another() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);

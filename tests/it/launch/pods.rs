@@ -65,6 +65,13 @@ impl Drop for Following {
     }
 }
 
+/// Cancels a job that a launch follows, and waits until nothing of it is left in the cluster.
+pub(super) async fn cancel(server: &Server, cluster: &Kubernetes, id: &str, following: Following) {
+    server.cli(&["cancel", id]).ok();
+    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    following.end();
+}
+
 pub(super) fn kinds<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
     objects.iter().filter(|object| object["kind"] == kind).collect()
 }

@@ -1,7 +1,7 @@
 //! What Kubernetes refuses, loses and forgets, and what a launch says of it.
 
 use super::{
-    pods::{Following, endless, trains_past},
+    pods::{Following, cancel, endless, trains_past},
     server, submit, valid_agent_tokens,
 };
 use crate::{
@@ -40,9 +40,7 @@ async fn an_api_server_that_is_away_and_forgets_is_followed_again() {
     assert_eq!(job["state"], "running");
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["status"]["failed"], 1, "one that was killed, and none that was evicted: {job:#}");
-    server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
-    following.end();
+    cancel(&server, &cluster, &id, following).await;
     drop(cluster);
     server.stop().await;
 }
@@ -65,9 +63,7 @@ async fn an_api_server_that_forgets_at_once_is_asked_less_and_less_often() {
     assert!(times[3] - times[0] > 3.0, "{times:?}");
     cluster.act("state", json!({"expired": false})).await;
     following.says(&server, "1 of 1 pods are running").await;
-    server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
-    following.end();
+    cancel(&server, &cluster, &id, following).await;
     drop(cluster);
     server.stop().await;
 }
@@ -93,9 +89,7 @@ async fn kueue_starts_what_is_in_its_queue_and_pods_that_cannot_run_say_why() {
     assert!(cluster.objects("Pod").await.is_empty());
     cluster.act("suspend", json!({"suspend": false})).await;
     trains_past(&server, &id, 1, 0).await;
-    server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
-    following.end();
+    cancel(&server, &cluster, &id, following).await;
 
     for (name, text, words) in [
         (
@@ -113,9 +107,7 @@ async fn kueue_starts_what_is_in_its_queue_and_pods_that_cannot_run_say_why() {
         let id = submit(&server, &endless(name, 1)).await;
         let following = Following::start(&server, cluster.launch(&server, &id, &["--template", &path]));
         following.says(&server, words).await;
-        server.cli(&["cancel", &id]).ok();
-        cluster.until("all of it is gone", |all| all.is_empty()).await;
-        following.end();
+        cancel(&server, &cluster, &id, following).await;
     }
     drop(cluster);
     server.stop().await;

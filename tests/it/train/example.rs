@@ -46,8 +46,13 @@ fn each_example_is_a_job_without_mistakes() {
     let files: Vec<_> = fs::read_dir(examples()).expect("examples/").flatten().map(|e| e.path()).collect();
     assert!(!files.is_empty());
     for file in files {
-        let told = lockstep(&["validate", &file.display().to_string()]);
-        assert!(told.status.success(), "{}: {}", file.display(), String::from_utf8_lossy(&told.stderr));
+        let reported = lockstep(&["validate", &file.display().to_string()]);
+        assert!(
+            reported.status.success(),
+            "{}: {}",
+            file.display(),
+            String::from_utf8_lossy(&reported.stderr)
+        );
     }
 }
 
@@ -60,7 +65,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     let job = examples().join("cifar10-resnet50.toml").display().to_string();
     let out = folder.path().join("out");
     let dataset = format!("data.dataset={}", dataset.display());
-    let told = lockstep(&[
+    let reported = lockstep(&[
         "train",
         &job,
         "--out",
@@ -76,8 +81,8 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
         "--set",
         "log.every_steps=1",
     ]);
-    let printed = String::from_utf8_lossy(&told.stdout);
-    assert!(told.status.success(), "{printed}{}", String::from_utf8_lossy(&told.stderr));
+    let printed = String::from_utf8_lossy(&reported.stdout);
+    assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
     for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures a step"] {
         assert!(printed.contains(said), "{said}: {printed}");
     }

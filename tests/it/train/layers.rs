@@ -106,9 +106,9 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
 
     // Without times first, then with those of a step.
     assert_eq!(networks.len(), 2);
-    let [told, timed] = [&networks[0], &networks[1]].map(|n| (n.check(), n.layers.len(), n));
-    assert!(told.0 == Ok(()) && timed.0 == Ok(()) && told.1 == timed.1, "{networks:?}");
-    assert!(told.2.layers.iter().all(|layer| layer.time_us.is_none()));
+    let [reported, timed] = [&networks[0], &networks[1]].map(|n| (n.check(), n.layers.len(), n));
+    assert!(reported.0 == Ok(()) && timed.0 == Ok(()) && reported.1 == timed.1, "{networks:?}");
+    assert!(reported.2.layers.iter().all(|layer| layer.time_us.is_none()));
     let conv1 = &timed.2.layers[0];
     assert_eq!((conv1.name.as_str(), conv1.kind.as_str(), conv1.parameters), ("conv1", "conv 3x3", 16 * 9));
     assert_eq!(conv1.output_shape, [16, 16, 16]);

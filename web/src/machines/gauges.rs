@@ -154,11 +154,11 @@ mod tests {
             network_sent_bytes_per_second: Some(1000),
             gpus: Vec::new(),
         };
-        let told = |sample: &MachineSample| {
+        let reported = |sample: &MachineSample| {
             of_machine(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.about))
         };
         assert_eq!(
-            told(&sample),
+            reported(&sample),
             [
                 "CPU: 37 % 2 CPUs of the machine's 64 · load 3.1",
                 "Memory: 1.0 GB of 4.0 GB · the machine has 256 GB",
@@ -168,8 +168,8 @@ mod tests {
             ]
         );
         let whole = MachineSample { cpus: 64.0, load: None, memory_bytes: 256_000_000_000, ..sample.clone() };
-        assert_eq!(told(&whole)[..2], ["CPU: 37 % 64 CPUs", "Memory: 1.0 GB of 256 GB"]);
-        assert!(told(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"), "a part of one");
+        assert_eq!(reported(&whole)[..2], ["CPU: 37 % 64 CPUs", "Memory: 1.0 GB of 256 GB"]);
+        assert!(reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"), "a part of one");
         assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.about.is_empty()));
         assert!(of_slot(None, 1).iter().all(|g| g.value == UNKNOWN));
     }

@@ -143,6 +143,16 @@ impl Ring {
         self.end.failed(error)
     }
 
+    /// Whether the next rank is on another machine, as far as the addresses of the connection show.
+    ///
+    /// # Errors
+    /// The connection has ended.
+    pub fn next_is_elsewhere(&self) -> std::io::Result<bool> {
+        let lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        let (own, peer) = (lane.next.local_addr()?.ip(), lane.next.peer_addr()?.ip());
+        Ok(own != peer && !peer.is_loopback())
+    }
+
     fn previous_rank(&self) -> u32 {
         (self.rank + self.size - 1) % self.size
     }

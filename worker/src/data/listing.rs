@@ -218,7 +218,7 @@ fn read_member(row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String>
     let mut bytes = vec![0; row.size as usize];
     file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
     if found != stamp && content_hash(&bytes) != row.hash {
-        return Err("has changed since it was first looked at: its shard was written again".into());
+        return Err("has changed since it was first inspected: its shard was written again".into());
     }
     Ok(bytes)
 }
@@ -235,7 +235,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
     };
     // Always: a file's offset index may be wrong, and another row's picture would have this one's class.
     if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {
-        return Err("has changed since it was first looked at: its file was written again".into());
+        return Err("has changed since it was first inspected: its file was written again".into());
     }
     Ok(bytes)
 }
@@ -252,7 +252,7 @@ fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>,
     if bytes.len() as u64 != row.size {
         remembered.forget();
         return Err(format!(
-            "has changed since it was first looked at: it had {} bytes then, and has {} now",
+            "has changed since it was first inspected: it had {} bytes then, and has {} now",
             row.size,
             bytes.len()
         ));
@@ -261,7 +261,7 @@ fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>,
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         remembered.forget();
-        return Err("has changed since it was first looked at".into());
+        return Err("has changed since it was first inspected".into());
     }
     Ok(bytes)
 }

@@ -120,7 +120,7 @@ fn prepare_with(
         rows_in_runs: sources.iter().any(|(_, listing)| listing.is_of_rows()),
         per_shard: measured,
     };
-    if !destination.goes_on(&plan(Vec::new()))? {
+    if !destination.continues(&plan(Vec::new()))? {
         destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
     }
     let classes = to.join("classes.txt");

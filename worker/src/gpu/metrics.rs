@@ -111,9 +111,9 @@ mod tests {
         time::Instant,
     };
 
-    struct Told(Mutex<mpsc::Sender<(String, u64, f32)>>);
+    struct Reports(Mutex<mpsc::Sender<(String, u64, f32)>>);
 
-    impl Observer for Told {
+    impl Observer for Reports {
         fn metric(&self, name: &str, step: u64, value: f32) {
             self.0.lock().unwrap().send((name.into(), step, value)).unwrap();
         }
@@ -123,8 +123,8 @@ mod tests {
 
     #[test]
     fn every_metric_is_told_once_a_step_and_none_while_training_stands_still() {
-        let (sender, told) = mpsc::channel();
-        let observer = Arc::new(Told(Mutex::new(sender)));
+        let (sender, reports) = mpsc::channel();
+        let observer = Arc::new(Reports(Mutex::new(sender)));
         let progress = Arc::new(AtomicU64::new(3));
         let looks = Arc::new(AtomicU64::new(0));
         let counted = looks.clone();
@@ -140,7 +140,7 @@ mod tests {
         let sampler = Sampler::with(look, observer, progress.clone(), Duration::from_millis(1)).unwrap();
         // Continues only when the rank does.
         progress.store(7, Ordering::Relaxed);
-        let four: Vec<_> = (0..4).map(|_| told.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+        let four: Vec<_> = (0..4).map(|_| reports.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
         assert!(four.iter().all(|(_, step, _)| *step == 7), "{four:?}");
         let value = |name: &str| four.iter().find(|(n, ..)| n == name).unwrap().2;
         assert_eq!(value("gpu_power_watts"), 650.5);
@@ -149,7 +149,7 @@ mod tests {
             assert!(lockstep_protocol::metric::NAMES.contains(&name.as_str()), "{name}");
         }
         progress.store(8, Ordering::Relaxed);
-        let next = told.recv_timeout(Duration::from_secs(20)).unwrap();
+        let next = reports.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(next.1, 8);
         let began = Instant::now();
         drop(sampler);

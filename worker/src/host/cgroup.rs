@@ -183,9 +183,9 @@ mod tests {
     #[test]
     fn a_container_that_sees_its_own_group_as_the_root_finds_its_limits() {
         let root = tree(&[("cpu.max", "150000 100000\n"), ("memory.max", "1024\n"), ("memory.current", "7")]);
-        for told in ["0::/", "0::/docker/0123/of/the/host"] {
-            let found = ControlGroups::read(told, root.path());
-            assert_eq!((found.cpus(), found.memory()), (Some(1.5), Some((1024, 7))), "{told}");
+        for reported in ["0::/", "0::/docker/0123/of/the/host"] {
+            let found = ControlGroups::read(reported, root.path());
+            assert_eq!((found.cpus(), found.memory()), (Some(1.5), Some((1024, 7))), "{reported}");
         }
     }
 

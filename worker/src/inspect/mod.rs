@@ -254,12 +254,12 @@ mod tests {
                 .arg(&program)
                 .status();
             assert!(made.unwrap().success());
-            let (tell, told) = std::sync::mpsc::channel();
+            let (tell, reported) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
                 let asked = AgentRequest::Fingerprint { path: "/data".into(), known: false };
                 let _ = tell.send(request_blocking(&program, &asked, &AtomicBool::new(false)));
             });
-            told.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
+            reported.recv_timeout(Duration::from_secs(60)).expect("it does not hang")
         };
         let long = answering("printf '{\"Err\":\"%0200000d\"}' 0").unwrap();
         assert_eq!(long.unwrap_err().len(), 200_000);

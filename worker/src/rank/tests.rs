@@ -96,3 +96,13 @@ fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
     assert_eq!(noted(), 1, "{:?}", toy::ASKED.lock().unwrap());
     assert!(registry::wait_for_aborts(Duration::ZERO), "a backend still waits, though it had nothing to end");
 }
+
+#[test]
+fn what_leaves_the_machine_in_clear_is_said_with_what_to_do() {
+    for on_cores in [true, false] {
+        let words = in_clear(on_cores);
+        assert!(words.contains("is not encrypted") && words.contains("private network"), "{words}");
+        assert_eq!(words.contains("nor does NCCL check who sends"), !on_cores, "{words}");
+        assert_eq!(words.lines().count(), 1);
+    }
+}

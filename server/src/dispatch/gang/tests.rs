@@ -1,11 +1,11 @@
 use super::*;
 use crate::{agents::Agents, store::AgentRow};
-use lockstep_protocol::agent::Slot;
+use lockstep_protocol::agent::{Machine, Slot};
 
 /// A machine: name, address, slots in all, those in use, and what they are.
 pub(in crate::dispatch) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
-pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
+pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Candidates {
     let agents = Agents::default();
     let mut kept = Vec::new();
     for (name, address, slots, _, model) in given {
@@ -40,10 +40,8 @@ pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Vec<Candidate> {
         (0..*used).collect()
     };
     let online = agents.online().into_iter();
-    online
-        .map(|agent| (in_use(&agent), agent))
-        .map(|(used, a)| Candidate::of(std::sync::Arc::new(a), &used, Device::Auto))
-        .collect()
+    let online = online.map(|agent| (in_use(&agent), agent));
+    Candidates::new(online.map(|(used, a)| Candidate::of(Arc::new(a), &used, Device::Auto)).collect())
 }
 
 /// Names of the chosen machines, with how many slots of each.
@@ -125,4 +123,29 @@ fn what_is_kept_for_a_large_job_has_enough_slots_and_most_of_them_free() {
     assert_eq!(kept(5).as_deref(), Some("b c a"));
     assert_eq!(kept(7), None);
     assert!(kept(2).is_some_and(|one| one == "b" || one == "c"), "one that is enough");
+}
+
+#[test]
+fn a_launch_s_machines_keep_the_order_of_their_list() {
+    let names: Vec<_> = (1..=12).map(|n| format!("launch-a-{n}-host")).collect();
+    // Machines of other sizes, backwards in the order of text.
+    let slots = |n: usize| 1 + (n as u32 % 2);
+    let given: Vec<Given<'_>> = names
+        .iter()
+        .enumerate()
+        .rev()
+        .map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU))
+        .collect();
+    let job = lockstep_protocol::JobId::generate();
+    let mut launched = candidates(&given).to_vec();
+    for candidate in &mut launched {
+        Arc::make_mut(&mut candidate.agent).only_job = Some(job.clone());
+    }
+    let candidates = Candidates::new(launched);
+    let found = choose(&candidates, 18, &HashSet::new()).unwrap();
+    let found: Vec<_> =
+        found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect();
+    let wanted: Vec<_> =
+        names.iter().enumerate().map(|(n, name)| (name.clone(), slots(n) as usize)).collect();
+    assert_eq!(found, wanted);
 }

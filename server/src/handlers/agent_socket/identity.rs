@@ -47,7 +47,7 @@ pub(super) async fn check(app: &App, caller: &Caller, agent: &AgentRow) -> Resul
     // As it is now: an earlier connection may have bound it.
     let bound = app.access.token(&token.id).ok_or("its token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
-    let others = app.store.agents().await.map_err(failed)?;
+    let others = app.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
     match &bound.token.agent_id {
         Some(id) if *id == agent.id => {
             let has_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;

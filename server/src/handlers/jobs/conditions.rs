@@ -217,8 +217,8 @@ mod tests {
             ("data.mean=1", "one value"),
             ("'; DROP TABLE jobs; --=1", "is no setting"),
         ] {
-            let told = mistake(text);
-            assert!(told.contains(words), "{text}: {told}");
+            let reported = mistake(text);
+            assert!(reported.contains(words), "{text}: {reported}");
         }
     }
 

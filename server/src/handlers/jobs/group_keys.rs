@@ -19,7 +19,7 @@ fn refused(detail: impl std::fmt::Display) -> Error {
     Error::BadRequest(format!("by {detail}"))
 }
 
-/// The things of `by`, at least one.
+/// The keys of `by`, at least one.
 ///
 /// # Errors
 /// 400: none, more than three, one twice, or one that is no setting with one value.
@@ -145,8 +145,8 @@ mod tests {
             ("data.mean", "one value"),
             ("x'; DROP TABLE jobs", "no setting"),
         ] {
-            let told = mistake(by(text));
-            assert!(told.contains(words), "{text}: {told}");
+            let reported = mistake(by(text));
+            assert!(reported.contains(words), "{text}: {reported}");
         }
     }
 

@@ -337,10 +337,10 @@ mod tests {
     fn metrics_are_those_that_there_are() {
         assert_eq!(metrics(Some(" grad_norm, step_ms")).unwrap(), ["grad_norm", "step_ms"]);
         assert!(metrics(None).unwrap().is_empty());
-        let Err(Error::BadRequest(told)) = metrics(Some("grad_nrom")) else { panic!("it is none") };
+        let Err(Error::BadRequest(reported)) = metrics(Some("grad_nrom")) else { panic!("it is none") };
         assert!(
-            told.contains("no metric \"grad_nrom\"") && told.contains("did you mean \"grad_norm\"?"),
-            "{told}"
+            reported.contains("no metric \"grad_nrom\"") && reported.contains("did you mean \"grad_norm\"?"),
+            "{reported}"
         );
     }
 

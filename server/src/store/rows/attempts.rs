@@ -72,6 +72,17 @@ impl Default for QueuePlace {
     }
 }
 
+/// By this it is seen whether a waiting job is still as it was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WaitingVersion {
+    /// The number of its newest event: every change but these two makes one.
+    pub last_seq: u64,
+    /// Its priority.
+    pub priority: i32,
+    /// Its project.
+    pub project: String,
+}
+
 /// A job whose ranks hold slots.
 #[derive(Debug, Clone)]
 pub struct Occupant {

@@ -21,17 +21,29 @@ fn agent(row: &DbRow) -> Result<AgentRow> {
 }
 
 impl SqlStore {
-    pub(super) async fn upsert_agent(&self, agent: &AgentRow) -> Result<()> {
-        sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
+    pub(super) async fn upsert_agents(&self, agents: &[AgentRow]) -> Result<()> {
+        let mut db = self.begin().await?;
+        for agent in agents {
+            sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
              machine = excluded.machine, slots = excluded.slots, last_seen_at = excluded.last_seen_at")
             .bind(plain(&agent.id))
             .bind(plain(&agent.name))
             .bind(json(&agent.machine)?)
             .bind(json(&agent.slots)?)
             .bind(agent.last_seen_at.as_millisecond())
-            .execute(&self.writer)
+            .execute(&mut *db)
             .await?;
-        Ok(())
+        }
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn find_agents(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
+        let rows = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id")
+            .bind(plain(name))
+            .bind(plain(id))
+            .fetch_all(&self.reader)
+            .await?;
+        Ok(readable(rows.iter().map(agent)))
     }
 
     pub(super) async fn list_agents(&self) -> Result<Vec<AgentRow>> {

@@ -1,7 +1,7 @@
 //! Attempts: claims, those that may write, and all there were.
 
 use super::{
-    DbRow, SqlStore,
+    Db, DbRow, SqlStore,
     jobs::{change, load, read},
 };
 use crate::{
@@ -18,7 +18,11 @@ use lockstep_protocol::{
     job::{JobId, JobState},
     reason::{Reason, ReasonCode},
 };
-use sqlx::Row;
+use sqlx::{AssertSqlSafe, Row, Transaction};
+
+/// Jobs whose slots somebody may count on. In these words the index `jobs_yielding` has it, which SQLite compares.
+pub(super) const YIELDS: &str =
+    "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
 
 impl SqlStore {
     pub(super) async fn list_attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
@@ -32,68 +36,26 @@ impl SqlStore {
         Ok(readable(rows.iter().map(|row| attempt(job, row))))
     }
 
-    pub(super) async fn make_attempt(&self, claim: Claim) -> Result<Option<Claimed>> {
+    pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         reached("claim.begin")?;
-        // The one statement that decides: of two claims only one finds the job still waiting.
-        let claimed = sqlx::query(
-            "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
-             AND state IN ('queued', 'restarting') RETURNING attempt",
-        )
-        .bind(claim.job.as_str())
-        .bind(i64::from(claim.after_attempt))
-        .fetch_optional(&mut *db)
-        .await?;
-        let Some(claimed) = claimed else { return Ok(None) };
-        let attempt = small(claimed.try_get("attempt")?);
-        let resume: Option<(i64, i64)> = sqlx::query_as(
-            "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
-        )
-        .bind(claim.job.as_str())
-        .fetch_optional(&mut *db)
-        .await?;
-        let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
-        // Its number is the database's.
-        let unnumbered = new_fencing(0);
-        let number: i64 = sqlx::query_scalar(
-            "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) \
-             VALUES ($1, $2, $3, $4, $5, $6) RETURNING fencing_token",
-        )
-        .bind(claim.job.as_str())
-        .bind(i64::from(attempt))
-        .bind(json(&claim.places)?)
-        .bind(&resume)
-        .bind(claim.at.as_millisecond())
-        .bind(unnumbered.secret_text())
-        .fetch_one(&mut *db)
-        .await?;
-        let fencing_token = FencingToken { number: uint(number), ..unnumbered };
-        let mut agents: Vec<String> = Vec::new();
-        for place in &claim.places {
-            if !agents.contains(&place.agent) {
-                agents.push(place.agent.clone());
-            }
+        let mut made = Vec::with_capacity(claims.len());
+        for claim in claims {
+            made.push(make_attempt(&mut db, claim).await?);
         }
-        let row = load(&mut db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
-        let changed = change(&mut db, row, claim.at, |row| {
-            row.fencing_token = Some(fencing_token);
-            row.job.agents = agents;
-            lifecycle::started(row, claim.at)
-        })
-        .await?;
         reached("claim.commit")?;
         db.commit().await?;
         reached("claim.committed")?;
-        Ok(Some(Claimed { attempt: AttemptRef { job: claim.job, attempt, fencing_token }, resume, changed }))
+        Ok(made)
     }
 
-    pub(super) async fn list_occupants(&self) -> Result<Vec<Occupant>> {
-        let rows = sqlx::query(
+    /// Jobs that hold slots, of those that `which` finds.
+    pub(super) async fn list_occupants(&self, which: &'static str) -> Result<Vec<Occupant>> {
+        let query = format!(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
-             AND deleted_at IS NULL ORDER BY priority, created_at DESC, id DESC",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+             AND deleted_at IS NULL AND {which} ORDER BY priority, created_at DESC, id DESC"
+        );
+        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         let occupant = |row: &DbRow| {
             let id: String = row.try_get("id")?;
             // A state of another version is none of these: such a job runs, and is not told to end.
@@ -136,6 +98,57 @@ impl SqlStore {
         };
         Ok(readable(rows.iter().map(live)))
     }
+}
+
+async fn make_attempt(db: &mut Transaction<'static, Db>, claim: &Claim) -> Result<Option<Claimed>> {
+    // The one statement that decides: of two claims only one finds the job still waiting.
+    let claimed = sqlx::query(
+        "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
+         AND state IN ('queued', 'restarting') RETURNING attempt",
+    )
+    .bind(claim.job.as_str())
+    .bind(i64::from(claim.after_attempt))
+    .fetch_optional(&mut **db)
+    .await?;
+    let Some(claimed) = claimed else { return Ok(None) };
+    let attempt = small(claimed.try_get("attempt")?);
+    let resume: Option<(i64, i64)> = sqlx::query_as(
+        "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
+    )
+    .bind(claim.job.as_str())
+    .fetch_optional(&mut **db)
+    .await?;
+    let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
+    // Its number is the database's.
+    let unnumbered = new_fencing(0);
+    let number: i64 = sqlx::query_scalar(
+        "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) \
+         VALUES ($1, $2, $3, $4, $5, $6) RETURNING fencing_token",
+    )
+    .bind(claim.job.as_str())
+    .bind(i64::from(attempt))
+    .bind(json(&claim.places)?)
+    .bind(&resume)
+    .bind(claim.at.as_millisecond())
+    .bind(unnumbered.secret_text())
+    .fetch_one(&mut **db)
+    .await?;
+    let fencing_token = FencingToken { number: uint(number), ..unnumbered };
+    let mut agents: Vec<String> = Vec::new();
+    for place in &claim.places {
+        if !agents.contains(&place.agent) {
+            agents.push(place.agent.clone());
+        }
+    }
+    let row = load(db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
+    let changed = change(db, row, claim.at, |row| {
+        row.fencing_token = Some(fencing_token);
+        row.job.agents = agents;
+        lifecycle::started(row, claim.at)
+    })
+    .await?;
+    let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
+    Ok(Some(Claimed { attempt, resume, changed }))
 }
 
 /// An attempt as it is shown; the state of the one that may write follows from the job.

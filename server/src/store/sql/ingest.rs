@@ -220,12 +220,12 @@ async fn store_report(
             break; // The attempt has ended; nothing comes after that.
         }
         // Only rank 0 reports layers and how many steps there are.
-        let is_told = match &event {
+        let is_its_own = match &event {
             AttemptEvent::Histograms(found) => source == Source::Rank(0) && found.step <= row.job.total_steps,
             AttemptEvent::Network(_) => source == Source::Rank(0),
             _ => true,
         };
-        if !is_told {
+        if !is_its_own {
             continue;
         }
         layers::keep(db, &attempt.job, attempt.attempt, &event).await?;

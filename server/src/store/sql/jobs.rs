@@ -115,6 +115,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
         restarts: small(row.try_get("restarts")?),
+        waiting_since: optional_time("waiting_since")?,
         fencing_token,
         progress,
         ended: None,
@@ -152,7 +153,7 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
         "UPDATE jobs SET state = $2, reason = $3, attempt = $4, agents = $5, step = $6, epoch = $7, \
          total_steps = $8, steps_per_epoch = $9, images_per_second = $10, eta_secs = $11, started_at = $12, \
          finished_at = $13, best = $14, last = $15, last_seq = $16, progress = $17, stop = $18, restarts = $19, \
-         fencing_token = $20, cause = $21, fencing_secret = $22 WHERE id = $1",
+         fencing_token = $20, cause = $21, fencing_secret = $22, waiting_since = $23 WHERE id = $1",
     )
     .bind(job.id.as_str())
     .bind(match &row.unknown_state {
@@ -179,6 +180,7 @@ pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Re
     .bind(row.fencing_token.map(|token| int(token.number)))
     .bind(job.cause.as_ref().map(json).transpose()?)
     .bind(row.fencing_token.map(|token| token.secret_text()))
+    .bind(row.waiting_since.map(|t| t.as_millisecond()))
     .execute(&mut *db)
     .await?;
     if row.fencing_token.is_none() {

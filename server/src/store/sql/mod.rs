@@ -35,9 +35,10 @@ use crate::store::{
     Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow,
     HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
     MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, QueuePlace, Report, Result,
-    SessionRow, SortBy, Store, TokenRow,
+    SessionRow, SortBy, Store, TokenRow, WaitingVersion,
 };
 use async_trait::async_trait;
+use attempts::YIELDS;
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptRef, RankReport},
@@ -111,7 +112,9 @@ impl Store for SqlStore {
     async fn waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
         self.list_waiting(from).await
     }
-
+    async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
+        self.list_waiting_versions().await
+    }
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {
         self.sum_shares(by).await
     }
@@ -131,13 +134,19 @@ impl Store for SqlStore {
         self.purge_some(id).await
     }
     async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
-        self.make_attempt(claim).await
+        Ok(self.make_attempts(std::slice::from_ref(&claim)).await?.pop().flatten())
+    }
+    async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+        self.make_attempts(claims).await
     }
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
     }
     async fn occupants(&self) -> Result<Vec<Occupant>> {
-        self.list_occupants().await
+        self.list_occupants("TRUE").await
+    }
+    async fn yielding(&self) -> Result<Vec<Occupant>> {
+        self.list_occupants(YIELDS).await
     }
     async fn acknowledged(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Vec<Acknowledged>> {
         self.read_acknowledged(attempt, agent_id).await
@@ -207,11 +216,14 @@ impl Store for SqlStore {
     async fn remove_dataset(&self, name: &str) -> Result<()> {
         self.delete_dataset(name).await
     }
-    async fn put_agent(&self, agent: &AgentRow) -> Result<()> {
-        self.upsert_agent(agent).await
+    async fn put_agents(&self, agents: &[AgentRow]) -> Result<()> {
+        self.upsert_agents(agents).await
     }
     async fn agents(&self) -> Result<Vec<AgentRow>> {
         self.list_agents().await
+    }
+    async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
+        self.find_agents(name, id).await
     }
     async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage> {
         self.read_annotations(seen_by, behind, limit).await

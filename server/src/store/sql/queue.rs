@@ -6,8 +6,9 @@ use super::{
 };
 use crate::{
     config::FairShare,
-    store::{JobRow, QueuePlace, Result, quarantine::readable, values::uint},
+    store::{JobRow, QueuePlace, Result, StoreError, WaitingVersion, quarantine::readable, values::uint},
 };
+use lockstep_protocol::job::JobId;
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
@@ -37,6 +38,21 @@ impl SqlStore {
             _ => None,
         };
         Ok((readable(rows.iter().map(job_row)), next))
+    }
+
+    pub(super) async fn list_waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
+        let rows: Vec<(String, i64, i64, String)> = sqlx::query_as(
+            "SELECT id, last_seq, priority, project FROM jobs \
+             WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        let version = |(id, last_seq, priority, project): (String, i64, i64, String)| {
+            let priority = i32::try_from(priority).unwrap_or(i32::MAX);
+            let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            Ok((id, WaitingVersion { last_seq: uint(last_seq), priority, project }))
+        };
+        Ok(readable(rows.into_iter().map(version)).into_iter().collect())
     }
 
     pub(super) async fn sum_shares(&self, by: FairShare) -> Result<HashMap<String, u64>> {

@@ -138,7 +138,11 @@ async fn members_change_their_own_jobs_and_admins_all() {
 #[tokio::test]
 async fn what_is_private_is_seen_by_its_owner_and_admins_alone() {
     // The agent says nothing while its job runs.
-    let mut server = TestServer::with(|c| c.lease = Duration::from_secs(600)).await;
+    let mut server = TestServer::with(|c| {
+        c.lease = Duration::from_secs(600);
+        c.dataset_roots = vec!["/".into()];
+    })
+    .await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;

@@ -76,7 +76,7 @@ async fn pages(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec
 
 #[tokio::test]
 async fn no_list_shows_what_is_private_to_somebody_else() {
-    let mut server = TestServer::new().await;
+    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;

@@ -1,7 +1,7 @@
 //! Every route and method as a viewer, as the member whose job it is, and as another member; with a private job and with an open one; by
 //! tokens that these people have made and by the sessions of their browsers.
 
-use super::routes::{METHODS, Told, ask, every_path, sufficient};
+use super::routes::{METHODS, Outcome, ask, every_path, sufficient};
 use crate::{
     agent::{Agent, info},
     document::a_job,
@@ -51,7 +51,7 @@ async fn every_route_in_the_browsers_of_a_viewer_a_member_and_another_member() {
 }
 
 async fn walk(by: By) {
-    let mut server = TestServer::new().await;
+    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
@@ -83,25 +83,29 @@ async fn walk(by: By) {
                     let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
                     // Its own: the answers differ as it takes them away, and none is 403.
                     let owns = *name == "mona" && is_about(&path);
-                    let told = ask(&server, &who, method, &real).await;
-                    let what = format!("{name} by {by:?}: {method} {path} (private: {private}): {told:?}");
+                    let outcome = ask(&server, &who, method, &real).await;
+                    let what = format!("{name} by {by:?}: {method} {path} (private: {private}): {outcome:?}");
                     if by == By::Session && path == "/logout" && *method == Method::POST {
-                        assert_eq!(ask(&server, &who, &Method::GET, "/jobs").await, Told::SignIn, "{what}");
+                        assert_eq!(
+                            ask(&server, &who, &Method::GET, "/jobs").await,
+                            Outcome::SignIn,
+                            "{what}"
+                        );
                         who = by.client(&server, name, token).await;
                         continue;
                     }
                     let enough = sufficient(method, &path).is_none_or(|enough| enough.contains(scope));
                     if !enough && !OWN_TOKENS.contains(&path.as_str()) {
-                        assert_eq!(told, Told::Forbidden, "{what}");
+                        assert_eq!(outcome, Outcome::Forbidden, "{what}");
                     } else if is_about(&path) && !owns && *private {
-                        assert_eq!(told, Told::Else(404), "{what}");
+                        assert_eq!(outcome, Outcome::Else(404), "{what}");
                     } else if is_about(&path) && !owns && !safe && !READING.contains(&path.as_str()) {
-                        assert_eq!(told, Told::Forbidden, "{what}");
+                        assert_eq!(outcome, Outcome::Forbidden, "{what}");
                     } else {
-                        assert!(matches!(told, Told::Else(_)), "{what}");
+                        assert!(matches!(outcome, Outcome::Else(_)), "{what}");
                         // Unless it has taken it away.
                         if is_about(&path) && safe && *name != "mona" {
-                            assert_ne!(told, Told::Else(404), "{what}");
+                            assert_ne!(outcome, Outcome::Else(404), "{what}");
                         }
                     }
                 }

@@ -54,13 +54,13 @@ pub(super) fn every_path() -> Vec<String> {
 
 /// What a caller is told: that it is not known, that this is not for it, or something else.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Told {
+pub(super) enum Outcome {
     SignIn,
     Forbidden,
     Else(u16),
 }
 
-pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Told {
+pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Outcome {
     let nothing =
         path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], "").replace("//", "/");
     let answer = client.request(method.clone(), server.url(&nothing)).send().await.unwrap();
@@ -69,13 +69,13 @@ pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, p
     if status == 401 {
         assert_eq!(headers["www-authenticate"], "Bearer", "{method} {path}");
         assert_eq!(headers["content-type"], "application/problem+json", "{method} {path}");
-        return Told::SignIn;
+        return Outcome::SignIn;
     }
     match status {
-        403 => Told::Forbidden,
+        403 => Outcome::Forbidden,
         // The page to sign in. Signing out leads there as well, and takes the cookie away.
-        303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Told::SignIn,
-        other => Told::Else(other),
+        303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Outcome::SignIn,
+        other => Outcome::Else(other),
     }
 }
 
@@ -109,7 +109,7 @@ async fn every_route_refuses_strangers_and_scopes_that_do_not_suffice() {
     let (_, expired) = server.make_token(&expired).await;
     let since = Instant::now();
     while ask(&server, &client_without_redirects(&expired), &Method::GET, "/api/v1/jobs").await
-        != Told::SignIn
+        != Outcome::SignIn
     {
         assert!(since.elapsed() < DEADLINE, "it never expires");
     }
@@ -125,23 +125,25 @@ async fn every_route_refuses_strangers_and_scopes_that_do_not_suffice() {
         for method in &METHODS {
             let enough = sufficient(method, &path);
             for (who, client) in &nobody {
-                let told = ask(&server, client, method, &path).await;
+                let outcome = ask(&server, client, method, &path).await;
                 match enough {
-                    Some(_) => assert_eq!(told, Told::SignIn, "{who}: {method} {path}"),
+                    Some(_) => assert_eq!(outcome, Outcome::SignIn, "{who}: {method} {path}"),
                     // A wrong token is a failed attempt to sign in, which is told as such.
                     None => assert!(
-                        told != Told::Forbidden && (told != Told::SignIn || path == "/login"),
-                        "{who}: {method} {path}: {told:?}"
+                        outcome != Outcome::Forbidden && (outcome != Outcome::SignIn || path == "/login"),
+                        "{who}: {method} {path}: {outcome:?}"
                     ),
                 }
             }
             for (scope, client) in &scoped {
-                let told = ask(&server, client, method, &path).await;
+                let outcome = ask(&server, client, method, &path).await;
                 match enough {
                     Some(enough) if !enough.contains(scope) => {
-                        assert_eq!(told, Told::Forbidden, "{scope}: {method} {path}");
+                        assert_eq!(outcome, Outcome::Forbidden, "{scope}: {method} {path}");
                     }
-                    _ => assert!(matches!(told, Told::Else(_)), "{scope}: {method} {path}: {told:?}"),
+                    _ => {
+                        assert!(matches!(outcome, Outcome::Else(_)), "{scope}: {method} {path}: {outcome:?}")
+                    }
                 }
             }
         }

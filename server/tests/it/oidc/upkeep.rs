@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 
 /// What a browser is told by a server whose provider describes itself so. Gets the issuer.
-async fn told<R: IntoResponse + 'static>(
+async fn reported<R: IntoResponse + 'static>(
     describe: impl Fn(&str) -> R + Clone + Send + Sync + 'static,
 ) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -110,7 +110,7 @@ async fn what_a_provider_answers_has_a_limit_and_is_https_elsewhere() {
             let text = text.replace("ISSUER", issuer);
             format!("{text}{}", " ".repeat(bytes - text.len()))
         };
-        assert_eq!(told(described).await, status, "{bytes}");
+        assert_eq!(reported(described).await, status, "{bytes}");
     }
     let with = |name: &str, value: &str| {
         let mut whole = whole.clone();
@@ -130,13 +130,13 @@ async fn what_a_provider_answers_has_a_limit_and_is_https_elsewhere() {
     ];
     for (described, status) in cases {
         let text = described.to_string();
-        assert_eq!(told(move |issuer: &str| text.replace("ISSUER", issuer)).await, status, "{described}");
+        assert_eq!(reported(move |issuer: &str| text.replace("ISSUER", issuer)).await, status, "{described}");
     }
     // A redirect could lead anywhere; a body need not end.
-    assert_eq!(told(|_| Redirect::to("/other")).await, 503);
+    assert_eq!(reported(|_| Redirect::to("/other")).await, 503);
     let endless = |_: &str| {
         let chunks = futures_util::stream::repeat_with(|| Ok::<_, std::io::Error>("[".repeat(4096)));
         Body::from_stream(chunks)
     };
-    assert_eq!(told(endless).await, 503);
+    assert_eq!(reported(endless).await, 503);
 }

@@ -90,7 +90,7 @@ fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
     assert!(with(1_001.0, 0.0).unwrap().1.contains("that of b is 1.0 s ahead of that of a"));
     assert!(with(-59_000.0, 0.0).unwrap() == (Grade::Note, "that of a is 59.0 s ahead of that of b".into()));
     assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
-    // The way back knows it more exactly.
+    // The other direction knows it more exactly.
     let mut uneven = pair(Ok(way(1.0, 4.0)), Ok(Way { clock_ahead_ms: 7.0, ..way(1.0, 0.2) }));
     assert_eq!(clocks(&uneven), Some((-7.0, 0.1)));
     uneven.to_a = Err("no".into());

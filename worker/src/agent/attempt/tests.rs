@@ -131,10 +131,10 @@ async fn a_rank_that_ignores_term_is_killed() {
     while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let told = Instant::now();
+    let ordered = Instant::now();
     attempt.order(Order::Stop { patient: false });
     assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
-    assert!(told.elapsed() >= GRACE);
+    assert!(ordered.elapsed() >= GRACE);
 }
 
 #[tokio::test]

@@ -181,10 +181,10 @@ fn ranks_that_disagree_are_told() {
             ring.broadcast((&mut [0.0f32; 12]).into(), 0).unwrap_err().to_string()
         }
     });
-    let told = results.iter().any(|e| {
+    let reported = results.iter().any(|e| {
         e.contains("broadcast of 12 float32 values") && e.contains("all_reduce of 10 float32 values")
     });
-    assert!(told, "{results:?}");
+    assert!(reported, "{results:?}");
 }
 
 #[test]
@@ -293,4 +293,9 @@ fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
     let short = Store::join(Meeting { port: free_port("127.0.0.1").unwrap(), ..short }).unwrap();
     let error = Ring::connect(&short, TIMEOUT).unwrap_err();
     assert!(error.to_string().contains("rank 1 has not arrived"), "{error}");
+}
+
+#[test]
+fn on_loopback_no_rank_s_neighbour_is_elsewhere() {
+    assert_eq!(on_ranks(3, TIMEOUT, |ring| ring.next_is_elsewhere().unwrap()), [false; 3]);
 }

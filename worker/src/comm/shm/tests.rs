@@ -108,10 +108,10 @@ fn ranks_that_disagree_are_told() {
             group.all_reduce((&mut [0.0f64; 12]).into(), Reduction::Sum).unwrap_err().to_string()
         }
     });
-    let told = |e: &String| {
+    let reported = |e: &String| {
         e.contains("all_reduce of 12 float64 values") && e.contains("all_reduce of 10 float32 values")
     };
-    assert!(errors.iter().any(told), "{errors:?}");
+    assert!(errors.iter().any(reported), "{errors:?}");
 }
 
 #[test]
@@ -179,8 +179,8 @@ fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
                     store.exchange("shm/joined", why.as_bytes()).unwrap();
                 } else {
                     let comm = ShmProcessGroup::meet(&store, ring).unwrap();
-                    let told = comm.shared_memory(1000).unwrap().unwrap_err();
-                    assert_eq!(told, format!("rank 2: {why}"));
+                    let reported = comm.shared_memory(1000).unwrap().unwrap_err();
+                    assert_eq!(reported, format!("rank 2: {why}"));
                 }
                 store.barrier("reported").unwrap();
             });

@@ -243,7 +243,7 @@ fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_
         listing.read(20).unwrap_err().to_string().contains("is no longer there: its file has 7 rows now")
     );
     let words = listing.read(3).unwrap_err().to_string();
-    assert!(words.contains("train.parquet/3 has changed since it was first looked at"), "{words}");
+    assert!(words.contains("train.parquet/3 has changed since it was first inspected"), "{words}");
 }
 
 #[test]

@@ -134,7 +134,7 @@ impl Destination {
     ///
     /// # Errors
     /// What is there is something else; the sentence says what differs.
-    pub(super) fn goes_on(&self, plan: &Plan) -> Result<bool, DataError> {
+    pub(super) fn continues(&self, plan: &Plan) -> Result<bool, DataError> {
         let wrong = |detail: String| Err(DataError::File { path: self.dir.display().to_string(), detail });
         let Some(Record { version, plan: begun, .. }) = &self.record else {
             return match self

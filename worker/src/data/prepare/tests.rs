@@ -99,12 +99,13 @@ fn in_parts() -> PrepareSettings {
 #[test]
 fn a_copy_is_read_as_the_dataset_that_it_is_of() {
     let (from, to) = (folder(20), tempfile::tempdir().unwrap());
-    let told = RefCell::new(Vec::new());
-    let made = prepare_with(from.path(), to.path(), &settings(20), |p| told.borrow_mut().push(p), &nowhere());
+    let reported = RefCell::new(Vec::new());
+    let made =
+        prepare_with(from.path(), to.path(), &settings(20), |p| reported.borrow_mut().push(p), &nowhere());
     let made = made.unwrap();
     assert_eq!(made.splits, [("train".into(), 40), ("val".into(), 4)]);
     assert_eq!((made.shards, made.kept_shards, made.broken.len()), (2, 0, 0));
-    assert_eq!(told.borrow().last(), Some(&Progress { done: 44, total: 44 }));
+    assert_eq!(reported.borrow().last(), Some(&Progress { done: 44, total: 44 }));
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "prepared.json", "train-000000.tar", "val-000000.tar"]);
     let copy = open(to.path()).unwrap();

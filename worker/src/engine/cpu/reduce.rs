@@ -39,7 +39,7 @@ enum Request {
 /// How a rank's values become those of all.
 enum Way {
     /// One rank: its values are the sum.
-    Alone,
+    SingleRank,
     /// All ranks see this.
     Shared(SharedMemory),
     /// A thread for buckets, and for statistics where there is no second group.
@@ -62,7 +62,7 @@ impl Reducer {
     /// `memory`: where gradients lie, if all ranks see them.
     pub(super) fn new(comm: Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
         let way = match memory {
-            _ if comm.size() == 1 => Way::Alone,
+            _ if comm.size() == 1 => Way::SingleRank,
             Some(memory) => Way::Shared(memory.clone()),
             None => {
                 let concurrent = comm.concurrent();
@@ -79,7 +79,7 @@ impl Reducer {
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
         let (thread, concurrent) = match &self.way {
-            Way::Alone => return Ok(()),
+            Way::SingleRank => return Ok(()),
             Way::Shared(memory) => {
                 self.waited += memory.all_reduce_f64(values, idle)?;
                 return Ok(());

@@ -30,7 +30,7 @@ fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_ha
     assert!((0..8).all(|i| listing.read(i).is_ok()));
     assert_eq!(counts(&at_folders(&place)).0, 9, "what has not changed is not examined");
     let words = listing.read(8).unwrap_err().to_string();
-    assert!(words.contains("odd.png has changed since it was first looked at"), "{words}");
+    assert!(words.contains("odd.png has changed since it was first inspected"), "{words}");
     let now = at_folders(&place);
     assert_eq!(counts(&now).0, 8);
     assert!(counts(&now).1[0].contains("odd.png is text") && print(&now) != before, "{now:?}");

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_copy_that_was_interrupted_by_a_full_disk_goes_on_to_the_same_bytes() {
+fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     let from = folder(25);
     let (whole, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let made = run(from.path(), whole.path(), &in_parts()).unwrap();

@@ -47,7 +47,7 @@ fn gpu_a_loss_scale_that_overflows_is_halved_and_the_step_left_out() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_a_run_goes_on_with_its_loss_scale_as_if_it_had_never_stopped() {
+fn gpu_a_run_continues_with_its_loss_scale_as_if_it_had_never_stopped() {
     let (network, config) = (network(Arch::ResNet20, Stem::Cifar, 16), config(16));
     let initial = init::initial_parameters(&network, false, 1);
     let batches: Vec<Batch> = (0..8).map(|n| pictures(&network, 16, n)).collect();

@@ -85,7 +85,7 @@ fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
         engine.take_sizes(&[16], &[40]).unwrap();
         engine.take_data(&data).unwrap();
         data.set_format(format);
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         for epoch in 0..2 {
             engine.set_image_size(data.shape.training_size(epoch)).unwrap();
             let plan = EpochPlan {
@@ -99,14 +99,14 @@ fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
                 threads: 2,
             };
             for batch in data.epoch(plan).take(STEPS) {
-                told.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
+                reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
             }
             engine.set_image_size(data.shape.image_size).unwrap();
             let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
-            told.push(engine.eval_step(&checked).unwrap().loss_sum as f32 / 64.0);
+            reported.push(engine.eval_step(&checked).unwrap().loss_sum as f32 / 64.0);
         }
-        eprintln!("{format:?}: {told:?}");
-        wanted.push(told);
+        eprintln!("{format:?}: {reported:?}");
+        wanted.push(reported);
     }
     let cpu = wanted.remove(0);
     for ours in &wanted {

@@ -14,7 +14,7 @@ fn undecodable() -> Vec<u8> {
 #[test]
 fn a_picture_that_breaks_is_named_whoever_decodes() {
     for (content, detail) in [
-        (None, "03.jpg has changed since it was first looked at"),
+        (None, "03.jpg has changed since it was first inspected"),
         (Some(undecodable()), "03.jpg cannot be decoded"),
     ] {
         let dir = folder(|_| (40, 40));

@@ -77,14 +77,14 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     let Subsampling { columns, rows } = stored.subsampling;
     // Blocks of chroma.
     let (across, down) = (stored.width.div_ceil(8 * columns), stored.height.div_ceil(8 * rows));
-    let (whole, chroma) = (Told::new(file, ColorSpace::YCbCr)?, stored.chroma());
+    let (whole, chroma) = (Described::new(file, ColorSpace::YCbCr)?, stored.chroma());
     let (blue, red) = match (columns, rows) {
         (1, 1) => (whole.plane(1, 1, chroma), whole.plane(2, 1, chroma)),
         // Four blocks of luma for one of chroma: lying in a row, they are too many for interpolation.
         (2, 2) => {
             let in_a_row = with_frame(file, (across * 32, down * 8), |frame| frame[7] = 0x41, |_| {});
-            let told = Told::new(&in_a_row, ColorSpace::YCbCr)?;
-            (told.plane(1, 4, chroma), told.plane(2, 4, chroma))
+            let described = Described::new(&in_a_row, ColorSpace::YCbCr)?;
+            (described.plane(1, 4, chroma), described.plane(2, 4, chroma))
         }
         // Two: each a component, in addition to the two of chroma.
         _ => {
@@ -99,21 +99,21 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
                 one_more(frame, 6, 3);
             };
             let of_four = with_frame(file, (across * 8, down * 8), frame, |scan| one_more(scan, 1, 2));
-            let told = Told::new(&of_four, ColorSpace::CMYK)?;
-            (told.plane(2, 1, chroma), told.plane(3, 1, chroma))
+            let described = Described::new(&of_four, ColorSpace::CMYK)?;
+            (described.plane(2, 1, chroma), described.plane(3, 1, chroma))
         }
     };
     Ok([whole.plane(0, 1, (stored.width, stored.height)), blue, red])
 }
 
 /// What the decoder gives.
-struct Told {
+struct Described {
     width: usize,
     channels: usize,
     values: Vec<u8>,
 }
 
-impl Told {
+impl Described {
     fn new(file: &[u8], colors: ColorSpace) -> Result<Self, String> {
         let options = DecoderOptions::default().set_strict_mode(false).jpeg_set_out_colorspace(colors);
         let mut decoder = Zune::new_with_options(ZCursor::new(file), options);

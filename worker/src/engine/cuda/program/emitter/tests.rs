@@ -33,7 +33,7 @@ fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> 
 /// How the ranks of a group add up statistics.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Ranks {
-    Alone,
+    Single,
     Apart,
     Exchanged,
     ByNccl,
@@ -59,7 +59,7 @@ impl Setting {
         let (norms, _) = norm_sites(&plan, &layout, &Running::of_all(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
-            Ranks::Alone => None,
+            Ranks::Single => None,
             Ranks::Apart => Some(Statistics::Apart),
             Ranks::Exchanged => Some(Statistics::exchanged(&channels, 2).0),
             Ranks::ByNccl => Some(Statistics::ByNccl),
@@ -130,7 +130,7 @@ fn the_commands_of_every_network_are_sound() {
     networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
     for network in &networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
-            for ranks in [Ranks::Alone, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+            for ranks in [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
                 let mut setting = Setting::new(network, 32, dtype, capability, ranks);
                 for (accumulates, sums) in [(false, false), (true, false), (false, true)] {
                     (setting.accumulates, setting.sums) = (accumulates, sums);
@@ -161,7 +161,7 @@ fn every_optimizer_s_update_is_sound() {
         (Lamb, "lamb"),
     ] {
         for dtype in [DType::F32, DType::F16] {
-            let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Alone) };
+            let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Single) };
             let commands = setting.sound(Phase::Train(ONLY), true).commands;
             assert_eq!(count(&commands, kernel), 1, "{kernel}");
         }
@@ -182,7 +182,7 @@ fn frozen_batch_norms_are_only_applied() {
     for network in networks {
         let network = Arc::new(Network { frozen_norm: true, ..Network::clone(&network) });
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 80)] {
-            for ranks in [Ranks::Alone, Ranks::Apart] {
+            for ranks in [Ranks::Single, Ranks::Apart] {
                 for accumulates in [false, true] {
                     let sums = true;
                     let setting =
@@ -259,7 +259,7 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
     let x = net.global_average_pool(x);
     net.linear("fc", x, 10);
     let network = Arc::new(net);
-    for ranks in [Ranks::Alone, Ranks::ByNccl] {
+    for ranks in [Ranks::Single, Ranks::ByNccl] {
         let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
         let commands = setting.sound(Phase::Train(ONLY), true).commands;
         let with_sums =
@@ -281,7 +281,7 @@ fn the_plans_of_resnet50_are_the_ones_on_disk() {
 
 fn check_plan(dtype: DType) {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
-    let setting = Setting::new(&network, 256, dtype, 90, Ranks::Alone);
+    let setting = Setting::new(&network, 256, dtype, 90, Ranks::Single);
     let format = DataType::from(dtype).name();
     let training = setting.sound(Phase::Train(ONLY), true);
     let alone = setting.sound(Phase::Train(ONLY), false);

@@ -6,7 +6,7 @@ use crate::engine::cuda::command::Access;
 /// In which streams, collectives and reuse of memory matter, alone and in each kind of group.
 fn settings() -> Vec<Setting> {
     let network = build(Arch::ResNet50, Stem::Imagenet, 64, 10);
-    [Ranks::Alone, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl]
+    [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl]
         .into_iter()
         .map(|ranks| Setting::new(&network, 32, DType::F16, 90, ranks))
         .collect()

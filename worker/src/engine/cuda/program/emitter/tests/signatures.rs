@@ -119,7 +119,7 @@ fn check(kernel: &Kernel, declared: &BTreeMap<String, Vec<Declared>>) {
 fn every_way_to_gather_pictures_is_sound() {
     let declared = declared();
     let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
-    let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Alone);
+    let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let table = ops::ScaleTable::new(32, 224);
     for (mixes, training, scales, name) in [
         (false, true, false, "gather"),
@@ -168,7 +168,7 @@ fn every_launch_has_the_arguments_that_its_kernel_declares() {
             (DType::Bf16, Nesterov),
             (DType::F16, Momentum),
         ] {
-            for ranks in [Ranks::Alone, Ranks::Exchanged, Ranks::ByNccl] {
+            for ranks in [Ranks::Single, Ranks::Exchanged, Ranks::ByNccl] {
                 for (accumulates, sums) in [(true, false), (false, true)] {
                     let setting = Setting {
                         optimizer,

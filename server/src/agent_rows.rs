@@ -1,0 +1,60 @@
+//! Rows of agents that wait to be stored. After a restart all agents come back at once: what comes while a transaction is written goes
+//! into the next one.
+
+use crate::store::{AgentRow, Result, Store, StoreError};
+use std::sync::{Mutex, PoisonError};
+use tokio::sync::oneshot;
+
+/// Rows of one transaction, at most.
+const TOGETHER: usize = 256;
+
+type Written = std::result::Result<(), String>;
+
+/// Where connections put what they know of their agents.
+#[derive(Debug, Default)]
+pub(crate) struct AgentRows {
+    waiting: Mutex<Vec<(AgentRow, oneshot::Sender<Written>)>>,
+    /// Held by whoever writes.
+    writing: tokio::sync::Mutex<()>,
+}
+
+impl AgentRows {
+    /// Stores an agent as it introduced itself, or when it was last seen.
+    ///
+    /// # Errors
+    /// The database.
+    pub(crate) async fn put(&self, store: &dyn Store, row: AgentRow) -> Result<()> {
+        let (to, mut written) = oneshot::channel();
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push((row, to));
+        loop {
+            let _writing = self.writing.lock().await;
+            match written.try_recv() {
+                Ok(written) => return written.map_err(StoreError::Unavailable),
+                Err(oneshot::error::TryRecvError::Closed) => {
+                    return Err(StoreError::Unavailable("nobody stored it".into()));
+                }
+                Err(oneshot::error::TryRecvError::Empty) => self.write(store).await,
+            }
+        }
+    }
+
+    async fn write(&self, store: &dyn Store) {
+        let (rows, replies): (Vec<_>, Vec<_>) = {
+            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            let some = TOGETHER.min(waiting.len());
+            waiting.drain(..some).unzip()
+        };
+        let all = store.put_agents(&rows).await;
+        let is_refused = all.as_ref().is_err_and(|error| !error.may_pass());
+        let all = all.map_err(|error| error.to_string());
+        for (row, reply) in rows.iter().zip(replies) {
+            // One that the database refuses does not keep out the others.
+            let written = match is_refused {
+                true => store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string()),
+                false => all.clone(),
+            };
+            // Its connection may be over.
+            let _ = reply.send(written);
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Agents that a job may be started on, and which of them can share one.
+
+use crate::agents::Online;
+use lockstep_protocol::{
+    agent::{Machine, Slot},
+    spec::Device,
+};
+use std::{
+    collections::{BTreeMap, HashSet},
+    net::IpAddr,
+    ops::Deref,
+    sync::Arc,
+};
+
+/// Agents that can share a job, by their place in the list of candidates.
+pub(super) type Group = Vec<usize>;
+
+/// An agent that a job may be started on.
+#[derive(Clone)]
+pub(super) struct Candidate {
+    pub(super) agent: Arc<Online>,
+    /// Slots of the kind that the job needs, and those of them that are free.
+    pub(super) all: Vec<u32>,
+    pub(super) free: Vec<u32>,
+    /// Where the first of them is among the agent's slots.
+    first: Option<usize>,
+}
+
+/// Agents that a job may be started on, by name.
+#[derive(Clone)]
+pub(super) struct Candidates {
+    list: Vec<Candidate>,
+    /// Those that can share a job; which slots are free does not matter for that.
+    pub(super) groups: Groups,
+}
+
+impl Deref for Candidates {
+    type Target = [Candidate];
+
+    fn deref(&self) -> &[Candidate] {
+        &self.list
+    }
+}
+
+impl Candidates {
+    pub(super) fn new(list: Vec<Candidate>) -> Self {
+        Self { groups: groups(&list), list }
+    }
+
+    /// Adds slots that are going to be free behind those that are.
+    pub(super) fn free(&mut self, candidate: usize, slot: u32) {
+        if let Some(candidate) = self.list.get_mut(candidate)
+            && candidate.all.contains(&slot)
+            && !candidate.free.contains(&slot)
+        {
+            candidate.free.push(slot);
+        }
+    }
+
+    pub(super) fn take(&mut self, agent_id: &str, slots: &[u32]) {
+        for candidate in self.list.iter_mut().filter(|c| c.agent.row.id == agent_id) {
+            candidate.free.retain(|slot| !slots.contains(slot));
+        }
+    }
+}
+
+impl Candidate {
+    pub(super) fn of(agent: Arc<Online>, in_use: &HashSet<u32>, device: Device) -> Self {
+        let all = slots_for(&agent.row.slots, device);
+        let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
+        let first =
+            all.first().and_then(|index| agent.row.slots.iter().position(|slot| slot.index == *index));
+        Self { agent, all, free, first }
+    }
+
+    fn first(&self) -> Option<&Slot> {
+        self.agent.row.slots.get(self.first?)
+    }
+
+    /// `cpu` or `cuda`.
+    pub(super) fn device(&self) -> &str {
+        self.first().map_or("", |slot| slot.device.as_str())
+    }
+
+    /// What its slots are: `NVIDIA H200`.
+    pub(super) fn model(&self) -> &str {
+        self.first().map_or("", |slot| slot.name.as_str())
+    }
+}
+
+/// The slots of a machine that ranks of such a job may run in.
+pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
+    let of = |kind: &str| -> Vec<u32> {
+        slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
+    };
+    let (first, second) = match device {
+        Device::Cuda => ("cuda", None),
+        // GPUs where there are any.
+        Device::Auto => ("cuda", Some("cpu")),
+        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
+        Device::Cpu => ("cpu", Some("cuda")),
+    };
+    let found = of(first);
+    match second {
+        Some(second) if found.is_empty() => of(second),
+        _ => found,
+    }
+}
+
+/// Whether only the machine itself reaches this address.
+fn is_loopback(address: &str) -> bool {
+    address.parse().map_or(address.eq_ignore_ascii_case("localhost"), |ip: IpAddr| ip.is_loopback())
+}
+
+/// The address by which other machines reach one, if they do.
+pub(super) fn address(machine: &Machine) -> Option<&str> {
+    machine.address.as_deref().filter(|address| !is_loopback(address))
+}
+
+/// Groups of agents, each with whether their models differ.
+pub(super) type Groups = Arc<[(Group, bool)]>;
+
+/// The largest groups of candidates that reach each other and have slots of one kind, with whether their models differ.
+fn groups(candidates: &[Candidate]) -> Groups {
+    // Older agents tell no network and do not know how to share a job.
+    let mut networks: BTreeMap<&str, Group> = BTreeMap::new();
+    let mut over_network = Group::new();
+    for (c, candidate) in candidates.iter().enumerate().filter(|(_, candidate)| !candidate.all.is_empty()) {
+        let machine = &candidate.agent.row.machine;
+        if let Some(network) = machine.network_id.as_deref() {
+            networks.entry(network).or_default().push(c);
+        }
+        if address(machine).is_some() {
+            over_network.push(c);
+        }
+    }
+    let mut found: Vec<(Group, bool)> = Vec::new();
+    for reachable in networks.into_values().chain([over_network]).filter(|group| group.len() > 1) {
+        let mut devices: BTreeMap<&str, BTreeMap<&str, Group>> = BTreeMap::new();
+        for c in reachable {
+            let models = devices.entry(candidates[c].device()).or_default();
+            models.entry(candidates[c].model()).or_default().push(c);
+        }
+        for models in devices.into_values() {
+            let is_mixed = models.len() > 1;
+            let mut of_device: Group = models.values().flatten().copied().collect();
+            of_device.sort_unstable();
+            if is_mixed {
+                found.extend(models.into_values().map(|of_model| (of_model, false)));
+            }
+            found.push((of_device, is_mixed));
+        }
+    }
+    found.retain(|(group, _)| group.len() > 1);
+    found.dedup();
+    found.into()
+}

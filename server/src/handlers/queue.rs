@@ -1,0 +1,255 @@
+//! The queue: what waits, in the order in which dispatch looks at it, and what is kept for whom.
+
+use super::{
+    extract::{Query, count, search_text},
+    list::{self, Fields, Listed, MAX_LIMIT},
+};
+use crate::{
+    access::Caller,
+    app::App,
+    error::{Error, Problem, Result},
+    reservations::Kept,
+    store::{JobRow, QueuePlace},
+};
+use axum::{Extension, Json, extract::State};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    job::JobId,
+    labels,
+    queue::{QueueList, QueuedJob, Reservation},
+};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use utoipa::IntoParams;
+
+const DEFAULT_LIMIT: u32 = 100;
+/// The only order, for cursors.
+const ORDER: &str = "place";
+const FIELDS: &[&str] = &[
+    "place",
+    "id",
+    "name",
+    "state",
+    "project",
+    "owner",
+    "priority",
+    "ranks",
+    "waiting_since",
+    "reason",
+    "kept_slots",
+];
+
+/// Which part of the queue.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct QueueQuery {
+    /// At most so many jobs: 1 to 1000; 100 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+    /// Only these fields of each job, with commas between.
+    #[param(min_length = 1)]
+    fields: Option<String>,
+    /// Also how many jobs there are on all pages together, as `total`.
+    count: Option<bool>,
+    /// Jobs of this project.
+    pub(super) project: Option<String>,
+    /// Jobs of this person or token; at most 200 characters.
+    pub(super) owner: Option<String>,
+}
+
+impl QueueQuery {
+    /// Whether it asks for the first page.
+    pub(super) fn is_first(&self) -> bool {
+        self.cursor.is_none()
+    }
+
+    /// As the page asks: its title says how many there are.
+    pub(super) fn counted(self) -> Self {
+        Self { count: Some(true), ..self }
+    }
+
+    /// Project and owner, where the list is narrowed to them; an empty one is none.
+    ///
+    /// # Errors
+    /// A name that no project can have, or an owner's that is too long.
+    fn filters(&self) -> Result<(Option<&str>, Option<&str>)> {
+        search_text("owner", self.owner.as_deref())?;
+        let project = self.project.as_deref().filter(|project| !project.is_empty());
+        if let Some(mistake) = project.and_then(labels::project_mistake) {
+            return Err(Error::BadRequest(format!("project {mistake}")));
+        }
+        Ok((project, self.owner.as_deref().filter(|owner| !owner.is_empty())))
+    }
+}
+
+/// As [`QueueList`].
+#[derive(Debug, Serialize)]
+pub(crate) struct QueuePage {
+    #[serde(flatten)]
+    pub(super) jobs: Listed<QueuedJob>,
+    pub(super) reservations: Vec<Reservation>,
+}
+
+/// The queue
+///
+/// Jobs that wait for slots, in the order in which they are given some: by priority, then fair share where the server has it, then age; with
+/// what each of them waits for, and what is kept for it. Jobs that are private to others have a place and no name; with `project` or
+/// `owner` they are left out. Places are counted over the whole queue, and change from one page to the next as jobs start.
+#[utoipa::path(get, path = "/queue", tag = "jobs", params(QueueQuery),
+    responses((status = 200, body = QueueList), (status = 400, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Query(query): Query<QueueQuery>,
+) -> Result<Json<QueuePage>> {
+    Ok(Json(page(&app, &caller, &query).await?))
+}
+
+/// # Errors
+/// A limit, field, filter or cursor that is none, or the store's.
+pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
+    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+    let (project, owner) = query.filters()?;
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let from: Option<(u64, Option<JobId>)> = list::read_cursor(ORDER, query.cursor.as_deref())?;
+    let rows = in_order(app).await?;
+    let kept = app.reservations.all();
+    let slots = kept_slots(&kept);
+    let reservations = reservations(app, caller, kept, &rows);
+    let jobs = rows.into_iter().zip(1..).map(|(row, place)| queued(app, caller, &slots, row, place));
+    let wanted = |job: &QueuedJob| {
+        let is = |asked: Option<&str>, has: &Option<String>| asked.is_none() || asked == has.as_deref();
+        is(project, &job.project) && is(owner, &job.owner)
+    };
+    let mut jobs: Vec<QueuedJob> = jobs.filter(wanted).collect();
+    let total = (query.count == Some(true)).then_some(jobs.len() as u64);
+    if let Some(from) = &from {
+        jobs.drain(..behind(&jobs, from));
+    }
+    let more = jobs.len() > limit;
+    jobs.truncate(limit);
+    let last = jobs.last().filter(|_| more).map(|last| (last.place, last.id.clone()));
+    let next_cursor = last.map(|last| list::cursor(ORDER, &last)).transpose()?;
+    let jobs = Listed { name: "jobs", items: jobs, fields, next_cursor, total, also_next: false };
+    Ok(QueuePage { jobs, reservations })
+}
+
+/// How many of the jobs are on pages before, the last of which ended with this job: it may stand elsewhere now.
+fn behind(jobs: &[QueuedJob], (place, last): &(u64, Option<JobId>)) -> usize {
+    let at = last.as_ref().and_then(|id| jobs.iter().position(|job| job.id.as_ref() == Some(id)));
+    match (at, last) {
+        (Some(at), _) => at + 1,
+        // It waits no longer, so the next one has its place or an earlier one.
+        (None, Some(_)) => jobs.partition_point(|job| job.place < *place),
+        // One that is private to somebody else.
+        (None, None) => jobs.partition_point(|job| job.place <= *place),
+    }
+}
+
+/// All that waits, as the newest round of dispatch looked at it. What has come since stands at the end until the next one.
+async fn in_order(app: &App) -> Result<Vec<JobRow>> {
+    let mut rows = Vec::new();
+    let mut from = Some(QueuePlace::default());
+    while let Some(place) = from {
+        let (page, next) = app.store.waiting(&place).await?;
+        rows.extend(page);
+        from = next;
+    }
+    let known = app.wait_reasons.all();
+    // Stable: what has no place yet stays in the order of priority and age.
+    rows.sort_by_key(|row| {
+        known.get(&row.job.id).map(|waiting| waiting.place).filter(|place| *place > 0).unwrap_or(u64::MAX)
+    });
+    Ok(rows)
+}
+
+/// Slots that are kept for each job.
+fn kept_slots(all: &[(Kept, Timestamp)]) -> HashMap<JobId, u32> {
+    let mut slots = HashMap::new();
+    for (kept, _) in all {
+        let more = u32::try_from(kept.free.len() + kept.ending.len()).unwrap_or(u32::MAX);
+        let sum: &mut u32 = slots.entry(kept.job.clone()).or_default();
+        *sum = sum.saturating_add(more);
+    }
+    slots
+}
+
+fn sees(caller: &Caller, row: &JobRow) -> bool {
+    caller.sees(row.job.spec.private, row.job.owner.as_deref())
+}
+
+fn queued(app: &App, caller: &Caller, slots: &HashMap<JobId, u32>, row: JobRow, place: u64) -> QueuedJob {
+    if !sees(caller, &row) {
+        return QueuedJob { place, ..QueuedJob::default() };
+    }
+    let job = row.job;
+    QueuedJob {
+        place,
+        // One that waits before it is tried again has been looked at, and says why itself.
+        reason: app.wait_reasons.of(&job.id).or(job.cause),
+        kept_slots: Some(slots.get(&job.id).copied().unwrap_or(0)),
+        id: Some(job.id),
+        name: Some(job.name),
+        state: Some(job.state),
+        project: Some(job.project),
+        owner: job.owner,
+        priority: Some(job.spec.priority),
+        ranks: Some(job.ranks),
+        waiting_since: Some(row.waiting_since.unwrap_or(job.created_at)),
+    }
+}
+
+/// What is kept for jobs that wait, in the order of the queue.
+fn reservations(
+    app: &App,
+    caller: &Caller,
+    all: Vec<(Kept, Timestamp)>,
+    rows: &[JobRow],
+) -> Vec<Reservation> {
+    let by_id: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
+    let online = app.agents.online();
+    let shown = all.into_iter().filter_map(|(kept, since)| {
+        // One that has just started, or a machine that has just gone.
+        let row = by_id.get(&kept.job)?;
+        let agent = online.iter().find(|agent| agent.row.id == kept.agent_id)?;
+        let is_seen = sees(caller, row);
+        Some(Reservation {
+            agent: agent.row.name.clone(),
+            agent_id: kept.agent_id,
+            job: is_seen.then_some(kept.job),
+            name: is_seen.then(|| row.job.name.clone()),
+            free: kept.free,
+            ending: kept.ending,
+            whole_machine: kept.whole_machine,
+            since,
+        })
+    });
+    shown.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_continues_where_the_one_before_ended_whatever_has_left_meanwhile() {
+        let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
+        let queue = |of: &[usize]| -> Vec<QueuedJob> {
+            let job = |(place, n): (u64, &usize)| QueuedJob {
+                place,
+                id: (*n != 3).then(|| ids[*n].clone()),
+                ..QueuedJob::default()
+            };
+            (1..).zip(of).map(job).collect()
+        };
+        let last = (2, Some(ids[1].clone()));
+        assert_eq!(behind(&queue(&[0, 1, 2]), &last), 2);
+        assert_eq!(behind(&queue(&[1, 2]), &last), 1, "one before it has started");
+        assert_eq!(behind(&queue(&[0, 2]), &last), 1, "it has started itself");
+        assert_eq!(behind(&queue(&[]), &last), 0);
+        assert_eq!(behind(&queue(&[0, 3, 2]), &(2, None)), 2, "a private one has a place alone");
+        assert_eq!(behind(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);
+    }
+}

@@ -1,0 +1,32 @@
+//! The page of the queue.
+
+use super::{
+    extract::PageQuery,
+    pages::{Page, html, viewer},
+    queue::{self, QueuePage, QueueQuery},
+};
+use crate::{access::Caller, app::App};
+use axum::{Extension, extract::State};
+use lockstep_web::queue as views;
+
+/// `GET /queue`
+pub(crate) async fn show(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    PageQuery(query): PageQuery<QueueQuery>,
+) -> Page {
+    let query = query.counted();
+    let QueuePage { jobs, reservations } = queue::page(&app, &caller, &query).await?;
+    let page = views::QueuePage {
+        jobs: jobs.items,
+        total: jobs.total.unwrap_or(0),
+        reservations,
+        project: query.project.clone().unwrap_or_default(),
+        owner: query.owner.clone().unwrap_or_default(),
+        is_first: query.is_first(),
+        next: jobs.next_cursor,
+        now: crate::now(),
+        viewer: viewer(&caller),
+    };
+    html(page.render())
+}

@@ -1,0 +1,110 @@
+//! A private job in the queue of others: it has a place, and nothing else is told of it.
+
+use crate::{
+    agent::Agent,
+    test_server::{DEADLINE, TestServer, spec},
+};
+use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
+use reqwest::Client;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::time::Instant;
+
+#[tokio::test]
+async fn a_private_job_has_a_place_in_the_queue_of_others_and_no_name() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
+        server.add_person(name, role).await;
+    }
+    let (mona, _) = server.client_of("mona", "submit").await;
+    let (otto, _) = server.client_of("otto", "submit").await;
+    let (vera, _) = server.client_of("vera", "read").await;
+    let (ada, _) = server.client_of("ada", "admin").await;
+    let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
+        let mut spec = spec();
+        spec["name"] = json!(name);
+        spec["parallel"]["ranks"] = json!(ranks);
+        spec["private"] = json!(private);
+        spec["project"] = json!(if private { "secret-project" } else { "shared" });
+        let (status, job) = server.as_who(who, "POST", "/jobs", Some(spec)).await;
+        assert_eq!(status, 201, "{job}");
+        job["id"].as_str().unwrap().to_owned()
+    };
+    submit(&otto, "running", 1, false).await;
+    agent.started().await;
+    let secret = submit(&mona, "secret run", 2, true).await;
+    let open = submit(&otto, "open", 1, false).await;
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let (_, queue) = server.as_who(&ada, "GET", "/queue", None).await;
+        let is_kept = queue["reservations"][0]["free"] == json!([1]);
+        if is_kept && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null() {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{queue:#}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+
+    for (who, client, sees) in
+        [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]
+    {
+        let get = async |path: &str| {
+            let (status, answer) = server.as_who(client, "GET", path, None).await;
+            assert_eq!(status, 200, "{who}: {path}: {answer}");
+            assert_eq!(sees, answer.to_string().contains(&secret), "{who}: {path}: {answer}");
+            answer
+        };
+        let queue = get("/queue?count=true").await;
+        assert_eq!((&queue["total"], &queue["jobs"][1]["name"]), (&json!(2), &json!("open")), "{who}");
+        let kept = &queue["reservations"][0];
+        assert_eq!((&kept["agent"], &kept["free"]), (&json!("a"), &json!([1])), "{who}");
+        if sees {
+            assert_eq!(
+                (&queue["jobs"][0]["name"], &kept["name"]),
+                (&json!("secret run"), &json!("secret run"))
+            );
+        } else {
+            let reported: Vec<_> =
+                queue["jobs"][0].as_object().unwrap().iter().filter(|(_, v)| !v.is_null()).collect();
+            assert_eq!(reported, [(&"place".to_owned(), &json!(1))], "{who}");
+            assert_eq!((&kept["job"], &kept["name"]), (&Value::Null, &Value::Null), "{who}");
+            assert!(!queue.to_string().contains("mona") && !queue.to_string().contains("secret"), "{queue}");
+        }
+        // No filter tells whose it is.
+        for query in ["owner=mona", "project=secret-project"] {
+            let queue = get(&format!("/queue?count=true&{query}")).await;
+            let found = if sees { json!(1) } else { json!(0) };
+            assert_eq!(queue["total"], found, "{who}: {query}: {queue}");
+        }
+        let (_, his) = server.as_who(client, "GET", "/queue?owner=otto&fields=place", None).await;
+        assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places are those of the whole queue");
+        // A cursor says no more, and leads on.
+        let (_, first) = server.as_who(client, "GET", "/queue?limit=1", None).await;
+        let cursor = first["next_cursor"].as_str().unwrap();
+        let text = String::from_utf8(BASE64_URL_SAFE_NO_PAD.decode(cursor).unwrap()).unwrap();
+        assert_eq!(sees, text.contains(&secret), "{who}: {text}");
+        let (_, second) =
+            server.as_who(client, "GET", &format!("/queue?limit=1&cursor={cursor}"), None).await;
+        assert_eq!(
+            (&second["jobs"][0]["name"], &second["next_cursor"]),
+            (&json!("open"), &Value::Null),
+            "{who}"
+        );
+        // Its slot on the machine, and the pages.
+        let agents = get("/agents").await;
+        let kept_for = &agents["agents"][0]["slots"][1]["kept_for"];
+        assert!(kept_for["since"].is_string() && kept_for["job"].is_string() == sees, "{who}: {kept_for}");
+        for (page, words) in
+            [("/queue", "A private job of somebody else"), ("/machines", "kept for a private job")]
+        {
+            let html = client.get(server.url(page)).send().await.unwrap().text().await.unwrap();
+            assert_eq!(
+                (html.contains(words), html.contains("secret run")),
+                (!sees, sees),
+                "{who}: {page}: {html}"
+            );
+        }
+    }
+    server.stop().await;
+}

@@ -1,0 +1,255 @@
+//! The queue as it is listed: order, reasons, and what is kept for whom.
+
+use crate::{
+    agent::Agent,
+    test_server::{DEADLINE, TestServer},
+};
+use lockstep_protocol::{
+    agent::{Ending, ToAgent},
+    job::Job,
+};
+use lockstep_server::FairShare;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::time::Instant;
+
+async fn submit(server: &TestServer, name: &str, ranks: u32, change: Value) -> Job {
+    server
+        .submit(|spec| {
+            spec["name"] = json!(name);
+            spec["parallel"]["ranks"] = json!(ranks);
+            for (key, value) in change.as_object().unwrap() {
+                spec[key] = value.clone();
+            }
+        })
+        .await
+}
+
+/// The queue, once it is so: dispatch looks at it twice a second.
+async fn queue_when(server: &TestServer, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let (status, queue) = server.get("/queue").await;
+        assert_eq!(status, 200, "{queue}");
+        if fits(&queue) {
+            return queue;
+        }
+        assert!(Instant::now() < deadline, "{what}: {queue:#}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn names(queue: &Value) -> Vec<&str> {
+    queue["jobs"].as_array().unwrap().iter().map(|job| job["name"].as_str().unwrap_or("")).collect()
+}
+
+/// Whether exactly these wait, in this order, and each has been looked at.
+fn are(queue: &Value, expected: &[&str]) -> bool {
+    names(queue) == expected && queue["jobs"].as_array().unwrap().iter().all(|job| !job["reason"].is_null())
+}
+
+#[tokio::test]
+async fn what_is_listed_first_gets_slots_first_and_each_says_what_it_waits_for() {
+    let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    assert_eq!(server.get("/queue").await.1, json!({"jobs": [], "reservations": [], "next_cursor": null}));
+    let vision = || json!({"project": "vision"});
+    let mut running = Vec::new();
+    for name in ["first", "second"] {
+        submit(&server, name, 1, vision()).await;
+        running.push(agent.started().await.attempt);
+    }
+    let older = submit(&server, "older", 1, vision()).await;
+    submit(&server, "old", 1, vision()).await;
+    submit(&server, "audio", 1, json!({"project": "audio"})).await;
+    submit(&server, "urgent", 1, json!({"project": "vision", "priority": 1})).await;
+    let order = ["urgent", "audio", "older", "old"];
+    let queue = queue_when(&server, "by priority, share and age", |queue| are(queue, &order)).await;
+    let jobs = queue["jobs"].as_array().unwrap();
+    for (job, place) in jobs.iter().zip(1..) {
+        assert_eq!(
+            (&job["place"], &job["ranks"], &job["state"]),
+            (&json!(place), &json!(1), &json!("queued"))
+        );
+        // In the words of the job's own page.
+        let (_, history) = server.get(&format!("/jobs/{}/history", job["id"].as_str().unwrap())).await;
+        assert_eq!(
+            (&history["queue"]["place"], &history["queue"]["reason"]),
+            (&json!(place), &job["reason"])
+        );
+        assert_eq!(job["reason"]["words"], "waits for 1 slot: 0 of 2 on \"a\" free");
+    }
+    let (urgent, third) = (&jobs[0], &jobs[2]);
+    assert_eq!((&urgent["priority"], &urgent["project"]), (&json!(1), &json!("vision")));
+    let since: jiff::Timestamp = third["waiting_since"].as_str().unwrap().parse().unwrap();
+    assert_eq!(since, older.created_at);
+    assert!(third["owner"].is_string(), "{third}");
+    // What becomes free goes to the first of them, and to no other.
+    let reserved = json!({"agent_id": "id-a", "agent": "a", "job": urgent["id"], "name": "urgent", "free": [], "ending": [],
+        "whole_machine": true, "since": queue["reservations"][0]["since"]});
+    assert_eq!(queue["reservations"], json!([reserved]));
+
+    // Filters keep places.
+    let (_, audio) = server.get("/queue?project=audio&count=true&fields=place,name").await;
+    assert_eq!((&audio["jobs"], &audio["total"]), (&json!([{"place": 2, "name": "audio"}]), &json!(1)));
+    let owner = third["owner"].as_str().unwrap();
+    assert_eq!(names(&server.get(&format!("/queue?owner={owner}")).await.1), order);
+    assert_eq!(names(&server.get("/queue?owner=nobody").await.1), [""; 0]);
+
+    // As they are listed.
+    for (attempt, expected) in running.iter().zip(&order) {
+        agent.end(attempt, Ending::Succeeded { step: 1 }).await;
+        assert_eq!(server.job(agent.started().await.attempt.job.as_str()).await.name, *expected);
+    }
+    queue_when(&server, "the others wait on", |queue| are(queue, &order[2..])).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_queue_has_pages_and_refuses_what_it_does_not_have() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    let mut ids = Vec::new();
+    for name in ["a", "b", "c", "d", "e"] {
+        ids.push(submit(&server, name, 1, json!({})).await.id);
+    }
+    let queue = queue_when(&server, "all wait", |queue| are(queue, &["a", "b", "c", "d", "e"])).await;
+    assert_eq!(queue["jobs"][0]["reason"]["code"], "no_agent_accepts");
+    assert_eq!(queue["reservations"], json!([]), "nothing is kept on a drained machine");
+    for limit in 1..=6 {
+        let (mut walked, mut cursor) = (Vec::new(), String::new());
+        loop {
+            let (status, page) = server.get(&format!("/queue?limit={limit}&count=true{cursor}")).await;
+            assert_eq!((status, &page["total"]), (200, &json!(5)), "{page}");
+            assert!(page["jobs"].as_array().unwrap().len() <= limit);
+            walked.extend(names(&page).into_iter().map(str::to_owned));
+            match page["next_cursor"].as_str() {
+                Some(next) => cursor = format!("&cursor={next}"),
+                None => break,
+            }
+        }
+        assert_eq!(walked.concat(), "abcde", "{limit}");
+    }
+    // One that was on the first page leaves the queue: the second one leaves nobody out.
+    let (_, first) = server.get("/queue?limit=2").await;
+    assert_eq!(server.post(&format!("/jobs/{}/cancel", ids[1]), &json!({})).await.0, 202);
+    let (_, next) = server.get(&format!("/queue?cursor={}", first["next_cursor"].as_str().unwrap())).await;
+    assert_eq!(names(&next), ["c", "d", "e"]);
+
+    let (_, list) = server.get("/jobs?limit=1").await;
+    let of_jobs = format!("cursor={}", list["next_cursor"].as_str().unwrap());
+    assert_eq!(server.get("/queue?limit=1000").await.0, 200);
+    // The longest owner that is looked for, and one more.
+    for (letters, expected) in [(200, 200), (201, 422)] {
+        let (status, answer) = server.get(&format!("/queue?owner={}", "a".repeat(letters))).await;
+        assert_eq!(status, expected, "{answer}");
+    }
+    for (query, words) in [
+        ("limit=0", "1 to 1000"),
+        ("limit=1001", "1 to 1000"),
+        ("fields=place,nam", "did you mean \\\"name\\\""),
+        ("projekt=x", "did you mean \\\"project\\\""),
+        ("project=a%20b", "project must have"),
+        ("cursor=x", "the cursor is none of this list"),
+        (of_jobs.as_str(), "another sort"),
+    ] {
+        let (status, problem) = server.get(&format!("/queue?{query}")).await;
+        assert!(status == 400 && problem.to_string().contains(words), "{query}: {status} {problem}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    submit(&server, "running", 1, json!({})).await;
+    let running = agent.started().await.attempt;
+    let large = submit(&server, "the large", 2, json!({})).await;
+    let small = submit(&server, "small", 1, json!({})).await;
+    let is_kept = |queue: &Value| {
+        are(queue, &["the large", "small"]) && queue["reservations"][0]["job"] == json!(large.id)
+    };
+    let queue = queue_when(&server, "both wait", is_kept).await;
+    let kept = &queue["reservations"][0];
+    let expected = json!({"agent_id": "id-a", "agent": "a", "job": large.id, "name": "the large", "free": [1], "ending": [],
+        "whole_machine": true, "since": kept["since"]});
+    assert_eq!(queue["reservations"], json!([expected]));
+    assert_eq!((&queue["jobs"][0]["kept_slots"], &queue["jobs"][1]["kept_slots"]), (&json!(1), &json!(0)));
+    // The machine's slots, and the pages.
+    let (_, agents) = server.get("/agents").await;
+    let slots = agents["agents"][0]["slots"].as_array().unwrap();
+    assert_eq!((&slots[0]["job"], &slots[0]["kept_for"]), (&json!(running.job), &Value::Null));
+    let kept_for = json!({"job": large.id, "since": kept["since"]});
+    assert_eq!((&slots[1]["job"], &slots[1]["kept_for"]), (&Value::Null, &kept_for));
+    let (_, machines) = server.text("/machines").await;
+    assert!(
+        machines.contains(&format!("kept for <a href=\"/jobs/{}\">the large</a>", large.id)),
+        "{machines}"
+    );
+    let (status, page) = server.text("/queue").await;
+    assert!(status == 200 && page.contains("2 jobs wait · 1 slot kept"), "{page}");
+    assert!(page.contains("slot 1, and what else becomes free"), "{page}");
+    assert!(page.find("the large</a>") < page.find("small</a>"), "{page}");
+    for (query, words) in [("?project=none", "No waiting job matches"), ("?owner=", "2 jobs wait")] {
+        assert!(server.text(&format!("/queue{query}")).await.1.contains(words), "{query}");
+    }
+    // The same from round to round: nobody has overtaken it.
+    let again = server.get("/queue").await.1;
+    assert_eq!(again["reservations"], queue["reservations"]);
+    agent.end(&running, Ending::Succeeded { step: 1 }).await;
+    let started = agent.started().await;
+    assert_eq!((&started.attempt.job, started.ranks.len()), (&large.id, 2));
+    let is_next =
+        |queue: &Value| are(queue, &["small"]) && queue["reservations"][0]["job"] == json!(small.id);
+    let queue = queue_when(&server, "the other is next", is_next).await;
+    assert_eq!((&queue["reservations"][0]["free"], &queue["jobs"][0]["kept_slots"]), (&json!([]), &json!(0)));
+    agent.end(&started.attempt, Ending::Succeeded { step: 1 }).await;
+    assert_eq!(agent.started().await.attempt.job, small.id);
+    let queue = queue_when(&server, "nothing waits", |queue| are(queue, &[])).await;
+    assert_eq!(queue["reservations"], json!([]));
+    assert!(server.text("/queue").await.1.contains("Nothing waits"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn slots_of_preempted_jobs_are_kept_while_these_write_their_checkpoints() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let low = submit(&server, "low", 2, json!({"preemptible": true})).await;
+    let attempt = agent.started().await.attempt;
+    let high = submit(&server, "high", 1, json!({"priority": 5})).await;
+    match agent.next().await {
+        Some(ToAgent::Stop { patient: true, .. }) => {}
+        other => panic!("{other:?}"),
+    }
+    let is_kept = |queue: &Value| are(queue, &["high"]) && queue["reservations"][0]["ending"] == json!([0]);
+    let queue = queue_when(&server, "its slot is kept", is_kept).await;
+    let kept = &queue["reservations"][0];
+    assert_eq!(
+        (&kept["job"], &kept["free"], &kept["whole_machine"]),
+        (&json!(high.id), &json!([]), &json!(false))
+    );
+    assert_eq!(queue["jobs"][0]["kept_slots"], 1);
+    let words = queue["jobs"][0]["reason"]["words"].as_str().unwrap();
+    assert!(words.ends_with("jobs of lower priority are being preempted"), "{words}");
+    // The one that gives way has it still.
+    let (_, agents) = server.get("/agents").await;
+    let slots = agents["agents"][0]["slots"].as_array().unwrap();
+    let of = |n: usize| (slots[n]["job"].clone(), slots[n]["kept_for"]["job"].clone());
+    assert_eq!((of(0), of(1)), ((json!(low.id), json!(high.id)), (json!(low.id), Value::Null)));
+    assert!(server.text("/queue").await.1.contains("slot 0 whose job is ending"));
+
+    agent.end(&attempt, Ending::Stopped).await;
+    assert_eq!(agent.started().await.attempt.job, high.id);
+    // It waits since it went back to the queue, and not since it was submitted.
+    let is_back = |queue: &Value| are(queue, &["low"]) && queue["reservations"][0]["free"] == json!([1]);
+    let queue = queue_when(&server, "the other waits again", is_back).await;
+    let since: jiff::Timestamp = queue["jobs"][0]["waiting_since"].as_str().unwrap().parse().unwrap();
+    let (_, attempts) = server.get(&format!("/jobs/{}/attempts", low.id)).await;
+    let ended: jiff::Timestamp = attempts["attempts"][0]["ended_at"].as_str().unwrap().parse().unwrap();
+    assert!(since > low.created_at && since.duration_since(ended).abs() < jiff::SignedDuration::from_secs(1));
+    assert_eq!(queue["reservations"][0]["job"], json!(low.id));
+    server.stop().await;
+}

@@ -1,0 +1,118 @@
+//! `lockstep queue`: what waits, for what, and what is kept for whom.
+
+use super::{
+    api::{ServerArgs, list},
+    block_on, output,
+};
+use lockstep_protocol::queue::{QueuedJob, Reservation};
+use serde_json::{Value, json};
+
+/// Show the queue: waiting jobs in the order in which they get slots, what each waits for, and which slots are kept for whom
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Only jobs of this project
+    #[arg(long)]
+    project: Option<String>,
+    /// Only jobs of this person, or of the token with this name
+    #[arg(long)]
+    owner: Option<String>,
+    /// At most so many
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Prints the queue.
+///
+/// # Errors
+/// The server is not reachable.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    let api = args.server.api()?;
+    let query = [("project", args.project), ("owner", args.owner)];
+    let query: Vec<_> = query.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+    let (jobs, kept) = block_on(async {
+        let jobs = api.all("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
+        // The same on every page.
+        let kept: Value = api.get("/queue?limit=1&fields=place").await?;
+        anyhow::Ok((Value::Array(jobs), kept.get("reservations").cloned().unwrap_or_else(|| json!([]))))
+    })?;
+    if args.server.json {
+        return output::json(&json!({"jobs": jobs, "reservations": kept}));
+    }
+    let jobs: Vec<QueuedJob> = list(&jobs, "jobs")?;
+    let kept: Vec<Reservation> = list(&kept, "reservations")?;
+    if jobs.is_empty() {
+        output::line(if query.is_empty() { "no job waits" } else { "no waiting job matches" })?;
+    } else {
+        let rows: Vec<_> = jobs.iter().map(row).collect();
+        let header =
+            ["PLACE", "JOB", "NAME", "PROJECT", "OWNER", "PRIORITY", "SLOTS", "KEPT", "SINCE", "WAITS FOR"];
+        output::table(header, &rows)?;
+    }
+    kept.iter().try_for_each(|kept| output::line(output::one_line(&reserved(kept))))
+}
+
+fn row(job: &QueuedJob) -> [String; 10] {
+    let text = |text: &Option<String>| text.clone().unwrap_or_default();
+    [
+        job.place.to_string(),
+        job.id.as_ref().map(ToString::to_string).unwrap_or_default(),
+        job.name.clone().unwrap_or_else(|| "(private)".into()),
+        text(&job.project),
+        text(&job.owner),
+        job.priority.map(|priority| priority.to_string()).unwrap_or_default(),
+        job.ranks.map(|ranks| ranks.to_string()).unwrap_or_default(),
+        job.kept_slots.filter(|slots| *slots > 0).map(|slots| slots.to_string()).unwrap_or_default(),
+        job.waiting_since.map(|since| format!("{since:.0}")).unwrap_or_default(),
+        job.reason.as_ref().map(ToString::to_string).unwrap_or_default(),
+    ]
+}
+
+/// `a: slots 0, 1, and what else becomes free, kept for large (j...)`
+fn reserved(kept: &Reservation) -> String {
+    let slots = |numbers: &[u32]| {
+        let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
+        format!("slot{} {}", if list.len() == 1 { "" } else { "s" }, list.join(", "))
+    };
+    let mut parts = Vec::new();
+    if !kept.free.is_empty() {
+        parts.push(slots(&kept.free));
+    }
+    if !kept.ending.is_empty() {
+        parts.push(format!("{} of jobs that are ending", slots(&kept.ending)));
+    }
+    if kept.whole_machine {
+        parts.push(format!("what{} becomes free", if parts.is_empty() { "" } else { " else" }));
+    }
+    let whom = match (&kept.name, &kept.job) {
+        (Some(name), Some(job)) => format!("{name} ({job})"),
+        _ => "a private job".into(),
+    };
+    format!("{}: {}, kept for {whom}", kept.agent, parts.join(", and "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_private_job_has_a_place_and_what_is_kept_is_a_sentence() {
+        let private = QueuedJob { place: 3, ..QueuedJob::default() };
+        assert_eq!(row(&private)[..3], ["3".to_owned(), String::new(), "(private)".to_owned()]);
+        let mut kept = Reservation {
+            agent_id: "id-a".into(),
+            agent: "a".into(),
+            job: None,
+            name: None,
+            free: vec![0, 1],
+            ending: vec![2],
+            whole_machine: true,
+            since: jiff::Timestamp::UNIX_EPOCH,
+        };
+        let words = "a: slots 0, 1, and slot 2 of jobs that are ending, and what else becomes free, kept for a private job";
+        assert_eq!(reserved(&kept), words);
+        (kept.free, kept.ending) = (Vec::new(), Vec::new());
+        assert_eq!(reserved(&kept), "a: what becomes free, kept for a private job");
+    }
+}

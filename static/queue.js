@@ -1,0 +1,30 @@
+// The queue, read again every few seconds and as jobs come and go. The server writes the rows: here they are only exchanged.
+
+import { byId, showLive, signIn, text } from "./page.js";
+import { Stream } from "./stream.js";
+import { morph } from "./machines/morph.js";
+
+const EVERY_MS = 5000;
+let asking = false, soon = 0;
+
+async function refresh() {
+  if (asking || document.hidden) return;
+  asking = true;
+  try {
+    const answer = await fetch(location.pathname + location.search, { headers: { accept: "text/html" } });
+    if (answer.redirected) return signIn();
+    if (!answer.ok) return;
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    morph(byId("queue"), page.getElementById("queue"));
+    text(byId("summary"), page.getElementById("summary").textContent);
+  } catch { /* the stream says that the server is away */ } finally { asking = false; }
+}
+
+new Stream({
+  path: () => "/api/v1/stream",
+  onStatus: showLive,
+  // Dispatch looks at the queue a moment after a job has come or gone.
+  onFrame: () => { clearTimeout(soon); soon = setTimeout(refresh, 600); },
+});
+setInterval(refresh, EVERY_MS);
+document.addEventListener("visibilitychange", refresh);

@@ -1,0 +1,315 @@
+"""What a server needs to look after many machines: how soon jobs start, what heartbeats cost, and how soon a killed server has all jobs again.
+
+    pip install msgpack websockets
+    python3 tests/bench/agents.py [--agents 100] [--slots 8] [--jobs 2000] [--secs 10] [--idle 15]
+                                  [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
+
+Starts the real server and made-up agents in this process. They speak the protocol over real websockets with a token each: heartbeats
+and measurements at the intervals of real agents, for every job a start, a few points of each rank, a checkpoint and an end. They
+train nothing. Of the jobs, 40 % have 1 rank, 30 % have 2, 20 % have 8 and 10 % have 16, which needs two agents. All are submitted as
+fast as the server takes them; a job runs for --secs seconds. When half of the jobs are over the server is killed and started again.
+
+Prints a line of JSON:
+
+  connect_secs        from the first connection to the last agent's welcome, at the beginning
+  idle_cpu            CPU seconds of the server a second while agents only send heartbeats and measurements: 0.05 is 5 % of a core
+  submit_ms           how long POST /jobs takes, as its client sees it
+  start_ms_submitted  from sending POST /jobs until the job's last agent has its Start, for jobs that came while half of all slots
+                      were wanted by nobody
+  start_ms_freed      from an agent's word that ranks have ended until the last agent of the job that gets these slots has its Start.
+                      Ends are sent in bursts, twice a second; these are the Starts in slots of the newest burst
+  start_ms_kept       the same of the other Starts: their slots were kept for a larger job meanwhile, as dispatch does, or the Start
+                      came more than half a second late
+  busy_cpu            CPU seconds of the server a second from the first submission until the server is killed
+  restart_secs        from the start of the new server process until every agent had its Welcome and the answer to a heartbeat, and
+                      none of its attempts was revoked; agents try again as real ones do (0.1 s, doubled up to 5 s, less up to a half)
+  not_adopted         attempts that did not run on afterwards under their number; must be 0
+  disconnected        connections that ended while no server was killed; must be 0
+  lost                reports that were never acknowledged, and jobs that did not start exactly once or did not succeed; must be 0
+  out_of_order        jobs that started before an earlier one of as many ranks; must be 0
+
+A list of milliseconds is [p50, p99, largest, how many]. A Postgres database must be empty and for nothing else.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import websockets
+
+from made_up_agent import Agent
+
+# Ranks and how many of ten jobs have them.
+MIX = [1] * 4 + [2] * 3 + [8] * 2 + [16]
+# Ends are sent so often, those that are due together.
+BURST_SECS = 0.5
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+class Server:
+    def __init__(self, options):
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-agents-"))
+        self.port, self.options = free_port(), options
+        self.log = open(self.directory / "server.log", "w")
+        self.start()
+        self.wait()
+
+    def start(self):
+        database = ["--database", self.options.database] if self.options.database else []
+        self.process = subprocess.Popen(
+            [self.options.program, "serve", "--listen", f"127.0.0.1:{self.port}", "--data-dir", self.directory, "--no-local-agent", *database],
+            stdout=self.log, stderr=subprocess.STDOUT,
+        )
+
+    def wait(self):
+        for _ in range(300):
+            try:
+                self.token = (self.directory / "token").read_text().strip()
+                self.ask("/jobs?limit=1")
+                return
+            except OSError:
+                time.sleep(0.1)
+        sys.exit((self.directory / "server.log").read_text())
+
+    def ask(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        head = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data, head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def jobs(self, state):
+        """All jobs in a state, by id."""
+        found, cursor = {}, ""
+        while cursor is not None:
+            page = self.ask(f"/jobs?limit=500&state={state}" + (f"&cursor={cursor}" if cursor else ""))
+            found.update((job["id"], job) for job in page["jobs"])
+            cursor = page.get("next_cursor")
+        return found
+
+    def cpu_secs(self):
+        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(60)
+        self.log.close()
+        shutil.rmtree(self.directory)
+
+
+class Job:
+    """A job as the made-up agents know it."""
+
+    def __init__(self, number, ranks, submitted):
+        self.number, self.ranks, self.submitted = number, ranks, submitted
+        self.waited = True
+        self.starts, self.places = 0, []
+        self.started = None
+
+
+class Fleet:
+    def __init__(self, server, options):
+        self.server, self.options = server, options
+        self.jobs, self.order, self.early = {}, [], {}
+        self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
+        self.burst, self.out_of_order, self.wanted = 0.0, 0, 0
+        self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
+
+    def lost_connection(self, agent, why):
+        if not self.is_killed:
+            self.disconnected += 1
+            print(f"{agent.name}: {why}", file=sys.stderr)
+
+    def submitted(self, job_id, job):
+        self.jobs[job_id] = job
+        for place in self.early.pop(job_id, []):
+            self.started(*place)
+
+    def started(self, agent, attempt):
+        job = self.jobs.get(attempt.ref["job"])
+        if job is None:
+            # The answer to its submission is still on its way.
+            self.early.setdefault(attempt.ref["job"], []).append((agent, attempt))
+            attempt.heard = time.monotonic()
+            return
+        now = getattr(attempt, "heard", None) or time.monotonic()
+        job.places.append((agent, attempt))
+        if sum(len(part.ranks) for _, part in job.places) < job.ranks:
+            return
+        job.starts, job.started = job.starts + 1, now
+        job.token = attempt.ref["fencing_token"]
+        self.order.append(job)
+        if not job.waited:
+            self.from_submission.append(now - job.submitted)
+            return
+        freed = max(of.freed[slot] for of, part in job.places for _, slot in part.ranks)
+        took = now - max(freed, job.submitted)
+        (self.from_end if freed >= self.burst else self.from_end_kept).append(took)
+
+    def place_done(self, job_id):
+        job = self.jobs[job_id]
+        job.ended = getattr(job, "ended", 0) + 1
+        if job.ended == len(job.places):
+            self.done += 1
+            self.wanted -= job.ranks
+
+    async def end_due(self):
+        """Ends what is due, in bursts. Nothing ends while a server is away: what runs then must run on."""
+        while True:
+            await asyncio.sleep(BURST_SECS)
+            if self.is_killed:
+                continue
+            now = time.monotonic()
+            due = [(agent, attempt) for agent in self.agents for attempt in agent.attempts.values() if attempt.ends_at and attempt.ends_at <= now and not attempt.ended]
+            if due:
+                self.burst = now
+            for agent, attempt in due:
+                try:
+                    await agent.end(attempt)
+                except websockets.ConnectionClosed:
+                    pass  # Its records are sent on the next connection.
+
+    async def submit(self, pool):
+        """One client: the order of the jobs is that of their submission."""
+        half = self.options.agents * self.options.slots / 2
+        for number in range(self.options.jobs):
+            ranks = MIX[number % len(MIX)]
+            spec = {
+                "name": f"j{number}", "model": {"arch": "resnet20"}, "data": {"dataset": "many"}, "train": {"steps": 8, "batch_size": 16},
+                "parallel": {"ranks": ranks, "device": "cpu"}, "checkpoint": {"every_epochs": 0}, "evaluate": {"every_epochs": 0},
+            }
+            self.wanted += ranks
+            job = Job(number, ranks, time.monotonic())
+            job.waited = self.wanted > half
+            made = await asyncio.get_running_loop().run_in_executor(pool, self.server.ask, "/jobs", spec)
+            self.submitting.append(time.monotonic() - job.submitted)
+            self.submitted(made["id"], job)
+
+
+def summary(secs):
+    """[p50, p99, largest, how many], in milliseconds."""
+    if not secs:
+        return []
+    ordered = sorted(secs)
+    at = lambda part: ordered[min(int(len(ordered) * part), len(ordered) - 1)]
+    return [round(1000 * value, 1) for value in (at(0.5), at(0.99), ordered[-1])] + [len(ordered)]
+
+
+def fencing_number(token):
+    return int(str(token).split("-")[0].split(".")[0])
+
+
+async def measure(server, options):
+    fleet = Fleet(server, options)
+    loop, pool, found = asyncio.get_running_loop(), ThreadPoolExecutor(8), {}
+
+    async def ask(*question):
+        return await loop.run_in_executor(pool, server.ask, *question)
+
+    async def cpu_while(work):
+        before, begin = server.cpu_secs(), time.monotonic()
+        await work
+        return round((server.cpu_secs() - before) / (time.monotonic() - begin), 4)
+
+    async def until(is_so, secs, what):
+        end = time.monotonic() + secs
+        while not is_so():
+            if time.monotonic() > end:
+                sys.exit(f"not within {secs} s: {what} ({fleet.done} of {options.jobs} jobs done, {fleet.stops[:3]})")
+            await asyncio.sleep(0.02)
+
+    def token(number):
+        name = f"machine-{number:04}"
+        return server.ask("/tokens", {"name": name, "scope": "agent", "agent": name})["secret"]
+
+    tokens = await asyncio.gather(*(loop.run_in_executor(pool, token, number) for number in range(options.agents)))
+    fleet.agents = [Agent(fleet, number, secret) for number, secret in enumerate(tokens)]
+    begin = time.monotonic()
+    tasks = [asyncio.create_task(agent.run()) for agent in fleet.agents]
+    await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents welcome")
+    found["connect_secs"] = round(time.monotonic() - begin, 2)
+    await ask("/datasets", {"name": "many", "path": "/many"})
+    found["idle_cpu"] = await cpu_while(asyncio.sleep(options.idle))
+
+    tasks.append(asyncio.create_task(fleet.end_due()))
+    submission = asyncio.create_task(fleet.submit(pool))
+    patience = 120 + options.secs * options.jobs * 8 / (options.agents * options.slots)
+
+    async def half():
+        await submission
+        await until(lambda: fleet.done >= options.jobs / 2, patience, "half of the jobs over")
+
+    found["busy_cpu"] = await cpu_while(half())
+    fleet.is_killed = True
+    for agent in fleet.agents:
+        agent.adopted.clear()
+    server.kill()
+    begin = time.monotonic()
+    server.start()
+    await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents back")
+    found["restart_secs"] = round(time.monotonic() - begin, 2)
+    await loop.run_in_executor(pool, server.wait)
+    held = {job: attempt.ref["attempt"] for agent in fleet.agents for job, attempt in agent.attempts.items() if not attempt.ended}
+    alive = {}
+    for state in ("starting", "running"):
+        alive.update(await loop.run_in_executor(pool, server.jobs, state))
+    found["adopted"] = len(held)
+    found["not_adopted"] = fleet.revoked + sum(1 for job, number in held.items() if alive.get(job, {}).get("attempt") != number)
+    fleet.is_killed = False
+    await until(lambda: fleet.done >= options.jobs, patience, "all jobs over")
+    over = await loop.run_in_executor(pool, server.jobs, "succeeded")
+    unacknowledged = sum(len(agent.attempts) for agent in fleet.agents)
+    once = sum(1 for job_id, job in fleet.jobs.items() if job.starts == 1 and over.get(job_id, {}).get("attempt") == 1)
+    # Fencing tokens grow with every attempt.
+    newest = {}
+    for job in sorted(fleet.order, key=lambda job: fencing_number(job.token)):
+        fleet.out_of_order += job.number < newest.get(job.ranks, 0)
+        newest[job.ranks] = max(job.number, newest.get(job.ranks, 0))
+    for task in tasks:
+        task.cancel()
+    return found | {
+        "submit_ms": summary(fleet.submitting), "start_ms_submitted": summary(fleet.from_submission), "start_ms_freed": summary(fleet.from_end),
+        "start_ms_kept": summary(fleet.from_end_kept), "disconnected": fleet.disconnected, "lost": unacknowledged + options.jobs - once,
+        "out_of_order": fleet.out_of_order, "stops": len(fleet.stops),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", default="target/release/lockstep")
+    parser.add_argument("--database", default="", help="empty: SQLite, in a temporary folder")
+    parser.add_argument("--agents", type=int, default=100)
+    parser.add_argument("--slots", type=int, default=8, help="of each agent; 8 at least, as jobs of 16 ranks have two agents")
+    parser.add_argument("--jobs", type=int, default=2000)
+    parser.add_argument("--secs", type=float, default=10, help="how long a job runs")
+    parser.add_argument("--idle", type=float, default=15, help="how long agents do nothing but live, at the beginning")
+    options = parser.parse_args()
+    server = Server(options)
+    try:
+        found = asyncio.run(measure(server, options))
+    finally:
+        server.stop()
+    print(json.dumps({"agents": options.agents, "slots": options.slots, "jobs": options.jobs, "database": "postgres" if options.database else "sqlite"} | found))
+
+
+main()

@@ -1,0 +1,98 @@
+// The page of the queue: what waits, for what, and what is kept for whom. The agent is made up, so nothing trains meanwhile.
+
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const LONG = `large-${"with-a-very-long-name-".repeat(4)}`;
+let server, browser, agent;
+const jobs = {};
+const submit = async (name, ranks, changes = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 100), ...changes }); return jobs[name].id; };
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ agent: false, dataset: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 2);
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+const names = (page) => page.locator(".queue .q-name a").allTextContents();
+const row = (page, name) => page.locator(".queue tbody tr", { hasText: name });
+
+describe("the queue", () => {
+  test("is empty, and fills and empties where it stands", async () => {
+    const page = await browser.page(server, "/queue");
+    assert.ok(await page.getByRole("heading", { name: "Nothing waits" }).isVisible());
+    assert.equal(await page.locator("#summary").textContent(), "0 jobs wait");
+    assert.equal(await page.getByRole("navigation", { name: "Pages" }).getByRole("link", { name: "Queue" }).getAttribute("aria-current"), "page");
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    const running = await submit("running", 1);
+    await agent.evaluate((job) => window.it.attempt(job), running);
+    await submit(LONG, 2, { project: "vision" });
+    await submit("small", 1);
+    await until("both appear by themselves, the large one first", async () => (await names(page)).join() === [LONG, "small"].join());
+    await until("it says what it waits for, and that a slot is kept", async () => /waits for 2 slots: 1 of 2 on "made-up" free.*1 slot kept/s.test(await row(page, LONG).locator(".q-reason").textContent()));
+    assert.doesNotMatch(await row(page, "small").textContent(), /kept/);
+    assert.equal(await page.locator("#summary").textContent(), "2 jobs wait · 1 slot kept");
+    assert.match(await page.locator(".reservations li").textContent(), /made-up kept for large-.*: slot 1, and what else becomes free/);
+    await submit("urgent", 1, { priority: 5 });
+    // The kept slot goes to the one with the higher priority: it starts at once.
+    await agent.evaluate((job) => window.it.attempt(job), jobs.urgent.id);
+    await until("nothing is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
+    await until("and nothing is kept but what becomes free", async () => /: what becomes free/.test(await page.locator(".reservations li").textContent()));
+    // Whoever is at a link stays there, on the very same one.
+    const link = row(page, "small").getByRole("link");
+    await link.focus();
+    await link.evaluate((node) => { node.marked = true; });
+    await server.ask(`/jobs/${jobs[LONG].id}/cancel`, {});
+    await until("what was cancelled goes", async () => (await names(page)).join() === "small");
+    assert.equal(await page.evaluate(() => document.activeElement.marked), true);
+    assert.equal(await row(page, "small").locator(".q-place").textContent(), "1");
+    await link.press("Enter");
+    await page.waitForURL(new RegExp(jobs.small.id));
+    const banner = page.locator("#banner-link");
+    await until("its page leads back", async () => (await banner.textContent()) === "Queue");
+    await banner.click();
+    await page.waitForURL(/\/queue$/);
+    await server.ask(`/jobs/${jobs.small.id}/cancel`, {});
+    await until("nothing waits any more", () => page.getByRole("heading", { name: "Nothing waits" }).isVisible());
+    await agent.evaluate(async (job) => window.it.end(await window.it.attempt(job), 1), jobs.urgent.id);
+    await until("a slot is free again", async () => (await server.job(jobs.urgent.id)).state === "succeeded");
+    await page.end();
+  });
+
+  test("is filtered by its address, and machines say for whom a slot is kept", async () => {
+    await submit(LONG, 2, { project: "vision" });
+    await submit("small", 1);
+    const page = await browser.page(server, "/queue?project=vision");
+    await until("the one of the project is there", async () => (await names(page)).join() === LONG);
+    await page.getByRole("link", { name: "project vision" }).click();
+    await until("all are", async () => (await names(page)).join() === [LONG, "small"].join());
+    await page.goto(`${server.url}/queue?owner=nobody`);
+    assert.ok(await page.getByRole("heading", { name: "No waiting job matches" }).isVisible());
+    await page.goto(`${server.url}/machines`);
+    await until("the slot says so", async () => /kept for large-/.test(await page.locator('.slots [data-slot="1"]').textContent()));
+    assert.match(await page.locator('.slots [data-slot="0"]').textContent(), /running/);
+    await page.end();
+  });
+
+  test("fits every screen and passes axe in both themes", async () => {
+    for (const colorScheme of ["dark", "light"]) {
+      for (const width of [390, 1024, 1440]) {
+        const page = await browser.page(server, "/queue", { colorScheme, viewport: { width, height: 1000 } });
+        await until("its rows are there", async () => (await names(page)).length === 2 && (await page.locator("#theme").isVisible()));
+        const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+        assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
+        const table = await page.locator(".queue").evaluate((node) => node.scrollWidth - node.clientWidth);
+        assert.ok(table <= 0, `the table is ${table} pixels too wide at ${width}`);
+        await page.evaluate(axe);
+        const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
+        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
+        assert.deepEqual(listed, [], `${colorScheme}, ${width}`);
+        await page.end();
+      }
+    }
+  });
+});

@@ -1,0 +1,226 @@
+//! Launches over two hosts: network namespaces with addresses of their own, in each of which a real sshd starts what it is asked to: agents,
+//! or Open MPI's daemons. Neither host has the server's disk.
+
+use crate::{
+    cluster::{Slurm, Sshd},
+    hosts::Site,
+    pictures,
+    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
+};
+use serde_json::{Value, json};
+use std::{fs, path::PathBuf};
+
+const STEPS: u64 = 200;
+/// For jobs that are ended while they train.
+const ENDLESS: u64 = 1_000_000;
+
+/// What starts the agents.
+const LAUNCHERS: [&str; 2] = ["ssh", "mpirun"];
+
+struct Cluster {
+    /// Before the namespaces that they are in.
+    sshds: Vec<Sshd>,
+    site: Site,
+}
+
+/// The command line or the environment of a process; nothing where it has ended.
+fn words(pid: i32, file: &str) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect()
+}
+
+impl Cluster {
+    /// Two hosts, a dataset, and the weights of a job of two ranks on a third one.
+    async fn new() -> (Self, Vec<u8>) {
+        let mut site = Site::new().await;
+        (1..=3).for_each(|host| site.network.add(host));
+        site.join(3, "whole", 2);
+        site.online(&["whole"]).await;
+        let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
+        let path = dataset.to_str().expect("UTF-8");
+        site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+        let id = site.submit_ranks(2, STEPS).await;
+        let (_, model) = site.succeeded(&id).await;
+        site.leave("whole");
+        let mut this = Self { sshds: Vec::new(), site };
+        for host in [1, 2] {
+            this.sshds.push(this.sshd(host));
+        }
+        (this, model)
+    }
+
+    fn folder(&self) -> &Folder {
+        &self.site.serve.folder
+    }
+
+    fn sshd(&self, host: u32) -> Sshd {
+        let (folder, network) = (self.folder().path(), &self.site.network);
+        Sshd::start_apart(folder, &network.namespace(host), &network.address(host), &folder.join("data"))
+    }
+
+    /// A hostfile with the second host first.
+    fn hostfile(&self) -> PathBuf {
+        let [one, two] = [1, 2].map(|host| self.site.network.address(host));
+        let text = format!("{two} slots=1 env:NOTE=\"of the second\"\n{one} slots=1 env:NOTE=first\n");
+        self.folder().write("hosts", text)
+    }
+
+    /// The variable of a process, if it has it.
+    fn variable(pid: i32, name: &str) -> Option<String> {
+        words(pid, "environ")
+            .into_iter()
+            .find_map(|word| Some(word.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
+    }
+
+    fn launch(&self, id: &str, with: &str, hosts: &[&str], more: &[&str]) -> Finished {
+        let ssh = self.sshds[0].options(22);
+        let options = match with {
+            "ssh" => ssh,
+            _ => {
+                let network = format!("{}/24", self.site.network.address(0));
+                let agent = format!("ssh {}", ssh.join(" "));
+                let daemons = ["--mca", "plm_rsh_agent", &agent, "--mca", "oob_tcp_if_include", &network];
+                [&["--allow-run-as-root"][..], &daemons].concat().into_iter().map(str::to_owned).collect()
+            }
+        };
+        let dir = self.folder().path().join("launch");
+        let dir = dir.to_str().expect("UTF-8");
+        let mut args = vec!["launch", id, "--with", with, "--program", LOCKSTEP, "--dir", dir];
+        args.extend(hosts.iter().chain(more));
+        args.push("--");
+        args.extend(options.iter().map(String::as_str));
+        self.site.serve.cli(&self.site.url, Some(&self.site.ca), &args)
+    }
+
+    /// Waits until nothing but its sshd is left on a host.
+    async fn is_empty(&self, host: u32) {
+        let listener = self.sshds[host as usize - 1].pid();
+        let what = format!("nothing is left on host {host}");
+        self.site.until(&what, async || self.site.network.processes(host) == [listener]).await;
+    }
+
+    /// The variable NOTE of the ranks on a host.
+    fn notes(&self, host: u32) -> Vec<String> {
+        let ranks = self.site.network.processes(host).into_iter();
+        let ranks = ranks.filter(|pid| words(*pid, "cmdline").get(1).is_some_and(|word| word == "rank"));
+        ranks.filter_map(|pid| Self::variable(pid, "NOTE")).collect()
+    }
+
+    /// Whether the agents of a job are these hosts', in this order.
+    fn are_on(&self, job: &Value, hosts: &[u32]) -> bool {
+        let agents = job["agents"].as_array().expect("agents");
+        let is_on = |(agent, host): (&Value, &u32)| {
+            agent
+                .as_str()
+                .is_some_and(|name| name.contains(&format!("-{}-", self.site.network.address(*host))))
+        };
+        agents.len() == hosts.len() && agents.iter().zip(hosts).all(is_on)
+    }
+}
+
+#[tokio::test]
+async fn ranks_on_two_hosts_come_to_one_host_s_weights_and_a_cancelled_job_leaves_no_process() {
+    let _turn = turn().await;
+    let (cluster, model) = Cluster::new().await;
+    let site = &cluster.site;
+    let hosts = cluster.hostfile();
+    let hosts = ["--hostfile", hosts.to_str().expect("UTF-8")];
+    for with in LAUNCHERS {
+        let id = site.submit_ranks(2, STEPS).await;
+        cluster.launch(&id, with, &hosts, &[]).ok();
+        let (job, same) = site.succeeded(&id).await;
+        assert!(cluster.are_on(&job, &[2, 1]), "{with}: in the hostfile's order: {job:#}");
+        assert!(same == model, "{with}: the same weights");
+        for host in [1, 2] {
+            cluster.is_empty(host).await;
+        }
+
+        let id = site.submit_ranks(2, ENDLESS).await;
+        cluster.launch(&id, with, &hosts, &["--detach"]).ok();
+        site.at_step(&id, 5).await;
+        assert_eq!(
+            (cluster.notes(1), cluster.notes(2)),
+            (vec!["first".into()], vec!["of the second".into()]),
+            "{with}"
+        );
+        site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
+        for host in [1, 2] {
+            cluster.is_empty(host).await;
+        }
+        assert_eq!(site.get(&format!("/jobs/{id}")).await["state"], "cancelled", "{with}");
+    }
+}
+
+#[tokio::test]
+async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
+    let _turn = turn().await;
+    let (mut cluster, model) = Cluster::new().await;
+    for with in LAUNCHERS {
+        let site = &cluster.site;
+        let hosts = cluster.hostfile();
+        let id = site.submit_ranks(2, STEPS).await;
+        cluster.launch(&id, with, &["--hostfile", hosts.to_str().expect("UTF-8")], &["--detach"]).ok();
+        site.at_step(&id, 45).await;
+        site.network.kill(1);
+        let attempts = format!("/jobs/{id}/attempts");
+        let dead = site.network.address(1);
+        site.until("the host's death is told", async || {
+            let all = site.get(&attempts).await;
+            let first =
+                all["attempts"].as_array().expect("attempts").iter().find(|one| one["attempt"] == 1).cloned();
+            let reason = first.map(|first| first["reason"].to_string()).unwrap_or_default();
+            // mpirun ends the other agent in order once it knows, which may be before the dead one's lease has ended.
+            reason.contains(&dead) || with == "mpirun" && reason.contains("was stopped in order")
+        })
+        .await;
+        let job = site.get(&format!("/jobs/{id}")).await;
+        assert!(["queued", "restarting"].iter().any(|state| job["state"] == *state), "{with}: {job:#}");
+        // The other host has room for both ranks.
+        let rest = format!("{}:2", site.network.address(2));
+        cluster.launch(&id, with, &["-H", &rest], &[]).ok();
+        let (job, same) = site.succeeded(&id).await;
+        assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{with}: {job:#}");
+        assert!(same == model, "{with}: the same weights after a host was lost");
+        cluster.is_empty(2).await;
+        cluster.site.network.plug(1, true);
+        cluster.sshds[0] = cluster.sshd(1);
+    }
+}
+
+/// Slurm sorts a list of machines by rules of its own.
+#[tokio::test]
+async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
+    let _turn = turn().await;
+    let (cluster, _) = Cluster::new().await;
+    let site = &cluster.site;
+    let slurm = Slurm::start(cluster.folder().path(), 2);
+    let id = site.submit_ranks(3, ENDLESS).await;
+    let hosts = cluster.folder().write("nodes", "n1 slots=1\nn0 slots=2\n");
+    let mut launch = lockstep();
+    launch
+        .args(["launch", &id, "--with", "slurm", "--detach", "--program", LOCKSTEP, "--hostfile"])
+        .arg(hosts);
+    launch.arg("--dir").arg(cluster.folder().path().join("launch"));
+    launch.args(["--server", &site.url, "--ca-file"]).arg(&site.ca).env("SLURM_CONF", slurm.config());
+    launch.arg("--token-file").arg(cluster.folder().path().join("data/token"));
+    Finished::of(launch.current_dir(cluster.folder().path())).ok();
+    site.at_step(&id, 5).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    let agents: Vec<_> = job["agents"].as_array().expect("agents").iter().filter_map(Value::as_str).collect();
+    assert!(agents.len() == 2 && agents[0].contains("-0-n1-") && agents[1].contains("-1-n0-"), "{agents:?}");
+    let pids = fs::read_dir("/proc")
+        .expect("processes")
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let pids: Vec<i32> = pids.collect();
+    for (agent, node) in agents.iter().zip(["n1", "n0"]) {
+        let is_agent = |pid: &&i32| {
+            words(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
+        };
+        let pid = pids.iter().find(is_agent).expect("its process");
+        assert_eq!(Cluster::variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");
+    }
+    site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
+    // Its folder is in the server's.
+    drop(slurm);
+}

@@ -1,0 +1,210 @@
+//! The queue: what waits, in which order, for what, and which slots are kept for whom.
+
+use crate::{
+    jobs::encoded,
+    layout::{Bar, Nav, Viewer},
+    numbers::{age, plural},
+};
+use askama::Template;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    labels::DEFAULT_PROJECT,
+    queue::{QueuedJob, Reservation},
+};
+
+/// `GET /queue`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "queue.html")]
+pub struct QueuePage {
+    /// In the order of their places.
+    pub jobs: Vec<QueuedJob>,
+    /// How many there are on all pages.
+    pub total: u64,
+    /// What is kept for whom.
+    pub reservations: Vec<Reservation>,
+    /// `?project=vision`: jobs of this project; empty for all.
+    pub project: String,
+    /// `?owner=ada`: jobs of a person or a token; empty for all.
+    pub owner: String,
+    /// No page comes before this one.
+    pub is_first: bool,
+    /// The cursor of the next page.
+    pub next: Option<String>,
+    /// What ages are counted from.
+    pub now: Timestamp,
+    /// Who looks.
+    pub viewer: Viewer,
+}
+
+impl QueuePage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// As [`askama::Template::render`]; none that data can cause.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar {
+        Nav::Queue.seen_by(self.viewer)
+    }
+
+    fn is_filtered(&self) -> bool {
+        !self.project.is_empty() || !self.owner.is_empty()
+    }
+
+    /// `3 jobs wait · 2 slots kept`.
+    fn summary(&self) -> String {
+        let waits = if self.total == 1 { "waits" } else { "wait" };
+        let kept: usize = self.reservations.iter().map(|r| r.free.len() + r.ending.len()).sum();
+        let kept =
+            if kept == 0 { String::new() } else { format!(" · {} kept", plural(kept as u64, "slot")) };
+        format!("{} {waits}{kept}", plural(self.total, "job"))
+    }
+
+    /// The address with this filter taken out, or with a cursor.
+    fn address(&self, project: bool, owner: bool, cursor: &str) -> String {
+        let given = [
+            ("project", if project { self.project.as_str() } else { "" }),
+            ("owner", if owner { self.owner.as_str() } else { "" }),
+            ("cursor", cursor),
+        ];
+        let given = given.into_iter().filter(|(_, value)| !value.is_empty());
+        let given: Vec<_> = given.map(|(key, value)| format!("{key}={}", encoded(value))).collect();
+        if given.is_empty() { "/queue".into() } else { format!("/queue?{}", given.join("&")) }
+    }
+
+    /// `ada · vision · priority 5`.
+    fn about(&self, job: &QueuedJob) -> String {
+        let project = job.project.clone().filter(|project| project != DEFAULT_PROJECT);
+        let priority = job.priority.filter(|n| *n != 0).map(|n| format!("priority {n}"));
+        let state = job.state.filter(|state| *state != lockstep_protocol::JobState::Queued);
+        let parts = [job.owner.clone(), project, priority, state.map(|state| state.to_string())];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(" · ")
+    }
+
+    fn since(&self, job: &QueuedJob) -> String {
+        job.waiting_since.map(|since| self.waited(since)).unwrap_or_default()
+    }
+
+    /// `for 3 min`.
+    fn waited(&self, since: Timestamp) -> String {
+        match age(since, self.now).strip_suffix(" ago") {
+            Some(age) => format!("for {age}"),
+            None => "since just now".into(),
+        }
+    }
+
+    fn reason(&self, job: &QueuedJob) -> String {
+        job.reason.as_ref().map_or_else(|| "It has not been considered yet.".into(), ToString::to_string)
+    }
+
+    /// `2 slots kept`; empty for none.
+    fn kept(&self, job: &QueuedJob) -> String {
+        let slots = job.kept_slots.filter(|slots| *slots > 0);
+        slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
+    }
+
+    /// What is kept, in words that follow `kept for NAME`: `: slots 0 and 1, and what else becomes free here`.
+    fn what(&self, of: &Reservation) -> String {
+        let mut parts = Vec::new();
+        if !of.free.is_empty() {
+            parts.push(slots(&of.free));
+        }
+        if !of.ending.is_empty() {
+            let whose = if of.ending.len() == 1 { "whose job is ending" } else { "whose jobs are ending" };
+            parts.push(format!("{} {whose}", slots(&of.ending)));
+        }
+        if of.whole_machine {
+            let else_ = if parts.is_empty() { "" } else { " else" };
+            parts.push(format!("what{else_} becomes free"));
+        }
+        parts.join(", and ")
+    }
+}
+
+/// `slot 0`, `slots 0, 1`.
+fn slots(numbers: &[u32]) -> String {
+    let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
+    format!("slot{} {}", if list.len() == 1 { "" } else { "s" }, list.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{JobId, JobState};
+
+    fn page() -> QueuePage {
+        QueuePage {
+            jobs: Vec::new(),
+            total: 0,
+            reservations: Vec::new(),
+            project: String::new(),
+            owner: String::new(),
+            is_first: true,
+            next: None,
+            now: Timestamp::from_second(7200).expect("in range"),
+            viewer: Viewer::NOBODY,
+        }
+    }
+
+    #[test]
+    fn a_place_and_no_name_is_shown_of_a_private_job_and_texts_are_escaped() {
+        let id = JobId::generate();
+        let job = QueuedJob {
+            place: 2,
+            id: Some(id.clone()),
+            name: Some("<b>large".into()),
+            state: Some(JobState::Queued),
+            project: Some("vision".into()),
+            owner: Some("ada".into()),
+            priority: Some(5),
+            ranks: Some(4),
+            waiting_since: Some(Timestamp::UNIX_EPOCH),
+            reason: Some("waits for 4 slots".into()),
+            kept_slots: Some(2),
+        };
+        let kept = |job: Option<JobId>, free: &[u32], ending: &[u32]| Reservation {
+            agent_id: "id-a".into(),
+            agent: "a".into(),
+            name: job.as_ref().map(|_| "<b>large".into()),
+            job,
+            free: free.to_vec(),
+            ending: ending.to_vec(),
+            whole_machine: ending.is_empty(),
+            since: Timestamp::UNIX_EPOCH,
+        };
+        let mut page = page();
+        page.jobs = vec![QueuedJob { place: 1, ..QueuedJob::default() }, job];
+        page.total = 2;
+        page.reservations = vec![kept(Some(id), &[0, 1], &[]), kept(None, &[], &[2]), kept(None, &[], &[])];
+        page.next = Some("x".into());
+        page.project = "vision".into();
+        let html = page.render().expect("renders");
+        for wanted in [
+            "2 jobs wait · 3 slots kept",
+            "&#60;b&#62;large",
+            "ada · vision · priority 5",
+            "for 2 h",
+            "waits for 4 slots",
+            "2 slots kept",
+            "slots 0, 1, and what else becomes free",
+            "slot 2 whose job is ending",
+            ": what becomes free",
+            "kept for a private job",
+            "/queue?project=vision&#38;cursor=x",
+        ] {
+            assert!(html.contains(wanted), "{wanted}: {html}");
+        }
+        assert!(!html.contains("<b>large"), "{html}");
+        assert!(html.contains("A private job"), "{html}");
+    }
+
+    #[test]
+    fn an_empty_queue_says_so() {
+        let html = page().render().expect("renders");
+        assert!(html.contains("Nothing waits") && html.contains("0 jobs wait"), "{html}");
+        let html = QueuePage { owner: "ada".into(), ..page() }.render().expect("renders");
+        assert!(html.contains("No waiting job matches") && html.contains(r#"href="/queue""#), "{html}");
+    }
+}

@@ -229,6 +229,10 @@ impl Agents {
         all
     }
 
+    pub(crate) fn is_connected(&self, id: &str) -> bool {
+        lock(&self.online).contains_key(id)
+    }
+
     /// Tells an agent something; false when it is not connected.
     pub(crate) fn send(&self, id: &str, message: ToAgent) -> bool {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())

@@ -39,9 +39,9 @@ pub(crate) use slots::device_for;
 /// The queue is checked this often even without a notification.
 const POLL: Duration = Duration::from_millis(500);
 
-/// The same while an attempt has failed and waits for the rest of its agents: one of them may become silent any moment.
-const POLL_FAILED: Duration = Duration::from_millis(100);
-/// An agent of an attempt that has failed is not waited for when it is silent for this part of a heartbeat longer than one.
+/// The same while ranks of an attempt have lost each other: an agent that is gone is to be given up at once.
+const POLL_LOST: Duration = Duration::from_millis(100);
+/// An agent of such an attempt that is gone is not waited for when it has been silent for so many heartbeats.
 const LATE: f64 = 1.25;
 /// But for so long at least.
 const SILENT: Duration = Duration::from_secs(1);
@@ -57,7 +57,7 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
             && let Some(row) = app.store.job(&attempt.job).await?
         {
             for agent in agents.iter().filter(|agent| lifecycle::has_ended_at(&row, agent)) {
-                app.leases.ended_at(&attempt, agent, EndAt::InOrder);
+                app.leases.ended_at(&attempt, agent, EndAt::ByThemselves);
             }
         }
     }
@@ -74,7 +74,7 @@ async fn rounds(app: &App) {
         if let Err(error) = round(app).await {
             tracing::warn!(%error, "dispatch could not do its round; trying again");
         }
-        let poll = if app.leases.is_any_failed() { POLL_FAILED } else { POLL };
+        let poll = if app.leases.is_contact_lost() { POLL_LOST } else { POLL };
         tokio::select! {
             () = app.leases.wake.notified() => {}
             () = tokio::time::sleep(poll) => {}
@@ -89,7 +89,8 @@ async fn round(app: &App) -> Result<()> {
         skip_permanent_error(&job, expire(app, expired, secs, None).await)?;
     }
     let limit = app.config.heartbeat.mul_f64(LATE).max(SILENT);
-    for expired in app.leases.abandoned(|id| app.agents.silence(id).is_some_and(|silence| silence > limit)) {
+    let is_silent = |id: &str| app.agents.silence(id).is_some_and(|silence| silence > limit);
+    for expired in app.leases.abandoned(is_silent, |id| app.agents.is_connected(id)) {
         let job = expired.attempt.job.clone();
         let silence = app.agents.silence(&expired.place.agent_id).unwrap_or(limit).as_secs_f64();
         app.leases.give_up(&expired);

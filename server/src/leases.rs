@@ -49,6 +49,8 @@ struct Lease {
     holds: Vec<Hold>,
     /// Its agents have been told, or will be by their welcome, that its ranks must end.
     is_told: bool,
+    /// Ranks whose machines do not answer, as their neighbours say.
+    unreachable: HashSet<u32>,
 }
 
 /// The slots of an attempt on one agent.
@@ -67,8 +69,8 @@ enum Ranks {
     There,
     /// It says that they have ended. Other agents still have some.
     Ended,
-    /// The same, and they could not go on: nor can any others.
-    Failed,
+    /// The same, because they have lost those of other agents: nobody can go on.
+    LostContact,
     /// Its lease ran out.
     Lost,
 }
@@ -76,9 +78,10 @@ enum Ranks {
 /// How the ranks of an attempt came to an end on one of its agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EndAt {
-    /// They are done, or were told to end.
-    InOrder,
-    Failed,
+    /// They are done, were told to end, or failed for a reason of their own.
+    ByThemselves,
+    /// They have lost those of other agents.
+    LostContact,
     /// Nobody knows: the agent is gone.
     Lost,
 }
@@ -97,8 +100,8 @@ impl Lease {
         self.holds.iter().filter(|hold| hold.state == Ranks::There)
     }
 
-    fn has_failed(&self) -> bool {
-        self.holds.iter().any(|hold| hold.state == Ranks::Failed)
+    fn has_lost_contact(&self) -> bool {
+        !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.state == Ranks::LostContact)
     }
 
     fn expired_at(&self, hold: &Hold) -> Expired {
@@ -175,7 +178,7 @@ impl Leases {
         let until = Instant::now() + self.duration;
         let hold = |place| Hold { place, until, state: Ranks::There, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        self.by_job().put(Lease { attempt, holds, is_told: false });
+        self.by_job().put(Lease { attempt, holds, is_told: false, unreachable: HashSet::new() });
     }
 
     /// The agents of an attempt were told that its ranks must end.
@@ -209,8 +212,8 @@ impl Leases {
         };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
             hold.state = match how {
-                EndAt::InOrder => Ranks::Ended,
-                EndAt::Failed => Ranks::Failed,
+                EndAt::ByThemselves => Ranks::Ended,
+                EndAt::LostContact => Ranks::LostContact,
                 EndAt::Lost => Ranks::Lost,
             };
         }
@@ -377,18 +380,42 @@ impl Leases {
         self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether an attempt goes on nowhere: its ranks could not go on at an agent, and it only waits for others to end theirs.
-    pub(crate) fn is_any_failed(&self) -> bool {
-        self.by_job().values().any(Lease::has_failed)
+    /// Ranks of an attempt whose machines do not answer, as one of its other ranks says.
+    pub(crate) fn unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
+        let mut leases = self.by_job();
+        let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
+            return;
+        };
+        lease.unreachable.extend(ranks);
+        drop(leases);
+        self.poke();
     }
 
-    /// What only waits for agents that are silent, of attempts that go on nowhere. Ranks that are cut off from the others end by
-    /// themselves, and a silent machine has nothing to say about why: it need not be waited for.
-    pub(crate) fn abandoned(&self, is_silent: impl Fn(&str) -> bool) -> Vec<Expired> {
+    /// Whether ranks of an attempt have lost those of other agents: it goes on nowhere, and waits for all agents to end theirs.
+    pub(crate) fn is_contact_lost(&self) -> bool {
+        self.by_job().values().any(Lease::has_lost_contact)
+    }
+
+    /// Agents of attempts whose ranks have lost each other that need not be waited for until their leases run out. An agent is one if
+    /// it is silent and either the ranks of others say that its machine does not answer, or its connection has ended. One
+    /// that is only slow keeps both its connections and its answers to other ranks, and is waited for.
+    pub(crate) fn abandoned(
+        &self,
+        is_silent: impl Fn(&str) -> bool,
+        is_connected: impl Fn(&str) -> bool,
+    ) -> Vec<Expired> {
         let leases = self.by_job();
-        let waiting = leases.values().filter(|lease| lease.has_failed());
-        let of_silent = waiting.filter(|lease| lease.held().all(|hold| is_silent(&hold.place.agent_id)));
-        of_silent.flat_map(|lease| lease.held().map(move |hold| lease.expired_at(hold))).collect()
+        let mut found = Vec::new();
+        for lease in leases.values().filter(|lease| lease.has_lost_contact()) {
+            for hold in lease.held().filter(|hold| is_silent(&hold.place.agent_id)) {
+                let is_unreachable =
+                    hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
+                if is_unreachable || !is_connected(&hold.place.agent_id) {
+                    found.push(lease.expired_at(hold));
+                }
+            }
+        }
+        found
     }
 
     /// An agent is given up before its lease runs out: until then, or until it says that it has no ranks of the attempt, it gets no work.

@@ -25,7 +25,7 @@ const SHORT: Duration = Duration::from_millis(300);
 /// What they do not, and less than a lease, which is 15 s.
 const LONGER: Duration = Duration::from_secs(4);
 /// From a cable that is pulled out to the next step, at most. The goal is 5 s; tests share their machine.
-const MENDED: Duration = Duration::from_secs(40);
+pub(crate) const MENDED: Duration = Duration::from_secs(40);
 
 fn run(program: &str, args: &str) -> bool {
     let done = Command::new(program).args(args.split_whitespace()).output().expect(program);
@@ -124,6 +124,23 @@ pub(crate) struct Site {
 }
 
 impl Site {
+    /// With so many hosts, which are not joined yet, and what a job on one host comes to.
+    pub(crate) async fn measured(hosts: u32) -> (Self, Vec<u8>) {
+        let mut site = Self::new().await;
+        (1..=hosts).for_each(|host| site.network.add(host));
+        site.join(1, "whole", 4);
+        site.online(&["whole"]).await;
+        let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
+        let path = dataset.to_str().expect("UTF-8");
+        site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+        let id = site.submit().await;
+        let (job, model) = site.succeeded(&id).await;
+        assert_eq!(job["agents"], json!(["whole"]));
+        assert_eq!(site.says(&id, "is not encrypted"), 0, "nothing leaves the machine");
+        site.leave("whole");
+        (site, model)
+    }
+
     pub(crate) async fn new() -> Self {
         let network = Network::new();
         let address = network.address(254);
@@ -203,7 +220,7 @@ impl Site {
     }
 
     /// A job of four ranks; what it comes to depends on its seed alone.
-    async fn submit(&self) -> String {
+    pub(crate) async fn submit(&self) -> String {
         self.submit_ranks(4, STEPS).await
     }
 
@@ -225,7 +242,7 @@ impl Site {
     }
 
     /// When the first step of this attempt was stored, and the step that it began after.
-    async fn next_step(&self, id: &str, attempt: u64) -> (Instant, u64) {
+    pub(crate) async fn next_step(&self, id: &str, attempt: u64) -> (Instant, u64) {
         let mut from = 0;
         let plans = format!("/jobs/{id}/events?type=plan");
         self.until("it goes on", async || {
@@ -244,7 +261,7 @@ impl Site {
     }
 
     /// The last step of an attempt that any rank has told of.
-    async fn last_step(&self, id: &str, attempt: u64) -> u64 {
+    pub(crate) async fn last_step(&self, id: &str, attempt: u64) -> u64 {
         let found = self.get(&format!("/jobs/{id}/metrics?name=loss&points=10000")).await;
         let series = found["series"].as_array().expect("series").clone();
         let of_attempt = series.iter().filter(|one| one["attempt"] == attempt);
@@ -300,21 +317,7 @@ impl Drop for Site {
 #[tokio::test]
 async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pulled_out() {
     let _turn = turn().await;
-    let mut site = Site::new().await;
-    for host in 1..=5 {
-        site.network.add(host);
-    }
-    site.join(1, "whole", 4);
-    site.online(&["whole"]).await;
-    let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
-    let path = dataset.to_str().expect("UTF-8");
-    site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
-    let id = site.submit().await;
-    let (job, model) = site.succeeded(&id).await;
-    assert_eq!(job["agents"], json!(["whole"]));
-    assert_eq!(site.says(&id, "is not encrypted"), 0, "nothing leaves the machine");
-    site.leave("whole");
-
+    let (mut site, model) = Site::measured(5).await;
     for host in 1..=4 {
         site.join(host, &format!("h{host}"), 1);
     }

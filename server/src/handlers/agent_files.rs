@@ -114,6 +114,8 @@ impl Asking {
             false if holders.iter().any(is_its) && !app.checkpoint_dir(&row).exists() => {
                 Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
             }
+            // Its report that it has this one, too, may be on its way.
+            false if app.leases.held_by(&self.agent_id, &self.attempt).is_some() => Err(self.no_such(name)),
             false => Err(not_its()),
         }
     }

@@ -236,12 +236,16 @@ async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_ti
         assert_eq!(of.ask("POST", "", vec![]).await.0, 204);
     }
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
+    assert_eq!(
+        of_b.ask("GET", "/uploads/1-10", vec![]).await.0,
+        404,
+        "its report that it has it, too, may come"
+    );
     assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 404, "its report may come");
     // A rank is lost. The second machine tells first what it has kept.
     b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await;
     assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 200);
-    assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 403, "it has told of none");
+    assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 404, "it asks before its report has come");
     a.report(&attempt, Source::Rank(0), 2, vec![checkpoint(17)]).await;
     assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 200);
     assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 503, "one at a time");
@@ -258,6 +262,10 @@ async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_ti
     }
     assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
+    // Nothing that it has not told of comes after its end.
+    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 404);
+    b.end(&attempt, Ending::Secondary { reason: "lost it".into() }).await;
+    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
     server.stop().await;
 }
 

@@ -168,6 +168,7 @@ impl Joining<'_> {
             rank,
             ip: self.addresses[rank as usize].main.ip(),
             stream,
+            heard: Instant::now(),
             has_left: false,
         };
         let ranks = [(self.rank + 1) % size, (self.rank + size - 1) % size];

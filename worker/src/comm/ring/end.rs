@@ -14,8 +14,8 @@ use std::{
 #[derive(Debug, Default)]
 pub(super) struct End {
     reason: OnceLock<String>,
-    /// The rank whose machine is gone, and how that is known, if this is the reason.
-    lost: OnceLock<(u32, String)>,
+    /// The ranks whose machines do not answer, if this is the reason.
+    unreachable: OnceLock<Vec<u32>>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
     /// Where others connect for messages.
@@ -37,11 +37,10 @@ impl End {
         }
     }
 
-    /// Ends this group because a rank's machine is gone.
-    pub(super) fn lose(&self, peer: u32, detail: String) {
+    /// Ends this group because the machines of these ranks do not answer.
+    pub(super) fn lose(&self, peers: Vec<u32>, reason: String) {
         if !self.has_come() {
-            let reason = format!("lost the connection to rank {peer}: {detail}");
-            let _ = self.lost.set((peer, detail));
+            let _ = self.unreachable.set(peers);
             self.call(reason);
         }
     }
@@ -89,9 +88,9 @@ impl End {
 
     pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         let Some(reason) = self.reason.get() else { return Ok(()) };
-        match self.lost.get() {
-            Some((peer, detail)) => {
-                Err(CommError::Disconnected { operation, peer: *peer, detail: detail.clone() })
+        match self.unreachable.get() {
+            Some(peers) => {
+                Err(CommError::Unreachable { operation, peers: peers.clone(), detail: reason.clone() })
             }
             None => Err(CommError::Aborted { operation, reason: reason.clone() }),
         }

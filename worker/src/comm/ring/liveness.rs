@@ -13,13 +13,16 @@ use std::{
     io::{self, Read, Write},
     net::{IpAddr, TcpStream},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Between two bytes.
 const EVERY: Duration = Duration::from_millis(250);
 /// How long the kernel sends a byte again before it gives up, from the first time that it does, some 0.2 s after the byte.
 const GIVE_UP: Duration = Duration::from_millis(1500);
+/// When one neighbour's machine does not answer, the other one's may be about to be given up, too, and both are to be named: it is
+/// waited for so long, if nothing has come from it either.
+const BOTH: Duration = Duration::from_millis(600);
 
 /// A connection to a neighbour.
 #[derive(Debug)]
@@ -27,6 +30,8 @@ pub(super) struct Neighbour {
     pub(super) rank: u32,
     pub(super) ip: IpAddr,
     pub(super) stream: TcpStream,
+    /// When something last came from it.
+    pub(super) heard: Instant,
     /// Its process has ended, as the connections of calls tell: nothing more is to be learnt here.
     pub(super) has_left: bool,
 }
@@ -40,21 +45,35 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
         SockRef::from(&neighbour.stream).set_tcp_user_timeout(Some(GIVE_UP))?;
     }
     let watch = move || {
+        let mut lost: Vec<(u32, String)> = Vec::new();
+        let mut lost_at = None;
         while !end.has_come() {
             for neighbour in neighbours.iter_mut().filter(|neighbour| !neighbour.has_left) {
-                match neighbour.beat() {
-                    Ok(()) => {}
-                    Err(error) if is_silence(&error) => {
-                        let detail = format!("its machine, {}, does not answer ({error})", neighbour.ip);
-                        return end.lose(neighbour.rank, detail);
-                    }
-                    Err(_) => neighbour.has_left = true,
+                let Err(error) = neighbour.beat() else { continue };
+                neighbour.has_left = true;
+                if is_silence(&error) {
+                    let detail = format!(
+                        "rank {}: its machine, {}, does not answer ({error})",
+                        neighbour.rank, neighbour.ip
+                    );
+                    lost.push((neighbour.rank, detail));
+                    lost_at.get_or_insert_with(Instant::now);
                 }
+            }
+            let is_silent = |n: &Neighbour| !n.has_left && n.heard.elapsed() > 2 * EVERY;
+            if let Some(at) = lost_at
+                && (at.elapsed() > BOTH || !neighbours.iter().any(is_silent))
+            {
+                // Of two ranks each is both neighbours of the other.
+                lost.dedup_by_key(|(rank, _)| *rank);
+                let (peers, details): (Vec<_>, Vec<_>) = lost.into_iter().unzip();
+                return end.lose(peers, format!("lost the connection to {}", details.join(", and to ")));
             }
             // An error ends the wait, whatever is waited for.
             let here = neighbours.iter().filter(|neighbour| !neighbour.has_left);
             let mut ready: Vec<_> = here.map(|n| PollFd::new(&n.stream, PollFlags::empty())).collect();
-            let _ = poll(&mut ready, Timespec::try_from(EVERY).ok().as_ref());
+            let wait = if lost_at.is_some() { EVERY / 5 } else { EVERY };
+            let _ = poll(&mut ready, Timespec::try_from(wait).ok().as_ref());
         }
     };
     std::thread::Builder::new().name("liveness".into()).stack_size(128 << 10).spawn(watch)?;
@@ -77,7 +96,11 @@ impl Neighbour {
         match read {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
             Err(error) if !passing(&error) => Err(error),
-            _ => Ok(()),
+            Err(_) => Ok(()),
+            Ok(_) => {
+                self.heard = Instant::now();
+                Ok(())
+            }
         }
     }
 }

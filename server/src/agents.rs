@@ -14,7 +14,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::sync::{mpsc, oneshot};
 
@@ -106,6 +106,8 @@ pub(crate) struct Agents {
     /// By request, the oldest first.
     pending: Mutex<BTreeMap<u64, Pending>>,
     next: AtomicU64,
+    /// By id, since this server started: when anything last came from it, on the monotonic clock.
+    last_words: Mutex<HashMap<String, Instant>>,
     /// Ids of those that are to take no new work, connected or not.
     draining: Mutex<HashSet<String>>,
 }
@@ -177,7 +179,22 @@ impl Agents {
         if mine { online.remove(id) } else { None }
     }
 
-    /// Notes that an agent said something, or is leaving.
+    /// Notes that anything came from an agent.
+    pub(crate) fn said_something(&self, id: &str) {
+        let now = Instant::now();
+        let mut last_words = lock(&self.last_words);
+        match last_words.get_mut(id) {
+            Some(at) => *at = now,
+            None => drop(last_words.insert(id.to_owned(), now)),
+        }
+    }
+
+    /// For how long nothing has come from an agent; none where nothing ever did.
+    pub(crate) fn silence(&self, id: &str) -> Option<Duration> {
+        lock(&self.last_words).get(id).map(Instant::elapsed)
+    }
+
+    /// Notes that an agent beats, or is leaving.
     pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
             // Copied only while somebody holds it.
@@ -210,6 +227,10 @@ impl Agents {
         let mut all: Vec<_> = lock(&self.online).values().cloned().collect();
         all.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
         all
+    }
+
+    pub(crate) fn is_connected(&self, id: &str) -> bool {
+        lock(&self.online).contains_key(id)
     }
 
     /// Tells an agent something; false when it is not connected.

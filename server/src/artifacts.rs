@@ -19,12 +19,71 @@ use std::{collections::HashSet, fs, io, path::Path};
 /// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
 const REMEMBERED: usize = 4096;
 
-/// The agent that has a checkpoint which is not on the server's disk yet.
-pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Option<Holder> {
+fn name_of(row: &CheckpointRow) -> String {
+    format!("{}-{}", row.info.epoch, row.info.step)
+}
+
+/// The agents that have a checkpoint which is not on the server's disk yet, the one that uploads it first; none where it is there.
+pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Vec<Holder> {
     if app.checkpoint_dir(row).exists() {
-        return None;
+        return Vec::new();
     }
-    Holder::of(&app.job_dir(&row.job), row.attempt)
+    let mut holders = Holder::all(&app.job_dir(&row.job), row.attempt, &name_of(row));
+    if holders.len() > 1 {
+        let online = in_touch(app);
+        holders.sort_by_key(|holder| !online.contains(&holder.agent_id));
+    }
+    holders
+}
+
+/// The agents that are online, as far as is known: a machine that is gone hangs up on nobody.
+fn in_touch(app: &App) -> HashSet<String> {
+    let online = app.agents.online().into_iter().map(|online| online.row.id.clone());
+    online.filter(|id| !app.leases.is_cut_off(id)).collect()
+}
+
+/// Who has the checkpoints that a report tells of, where that is not the attempt's holder alone. `earlier`: reports that are stored with it,
+/// before it.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report]) -> Result<()> {
+    let AttemptRef { job, attempt, .. } = &report.attempt;
+    for event in &report.events {
+        let AttemptEvent::Checkpoint(info) = event else { continue };
+        let (job_dir, name) = (app.job_dir(job), format!("{}-{}", info.epoch, info.step));
+        let first = Holder::of(&job_dir, *attempt);
+        let noted = if first.as_ref().is_some_and(|first| first.agent_id == report.agent_id) {
+            match (first, Holder::is_listed(&job_dir, *attempt, &name)) {
+                // It is most likely the one that continues.
+                (Some(first), true) => first.list(&job_dir, *attempt, &name, true),
+                _ => Ok(()),
+            }
+        } else if let Some(other) = Holder::apart(&job_dir, *attempt, &report.agent_id)
+            .filter(|other| other.fencing_token == report.attempt.fencing_token)
+        {
+            let tells =
+                |event: &AttemptEvent| matches!(event, AttemptEvent::Checkpoint(of) if of.step == info.step);
+            let in_batch = |first: &Holder| {
+                earlier.iter().any(|e| {
+                    e.agent_id == first.agent_id && e.attempt == report.attempt && e.events.iter().any(tells)
+                })
+            };
+            let row = app.store.checkpoint(&format!("{job}-{name}")).await?;
+            // Nobody else has told of one that is stored and has no list.
+            let is_stored = row.is_some_and(|row| row.attempt == *attempt)
+                && !Holder::is_listed(&job_dir, *attempt, &name);
+            let has_it = first.filter(|first| in_batch(first) || is_stored);
+            let listed = has_it.map_or(Ok(()), |first| first.list(&job_dir, *attempt, &name, true));
+            listed.and_then(|()| other.list(&job_dir, *attempt, &name, false))
+        } else {
+            Ok(())
+        };
+        if let Err(error) = noted {
+            tracing::warn!(%error, %job, name, "who has this checkpoint could not be noted");
+        }
+    }
+    Ok(())
 }
 
 /// Why a job is not started yet on `agent`: a checkpoint newer than those that are here is on its way from another agent, which is
@@ -36,18 +95,21 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
     if job.attempt == 0 {
         return Ok(None);
     }
-    let online = app.agents.online();
-    let (mut checkpoints, mut holders, mut is_coming) = (Vec::new(), Vec::new(), false);
+    let online = in_touch(app);
+    let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
     for row in app.store.checkpoints(&job.id).await? {
         // The newest comes first.
-        let Some(holder) = on_its_way(app, &row) else { break };
-        is_coming = true;
-        if holder.agent_id == agent {
+        let holders = on_its_way(app, &row);
+        if holders.is_empty() {
             break;
         }
-        if online.iter().any(|o| o.row.id == holder.agent_id) {
+        is_coming = true;
+        if holders.iter().any(|holder| holder.agent_id == agent) {
+            break;
+        }
+        if let Some(holder) = holders.into_iter().find(|holder| online.contains(&holder.agent_id)) {
             checkpoints.push(row.id);
-            holders.push(holder.agent);
+            agents.push(holder.agent);
         }
     }
     if !is_coming {
@@ -55,7 +117,7 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
     }
     let awaited = app.coming.awaited(&job.id, &checkpoints, app.config.checkpoint_wait);
     Ok(awaited.map(|n| {
-        let (holder, checkpoint) = (holders.swap_remove(n), checkpoints.swap_remove(n));
+        let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
         let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
         Reason::new(ReasonCode::WaitingForCheckpoint, facts)
     }))

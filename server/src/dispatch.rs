@@ -3,7 +3,7 @@
 use crate::{
     agents::Online,
     app::App,
-    leases::Expired,
+    leases::{EndAt, Expired},
     lifecycle::{self, PlaceEnd},
     store::{AttemptRow, JobRow, Result, quarantine},
 };
@@ -41,6 +41,13 @@ const POLL: Duration = Duration::from_millis(500);
 /// How often all waiting jobs are compared with the store.
 const COMPARE_EVERY: Duration = Duration::from_secs(2);
 
+/// The same while ranks of an attempt have lost each other: an agent that is gone is to be given up at once.
+const POLL_LOST: Duration = Duration::from_millis(100);
+/// An agent of such an attempt that is gone is not waited for when it has been silent for so many heartbeats.
+const LATE: f64 = 1.25;
+/// But for so long at least.
+const SILENT: Duration = Duration::from_secs(1);
+
 /// At start, gives every attempt that may write one full lease, within which its agent must report.
 pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
@@ -52,7 +59,7 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
             && let Some(row) = app.store.job(&attempt.job).await?
         {
             for agent in agents.iter().filter(|agent| lifecycle::has_ended_at(&row, agent)) {
-                app.leases.ended_at(&attempt, agent, false);
+                app.leases.ended_at(&attempt, agent, EndAt::ByThemselves);
             }
         }
     }
@@ -83,9 +90,10 @@ async fn rounds(app: &App) {
         if let Err(error) = round(app).await {
             tracing::warn!(%error, "dispatch could not do its round; trying again");
         }
+        let poll = if app.leases.is_contact_lost() { POLL_LOST } else { POLL };
         tokio::select! {
             () = app.leases.wake.notified() => {}
-            () = tokio::time::sleep(POLL) => {}
+            () = tokio::time::sleep(poll) => {}
         }
     }
 }
@@ -93,7 +101,18 @@ async fn rounds(app: &App) {
 async fn round(app: &App) -> Result<()> {
     for expired in app.leases.expired() {
         let job = expired.attempt.job.clone();
-        skip_permanent_error(&job, expire(app, expired).await)?;
+        let secs = app.leases.duration.as_secs_f64();
+        skip_permanent_error(&job, expire(app, expired, secs, None).await)?;
+    }
+    let limit = app.config.heartbeat.mul_f64(LATE).max(SILENT);
+    let is_silent = |id: &str| app.agents.silence(id).is_some_and(|silence| silence > limit);
+    for expired in app.leases.abandoned(is_silent, |id| app.agents.is_connected(id)) {
+        let job = expired.attempt.job.clone();
+        let silence = app.agents.silence(&expired.place.agent_id).unwrap_or(limit).as_secs_f64();
+        app.leases.give_up(&expired);
+        let how = "the ranks of other machines have lost those on it";
+        let ended = expire(app, expired, (silence * 10.0).round() / 10.0, Some(how)).await;
+        skip_permanent_error(&job, ended)?;
     }
     let mut round = Round::begin(app);
     let by = shares(app);
@@ -164,18 +183,19 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 }
 
 /// Fences an attempt whose lease has expired on one of its agents. Its job is restarted or, without restarts left, fails: of several
-/// agents once the others have ended their ranks.
-async fn expire(app: &App, expired: Expired) -> Result<()> {
+/// agents once the others have ended their ranks. `how` says why an agent is given up that is silent for `secs` and may come back within its lease.
+async fn expire(app: &App, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
     let Expired { attempt, place, places } = expired;
     // A connection over which nothing comes ends a moment later than the lease.
     let heard_since = crate::now() - app.leases.duration / 2;
     let online = app.agents.online();
     let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
-    let code = if is_heard { ReasonCode::AgentWithoutRanks } else { ReasonCode::AgentLost };
+    let code = if is_heard && how.is_none() { ReasonCode::AgentWithoutRanks } else { ReasonCode::AgentLost };
     let facts = Facts {
         agent: Some(place.agent.clone()),
         attempt: Some(attempt.attempt),
-        secs: (code == ReasonCode::AgentLost).then_some(app.leases.duration.as_secs_f64()),
+        secs: (code == ReasonCode::AgentLost).then_some(secs),
+        detail: how.map(Into::into),
         ..Facts::default()
     };
     let why =
@@ -185,7 +205,8 @@ async fn expire(app: &App, expired: Expired) -> Result<()> {
     } else {
         end_attempt(app, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
     }
-    let reason = "its lease ran out".into();
+    let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
+    let reason = reason.to_owned();
     app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient: false });
     Ok(())
 }

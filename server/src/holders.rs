@@ -1,14 +1,22 @@
-//! Which agent has the checkpoints of an attempt on a disk of its own: a note in the attempt's folder on the server's disk. It outlives the
-//! attempt, because the last checkpoint is uploaded after its end, and it is what an upload is checked against.
+//! Which agents have the checkpoints of an attempt on disks of their own: notes in the attempt's folder on the server's disk. They outlive
+//! the attempt, because the last checkpoint is uploaded after its end, and they are what an upload is checked against.
+//!
+//! Checkpoints are rank 0's agent's. When a rank is lost, the others write one of the last step, each machine on its disk: such a
+//! checkpoint has a list of its own (`kept.json`) of the agents that reported it.
 
 use lockstep_protocol::agent::FencingToken;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use sha2::{Digest, Sha256};
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
 };
 
-/// The agent of rank 0.
+/// Checkpoints of one attempt that have a list of their own, at most: an attempt ends when a rank is lost, so that there are one or two.
+const KEPT: usize = 16;
+
+/// An agent with a disk of its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Holder {
     pub(crate) agent_id: String,
@@ -17,27 +25,83 @@ pub(crate) struct Holder {
     pub(crate) fencing_token: FencingToken,
 }
 
-fn path(job_dir: &Path, attempt: u32) -> PathBuf {
-    job_dir.join("attempts").join(attempt.to_string()).join("holder.json")
+/// By the checkpoint's name.
+type Kept = BTreeMap<String, Vec<Holder>>;
+
+fn folder(job_dir: &Path, attempt: u32) -> PathBuf {
+    job_dir.join("attempts").join(attempt.to_string())
+}
+
+/// An agent's id is whatever it says: it is no part of a path.
+fn apart(agent_id: &str) -> String {
+    let sum = Sha256::digest(agent_id.as_bytes());
+    sum[..8].iter().fold("apart-".to_owned(), |name, byte| name + &format!("{byte:02x}")) + ".json"
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> Option<T> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+fn write(path: &Path, note: &impl Serialize) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let temporary = path.with_extension("new");
+    fs::write(&temporary, serde_json::to_vec(note)?)?;
+    fs::rename(temporary, path)
 }
 
 impl Holder {
-    /// The holder of an attempt's checkpoints; none where its ranks write to the server's disk.
+    /// The agent of rank 0, which has an attempt's checkpoints; none where its ranks write to the server's disk.
     pub(crate) fn of(job_dir: &Path, attempt: u32) -> Option<Self> {
-        serde_json::from_slice(&fs::read(path(job_dir, attempt)).ok()?).ok()
+        read(&folder(job_dir, attempt).join("holder.json"))
     }
 
-    /// Notes it.
+    /// An agent that has ranks of an attempt, and a disk of its own.
+    pub(crate) fn apart(job_dir: &Path, attempt: u32, agent_id: &str) -> Option<Self> {
+        let found: Option<Self> = read(&folder(job_dir, attempt).join(apart(agent_id)));
+        found.filter(|found| found.agent_id == agent_id)
+    }
+
+    /// Those that have this checkpoint: the one that uploads it first.
+    pub(crate) fn all(job_dir: &Path, attempt: u32, name: &str) -> Vec<Self> {
+        let kept: Option<Kept> = read(&folder(job_dir, attempt).join("kept.json"));
+        let listed = kept.and_then(|mut kept| kept.remove(name));
+        listed.unwrap_or_else(|| Self::of(job_dir, attempt).into_iter().collect())
+    }
+
+    /// Notes it: as that of the attempt's checkpoints where it has rank 0.
     ///
     /// # Errors
     /// The disk.
-    pub(crate) fn note(&self, job_dir: &Path, attempt: u32) -> io::Result<()> {
-        let path = path(job_dir, attempt);
-        if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder)?;
+    pub(crate) fn note(&self, job_dir: &Path, attempt: u32, has_rank_0: bool) -> io::Result<()> {
+        let folder = folder(job_dir, attempt);
+        if has_rank_0 {
+            write(&folder.join("holder.json"), self)?;
         }
-        let temporary = path.with_extension("new");
-        fs::write(&temporary, serde_json::to_vec(self)?)?;
-        fs::rename(temporary, path)
+        write(&folder.join(apart(&self.agent_id)), self)
+    }
+
+    /// Whether a checkpoint has a list of its own.
+    pub(crate) fn is_listed(job_dir: &Path, attempt: u32, name: &str) -> bool {
+        let kept: Option<Kept> = read(&folder(job_dir, attempt).join("kept.json"));
+        kept.is_some_and(|kept| kept.contains_key(name))
+    }
+
+    /// Adds it to a checkpoint's list, in front where it is to upload it.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn list(self, job_dir: &Path, attempt: u32, name: &str, in_front: bool) -> io::Result<()> {
+        let path = folder(job_dir, attempt).join("kept.json");
+        let mut kept: Kept = read(&path).unwrap_or_default();
+        if kept.len() >= KEPT && !kept.contains_key(name) {
+            return Ok(());
+        }
+        let holders = kept.entry(name.to_owned()).or_default();
+        if !holders.contains(&self) {
+            holders.insert(if in_front { 0 } else { holders.len() }, self);
+        }
+        write(&path, &kept)
     }
 }

@@ -32,6 +32,28 @@ pub(crate) async fn run(app: App, mut queue: Queue) {
     }
 }
 
+/// What a report says of the end of its attempt, which dispatch has to know.
+struct Ends {
+    /// How it ended on this agent.
+    ending: Option<Ending>,
+    /// Ranks whose machines do not answer.
+    unreachable: Vec<u32>,
+}
+
+impl Ends {
+    fn of(report: &Report) -> Self {
+        let mut this = Self { ending: None, unreachable: Vec::new() };
+        for event in &report.events {
+            match event {
+                AttemptEvent::Ended(ending) => this.ending = Some(ending.clone()),
+                AttemptEvent::RankFailed { unreachable, .. } => this.unreachable.extend(unreachable),
+                _ => {}
+            }
+        }
+        this
+    }
+}
+
 async fn store(app: &App, batch: Vec<Work>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut from = Vec::with_capacity(batch.len());
@@ -42,13 +64,10 @@ async fn store(app: &App, batch: Vec<Work>) {
         match work {
             Work::Report { agent, connection, mut report, reservation } => {
                 artifacts::keep_uploaded(app, &mut report);
-                // How the attempt ended there, if it says that: whether its other agents have to know.
-                let failed = report.events.iter().find_map(|event| match event {
-                    AttemptEvent::Ended(Ending::Succeeded { .. } | Ending::Stopped) => Some(false),
-                    AttemptEvent::Ended(_) => Some(true),
-                    _ => None,
-                });
-                from.push((agent, connection, report.attempt.clone(), failed));
+                if let Err(error) = artifacts::note_holders(app, &report, &reports).await {
+                    tracing::warn!(%error, job = %report.attempt.job, "who has a checkpoint could not be noted");
+                }
+                from.push((agent, connection, report.attempt.clone(), Ends::of(&report)));
                 reservations.push(reservation);
                 reports.push(*report);
             }
@@ -60,7 +79,7 @@ async fn store(app: &App, batch: Vec<Work>) {
     if tried_again {
         catch_up(app, from.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
     }
-    for ((agent, connection, attempt, failed), answer) in from.into_iter().zip(answers) {
+    for ((agent, connection, attempt, ends), answer) in from.into_iter().zip(answers) {
         match answer {
             Ingested::Stored { mut acknowledged, changed } => {
                 if let Some(changed) = changed {
@@ -68,8 +87,11 @@ async fn store(app: &App, batch: Vec<Work>) {
                     app.events_stored.fetch_add(events, Ordering::Relaxed);
                     app.announce(&changed);
                 }
-                if let Some(failed) = failed {
-                    dispatch::ended_at(app, &attempt, &agent, failed);
+                if !ends.unreachable.is_empty() {
+                    app.leases.unreachable(&attempt, &ends.unreachable);
+                }
+                if let Some(ending) = &ends.ending {
+                    dispatch::ended_at(app, &attempt, &agent, ending);
                 }
                 acknowledged.watched = app.hub.is_watched(&attempt.job);
                 app.agents.send(&agent, ToAgent::Ack(acknowledged));

@@ -17,6 +17,8 @@ use std::{
 };
 use tokio::sync::Notify;
 
+mod lost;
+
 /// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
 /// [`MAX_BACKOFF`].
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
@@ -29,6 +31,8 @@ pub(crate) struct Leases {
     by_job: Mutex<Held>,
     /// For each restarting job, the attempt that failed and the time from which the next may start.
     restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
+    /// Agents that were given up before their leases ran out, with the attempt, and until when its ranks may still be there.
+    cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
     pub(crate) wake: Notify,
 }
 
@@ -47,6 +51,8 @@ struct Lease {
     holds: Vec<Hold>,
     /// Its agents were requested to stop its ranks, or will be by their welcome.
     stop_requested: bool,
+    /// Ranks whose machines do not answer, as their neighbours say.
+    unreachable: HashSet<u32>,
 }
 
 /// The slots of an attempt on one agent.
@@ -65,11 +71,24 @@ enum Ranks {
     There,
     /// It says that they have ended. Other agents still have some.
     Ended,
+    /// The same, because they have lost those of other agents: nobody can go on.
+    LostContact,
     /// Its lease ran out.
     Lost,
 }
 
-/// The part of an attempt on an agent whose lease ran out.
+/// How the ranks of an attempt came to an end on one of its agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EndAt {
+    /// They are done, were told to end, or failed for a reason of their own.
+    ByThemselves,
+    /// They have lost those of other agents.
+    LostContact,
+    /// Nobody knows: the agent is gone.
+    Lost,
+}
+
+/// The part of an attempt on an agent whose lease ran out, or that is given up.
 #[derive(Debug)]
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
@@ -81,6 +100,14 @@ pub(crate) struct Expired {
 impl Lease {
     fn held(&self) -> impl Iterator<Item = &Hold> {
         self.holds.iter().filter(|hold| hold.state == Ranks::There)
+    }
+
+    fn has_lost_contact(&self) -> bool {
+        !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.state == Ranks::LostContact)
+    }
+
+    fn expired_at(&self, hold: &Hold) -> Expired {
+        Expired { attempt: self.attempt.clone(), place: hold.place.clone(), places: self.holds.len() }
     }
 
     fn held_at(&self, agent_id: &str) -> Option<&Hold> {
@@ -131,7 +158,13 @@ impl Held {
 
 impl Leases {
     pub(crate) fn new(duration: Duration) -> Self {
-        Self { duration, by_job: Mutex::default(), restart_after: Mutex::default(), wake: Notify::new() }
+        Self {
+            duration,
+            by_job: Mutex::default(),
+            restart_after: Mutex::default(),
+            cut_off: Mutex::default(),
+            wake: Notify::new(),
+        }
     }
 
     fn by_job(&self) -> MutexGuard<'_, Held> {
@@ -147,7 +180,7 @@ impl Leases {
         let until = Instant::now() + self.duration;
         let hold = |place| Hold { place, until, state: Ranks::There, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        self.by_job().put(Lease { attempt, holds, stop_requested: false });
+        self.by_job().put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
 
     /// The agents of an attempt were requested to stop its ranks.
@@ -172,15 +205,19 @@ impl Leases {
         self.poke();
     }
 
-    /// The ranks of an attempt have ended on an agent, as it says or (`lost`) because its lease ran out: its slots are free. Returns
+    /// The ranks of an attempt have ended on an agent, as it says or because its lease ran out: its slots are free. Returns
     /// the other agents that still have ranks of it.
-    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, lost: bool) -> Vec<Place> {
+    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: EndAt) -> Vec<Place> {
         let mut leases = self.by_job();
         let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
             return Vec::new();
         };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
-            hold.state = if lost { Ranks::Lost } else { Ranks::Ended };
+            hold.state = match how {
+                EndAt::ByThemselves => Ranks::Ended,
+                EndAt::LostContact => Ranks::LostContact,
+                EndAt::Lost => Ranks::Lost,
+            };
         }
         let others = lease.held().map(|hold| hold.place.clone()).collect();
         drop(leases);
@@ -191,6 +228,14 @@ impl Leases {
     /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
+        // It says whether their ranks are still there.
+        self.cut_off().retain_mut(|(id, attempt, at)| {
+            let is_its = id == agent_id;
+            if is_its {
+                *at = until;
+            }
+            !is_its || attempts.contains(attempt)
+        });
         let mut leases = self.by_job();
         let mut is_theirs = |attempt: &AttemptRef| {
             let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);
@@ -340,13 +385,7 @@ impl Leases {
             let nobody = lease.held().next().is_none();
             let counts = |hold: &&Hold| nobody || hold.state == Ranks::There;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
-            holds
-                .map(|hold| Expired {
-                    attempt: lease.attempt.clone(),
-                    place: hold.place.clone(),
-                    places: lease.holds.len(),
-                })
-                .collect()
+            holds.map(|hold| lease.expired_at(hold)).collect()
         };
         self.by_job().values().flat_map(expired).collect()
     }

@@ -41,6 +41,7 @@ mod launch;
 mod launch_gangs;
 mod launch_hosts;
 mod life;
+mod lost_hosts;
 mod manners;
 mod mutual_tls;
 mod opens;

@@ -117,7 +117,8 @@ pub fn run_config(config: &RankConfig) -> i32 {
         Err(error) if told_to_stop && error.is_secondary() => match life.lost(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
-                let interrupted = RankError::Interrupted { why: error.to_string(), lost, secondary: true };
+                let (why, unreachable) = (error.to_string(), error.unreachable().to_vec());
+                let interrupted = RankError::Interrupted { why, lost, secondary: true, unreachable };
                 last_words(config, &life, &reporter, &interrupted);
                 EXIT_FAILED
             }
@@ -156,8 +157,9 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());
-    let code = error.code();
-    reporter.event(&AttemptEvent::RankFailed { rank, step, reason, code, retriable, secondary });
+    let (code, unreachable) = (error.code(), error.unreachable().to_vec());
+    let failed = AttemptEvent::RankFailed { rank, step, reason, code, retriable, secondary, unreachable };
+    reporter.event(&failed);
 }
 
 fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> Result<Outcome, RankError> {

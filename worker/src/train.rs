@@ -8,6 +8,7 @@ mod decoder;
 mod error;
 mod evaluation;
 mod fallback;
+mod last_step;
 mod layers;
 mod measure;
 mod memory;
@@ -21,7 +22,7 @@ mod votes;
 pub use error::TrainError;
 
 use crate::{
-    checkpoint::CheckpointWriter,
+    checkpoint::{Best, CheckpointWriter},
     comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog},
     data::{
         ChangeDetection,
@@ -134,7 +135,7 @@ fn train_with<'a>(
     let writer = match group.rank() {
         0 => {
             crate::checkpoint::remove_leftovers(training.checkpoints)?;
-            Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best)?)
+            Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
         }
         _ => None,
     };
@@ -149,7 +150,10 @@ fn train_with<'a>(
         lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(group.size(), beginning.step),
         unmeasured: beginning.unmeasured,
+        began_after: beginning.step,
         step: beginning.step,
+        best: beginning.best,
+        has_own_weights: true,
         in_flight: VecDeque::new(),
         not_finite: None,
         skipped: beginning.skipped,
@@ -166,7 +170,10 @@ fn train_with<'a>(
     if outcome.is_ok() {
         run.data.close_decoder();
     }
-    if outcome.is_err() {
+    if let Err(error) = &outcome {
+        if error.is_secondary() {
+            run.keep_last_step();
+        }
         // The process is about to end. Work on the device may wait for other ranks that are gone, so it is abandoned. Dropping
         // the writer waits for a checkpoint that is being written.
         let Run { engine: CurrentEngine(engine), writer, .. } = run;
@@ -194,8 +201,14 @@ struct Run<'a> {
     votes: Votes,
     /// The run continues from a checkpoint of a step that was not evaluated.
     unmeasured: bool,
+    /// The step that the run began after.
+    began_after: u64,
     /// Optimizer steps started.
     step: u64,
+    /// The best of the checkpoints that were saved.
+    best: Option<Best>,
+    /// The engine has the weights of the steps so far, and not their average, which is being evaluated.
+    has_own_weights: bool,
     /// Those of them whose results are not reported yet, oldest first.
     in_flight: VecDeque<InFlight>,
     not_finite: Option<NotFinite>,

@@ -65,6 +65,9 @@ pub enum AttemptEvent {
         retriable: bool,
         /// It only lost contact to another rank, whose own reason comes first.
         secondary: bool,
+        /// Neighbours of this rank whose machines do not answer: they are off, or cut off. A machine that is only slow answers.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        unreachable: Vec<u32>,
     },
     /// Every rank of this agent is gone. The last event of an attempt.
     Ended(Ending),

@@ -69,7 +69,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             let name = if detail.is_empty() { String::new() } else { format!("{detail:?} ") };
             format!("forked from {name}({id}) at step {step}")
         }
-        AgentLost => format!("{agent} was silent for {secs} s{at_step}"),
+        AgentLost => format!("{agent} was silent for {secs} s{at_step}{}", more("; ")),
         AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),
         AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
         AgentStopped => format!("{agent} was stopped in order ({detail})"),

@@ -2,11 +2,12 @@
 
 use crate::{
     app::App,
+    leases::EndAt,
     lifecycle::{self, PlaceEnd},
     store::{JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
-    agent::{AttemptRef, ToAgent},
+    agent::{AttemptRef, Ending, ToAgent},
     job::{JobId, JobState},
     reason::ReasonCode,
     stream::EventBody,
@@ -64,7 +65,7 @@ pub(super) async fn end_place(
             if changed.job.attempt != attempt.attempt {
                 app.leases.release(&attempt.job, attempt.attempt);
             }
-            let others = app.leases.ended_at(attempt, &place.agent_id, true);
+            let others = app.leases.ended_at(attempt, &place.agent_id, EndAt::Lost);
             stop_others(app, attempt, &place.agent, &others, patient);
             Ok(())
         }
@@ -76,11 +77,16 @@ pub(super) async fn end_place(
     }
 }
 
-/// An agent has said, and the store has it, that the ranks of an attempt have ended there; `failed` unless they are done or were told
-/// to. The others do not learn it from their ranks for sure: a machine that is not there any more hangs up on nobody.
-pub(crate) fn ended_at(app: &App, attempt: &AttemptRef, agent_id: &str, failed: bool) {
+/// An agent has said, and the store has it, how the ranks of an attempt have ended there. Unless they are done or were told to, the
+/// others are: they do not learn it from their ranks for sure, as a machine that is not there any more hangs up on nobody.
+pub(crate) fn ended_at(app: &App, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
+    let failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
     let agent = app.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
-    let others = app.leases.ended_at(attempt, agent_id, false);
+    let how = match ending {
+        Ending::Secondary { .. } => EndAt::LostContact,
+        _ => EndAt::ByThemselves,
+    };
+    let others = app.leases.ended_at(attempt, agent_id, how);
     if failed && let Some(agent) = agent {
         stop_others(app, attempt, &agent.agent, &others, false);
     }

@@ -86,6 +86,7 @@ impl Round {
             in_use: held.get(&agent.row.id).cloned().unwrap_or_default(),
             takes_work: agent.leaving.is_none()
                 && agent.row.last_seen_at > heard_since
+                && !app.leases.is_cut_off(&agent.row.id)
                 && !app.agents.is_draining(&agent.row.id),
             agent: Arc::new(agent),
         };

@@ -337,9 +337,10 @@ async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<()> {
     let is_here = matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true));
     let mut missing = Vec::new();
     for row in app.store.checkpoints(&job.id).await? {
-        let is_missing = match artifacts::on_its_way(app, &row) {
-            Some(holder) => holder.agent_id != agent,
-            None => is_here && matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)),
+        let holders = artifacts::on_its_way(app, &row);
+        let is_missing = match holders.is_empty() {
+            false => holders.iter().all(|holder| holder.agent_id != agent),
+            true => is_here && matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)),
         };
         if is_missing {
             missing.push((row.info.epoch, row.info.step));

@@ -3,7 +3,7 @@
 //!
 //! A request says by headers which agent it is and which fencing token its attempt has. The token of the request must be that agent's.
 //! What may be fetched is what an attempt that the agent holds now may need; what may be uploaded is what the agent of rank 0 has reported,
-//! also after the attempt's end.
+//! or another one after a rank was lost, also after the attempt's end.
 
 use super::{
     checkpoints,
@@ -88,24 +88,46 @@ impl Asking {
         held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
     }
 
-    /// The row of a checkpoint that this agent has on its disk.
+    /// The row of a checkpoint that this agent has on its disk, and uploads.
     async fn uploads(&self, app: &App, name: &str) -> Result<CheckpointRow> {
         let job_dir = app.job_dir(&self.attempt.job);
-        let is_its = Holder::of(&job_dir, self.attempt.attempt).is_some_and(|holder| {
-            holder.agent_id == self.agent_id && holder.fencing_token == self.attempt.fencing_token
-        });
-        if !is_its {
-            return Err(Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into()));
+        let (attempt, fencing_token) = (self.attempt.attempt, self.attempt.fencing_token);
+        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
+        let has_attempt = Holder::apart(&job_dir, attempt, &self.agent_id)
+            .or_else(|| Holder::of(&job_dir, attempt).filter(is_its))
+            .is_some_and(|holder| holder.fencing_token == fencing_token);
+        let has_rank_0 = Holder::of(&job_dir, attempt).is_some_and(|holder| is_its(&holder));
+        let not_its = || Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into());
+        if !has_attempt {
+            return Err(not_its());
         }
         let row = app.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
-        // One of an earlier attempt of this agent, which this one continued from, is as good.
-        let row = row.filter(|row| {
-            row.attempt == self.attempt.attempt
-                || Holder::of(&job_dir, row.attempt).is_some_and(|holder| holder.agent_id == self.agent_id)
-        });
-        row.ok_or_else(|| {
-            Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
-        })
+        let Some(row) = row else {
+            // Where it has not rank 0 it has one only if a rank was lost, and its report may be on its way.
+            let may_come = has_rank_0 || app.leases.held_by(&self.agent_id, &self.attempt).is_some();
+            return if may_come { Err(self.no_such(name)) } else { Err(not_its()) };
+        };
+        if row.attempt != attempt {
+            // One of an earlier attempt of this agent, which this one continued from, is as good.
+            let has_it = Holder::all(&job_dir, row.attempt, name).iter().any(is_its);
+            return if has_rank_0 && has_it { Ok(row) } else { Err(self.no_such(name)) };
+        }
+        let holders = Holder::all(&job_dir, attempt, name);
+        let first = artifacts::on_its_way(app, &row).into_iter().chain(holders.clone()).next();
+        match first.is_some_and(|first| is_its(&first)) {
+            true => Ok(row),
+            // If that one goes away, it is this one's turn.
+            false if holders.iter().any(is_its) && !app.checkpoint_dir(&row).exists() => {
+                Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
+            }
+            // Its report that it has this one, too, may be on its way.
+            false if app.leases.held_by(&self.agent_id, &self.attempt).is_some() => Err(self.no_such(name)),
+            false => Err(not_its()),
+        }
+    }
+
+    fn no_such(&self, name: &str) -> Error {
+        Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
     }
 }
 
@@ -122,14 +144,13 @@ pub(crate) async fn begin(
     headers: HeaderMap,
 ) -> Result<StatusCode> {
     let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
-    if asking.holds(&app)? {
-        let agent = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
-        let agent = agent.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
-        let fencing_token = asking.attempt.fencing_token;
-        let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
-        let job_dir = app.job_dir(&asking.attempt.job);
-        blocking(move || holder.note(&job_dir, attempt)).await?.map_err(|e| disk(&e))?;
-    }
+    let has_rank_0 = asking.holds(&app)?;
+    let agent = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
+    let agent = agent.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
+    let fencing_token = asking.attempt.fencing_token;
+    let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
+    let job_dir = app.job_dir(&asking.attempt.job);
+    blocking(move || holder.note(&job_dir, attempt, has_rank_0)).await?.map_err(|e| disk(&e))?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -135,7 +135,7 @@ pub(crate) struct CheckpointDetail {
 
 impl Checkpoint {
     fn of(app: &App, row: CheckpointRow) -> Self {
-        let uploading_from = artifacts::on_its_way(app, &row).map(|holder| holder.agent);
+        let uploading_from = artifacts::on_its_way(app, &row).into_iter().next().map(|holder| holder.agent);
         Self { id: row.id, attempt: row.attempt, info: row.info, created_at: row.created_at, uploading_from }
     }
 }
@@ -262,7 +262,7 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 /// # Errors
 /// It is.
 pub(super) fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
-    match artifacts::on_its_way(app, row) {
+    match artifacts::on_its_way(app, row).into_iter().next() {
         Some(holder) => Err(Error::Conflict(
             format!(
                 "this checkpoint is still being uploaded from {}; ask again, or use an older one",

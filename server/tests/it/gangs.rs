@@ -1,7 +1,7 @@
 //! Attempts over several agents, as their messages make them: starts, ends and their causes.
 
 use crate::{
-    agent::{Agent, hello, losses, running},
+    agent::{Agent, hello, line, losses, running},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -13,7 +13,7 @@ use serde_json::json;
 use std::time::Duration;
 
 /// As [`hello`], from a machine at this address.
-fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str) -> FromAgent {
+pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str) -> FromAgent {
     let mut said = hello(name, slots, attempts);
     if let FromAgent::Hello { machine, .. } = &mut said {
         machine.address = Some(address.into());
@@ -65,7 +65,7 @@ async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, 
     (id, attempt)
 }
 
-async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
+pub async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
     let (first, second) = (a.started().await, b.started().await);
     ready(b, &second, None).await;
     ready(a, &first, Some(4321)).await;
@@ -82,6 +82,28 @@ fn lost_contact(rank: u32) -> Ending {
     let detail = Some("lost the connection".to_owned());
     let facts = Facts { rank: Some(rank), step: Some(3), detail, ..Facts::default() };
     Ending::Secondary { reason: Reason::new(ReasonCode::RankFailed, facts) }
+}
+
+/// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
+async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
+    let reason = "lost the connection".to_owned();
+    let (code, retriable, secondary) = (None, true, true);
+    let failed =
+        AttemptEvent::RankFailed { rank: 0, step: 3, reason, code, retriable, secondary, unreachable };
+    for (source, first, event) in
+        [(Source::Rank(0), first, failed), (Source::Agent, 0, AttemptEvent::Ended(lost_contact(0)))]
+    {
+        agent.send(FromAgent::Report { attempt: attempt.clone(), source, first, events: vec![event] }).await;
+    }
+    let mut stored = 0;
+    while stored < 2 {
+        match agent.next().await {
+            Some(ToAgent::Ack(_)) => stored += 1,
+            // The other machine was given up in between.
+            Some(ToAgent::Stop { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
 }
 
 #[tokio::test]
@@ -226,6 +248,79 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
     messages.sort_by_key(|message| matches!(message, ToAgent::Start(_)));
     assert!(matches!(&messages[0], ToAgent::Stop { attempt: of, .. } if *of == attempt), "{messages:?}");
     assert!(matches!(&messages[1], ToAgent::Start(start) if start.attempt.attempt == 3), "{messages:?}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_silent_machine_of_an_attempt_that_has_failed_is_not_waited_for_and_gets_no_work_before_it_is_back()
+{
+    let lease = Duration::from_secs(30);
+    let server = TestServer::with(|c| {
+        c.lease = lease;
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    // Its cable is out: the connection is there, and nothing comes. The ranks of the other machine have lost its own.
+    let began = tokio::time::Instant::now();
+    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    let job = server.until(&id, JobState::Restarting).await;
+    assert!(began.elapsed() < lease / 2, "long before its lease ends: {:?}", began.elapsed());
+    let reason = job.reason.unwrap();
+    assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
+    assert!(reason.contains("the ranks of other machines have lost those on it"), "{reason}");
+    // Several rounds of dispatch: the machine looks free, and its ranks may still be there.
+    let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
+    assert!(early.is_err(), "{early:?}");
+    b.heartbeat(std::slice::from_ref(&attempt)).await;
+    let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
+    assert!(early.is_err(), "it still has ranks of the attempt: {early:?}");
+    b.heartbeat(&[]).await;
+    let first = a.started().await;
+    assert_eq!(first.attempt.attempt, 2);
+    let second = loop {
+        match b.next().await {
+            Some(ToAgent::Stop { attempt: of, .. }) => assert_eq!(of, attempt),
+            Some(ToAgent::Start(start)) => break start,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(second.attempt, first.attempt);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_that_is_only_slow_is_waited_for_and_one_whose_connection_has_ended_is_not() {
+    let lease = Duration::from_secs(30);
+    let server = TestServer::with(|c| {
+        c.lease = lease;
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    // A rank of the first machine has lost another one, and no rank says that the second machine does not answer.
+    loses_contact(&mut a, &attempt, 1, Vec::new()).await;
+    assert!(!stopped(&mut b).await);
+    // Silent for many heartbeats.
+    let early = tokio::time::timeout(Duration::from_millis(2500), a.next()).await;
+    assert!(early.is_err(), "{early:?}");
+    assert_eq!(server.job(&id).await.state, JobState::Running);
+    assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await, 1, "its word counts");
+    b.end(&attempt, lost_contact(2)).await;
+    let attempt = again(&mut a, &mut b).await;
+    assert_eq!(attempt.attempt, 2);
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+
+    let began = tokio::time::Instant::now();
+    b.vanish();
+    loses_contact(&mut a, &attempt, 1, Vec::new()).await;
+    let job = server.until(&id, JobState::Restarting).await;
+    assert!(began.elapsed() < lease / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for "));
     server.stop().await;
 }
 

@@ -2,7 +2,8 @@
 
 use crate::{
     agent::{Agent, hello, running},
-    test_server::{TestServer, client},
+    gangs::{again, hello_at},
+    test_server::{DEADLINE, TestServer, client},
 };
 use lockstep_protocol::agent::{
     AttemptEvent, AttemptRef, CheckpointInfo, Ending, FencingToken, FromAgent, Source, ToAgent,
@@ -207,6 +208,66 @@ async fn another_machine_continues_from_what_was_uploaded_with_the_first_machine
     // The first machine is back, and its attempt is over: of what it has nothing is wanted any more.
     assert_eq!(own.ask("GET", "/uploads/1-30", vec![]).await.0, 404);
     assert_eq!(own.ask("GET", "", vec![]).await, (200, json!({"keep": false})));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_time() {
+    let server = TestServer::new().await;
+    let tokens = [server.agent_token("a").await, server.agent_token("b").await];
+    let mut a =
+        Agent::greet_with(&server, &tokens[0], hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    a.register(&server).await;
+    let mut b =
+        Agent::greet_with(&server, &tokens[1], hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
+    let attempt = again(&mut a, &mut b).await;
+    let asks = |n: usize| Asks {
+        server: &server,
+        http: client(&tokens[n]),
+        agent_id: ["id-a", "id-b"][n].into(),
+        attempt: attempt.clone(),
+    };
+    let (of_a, of_b) = (asks(0), asks(1));
+    assert_eq!(
+        of_b.ask("GET", "/uploads/1-17", vec![]).await.0,
+        403,
+        "before it says that its disk is its own"
+    );
+    for of in [&of_a, &of_b] {
+        assert_eq!(of.ask("POST", "", vec![]).await.0, 204);
+    }
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    assert_eq!(
+        of_b.ask("GET", "/uploads/1-10", vec![]).await.0,
+        404,
+        "its report that it has it, too, may come"
+    );
+    assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 404, "its report may come");
+    // A rank is lost. The second machine tells first what it has kept.
+    b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await;
+    assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 200);
+    assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 404, "it asks before its report has come");
+    a.report(&attempt, Source::Rank(0), 2, vec![checkpoint(17)]).await;
+    assert_eq!(of_a.ask("GET", "/uploads/1-17", vec![]).await.0, 200);
+    assert_eq!(of_b.ask("GET", "/uploads/1-17", vec![]).await.0, 503, "one at a time");
+    let uploads_from = async || {
+        let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+        listed["checkpoints"][0]["uploading_from"].clone()
+    };
+    assert_eq!(uploads_from().await, "a");
+    // That one goes away, too.
+    a.vanish();
+    let until = tokio::time::Instant::now() + DEADLINE;
+    while uploads_from().await != "b" {
+        assert!(tokio::time::Instant::now() < until);
+    }
+    assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
+    assert_eq!(uploads_from().await, Value::Null);
+    // Nothing that it has not told of comes after its end.
+    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 404);
+    b.end(&attempt, Ending::Secondary { reason: "lost it".into() }).await;
+    assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
     server.stop().await;
 }
 

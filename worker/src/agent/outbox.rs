@@ -343,6 +343,7 @@ mod tests {
                     code: None,
                     retriable: true,
                     secondary: false,
+                    unreachable: Vec::new(),
                 };
                 records.append(&failed).unwrap();
             }

@@ -8,7 +8,7 @@ use super::{
     place::Here,
     remote::{Failed, Remote, Talk},
 };
-use crate::checkpoint::{self, MANIFEST, Manifest};
+use crate::checkpoint::{self, MANIFEST, Manifest, OWN_DISK_NOTE};
 use lockstep_protocol::JobId;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
@@ -80,6 +80,7 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progres
 }
 
 /// What became of one checkpoint.
+#[derive(Debug, PartialEq, Eq)]
 enum Sent {
     /// The server has it, or will never take it.
     Done,
@@ -133,24 +134,27 @@ impl Uploads {
         // Before the folder is read: what is reported later is written earlier.
         let is_held = self.is_held(here);
         let mut done = true;
-        if here.has_rank_0 {
-            let folder = job_dir.join("checkpoints");
-            let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
-            let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
-            known.done.retain(|name, _| names.contains(name));
-            for name in names.iter().rev() {
-                let Ok(text) = fs::read(folder.join(name).join(MANIFEST)) else { continue };
-                let sum = hexadecimal(&text);
-                if known.done.get(name) == Some(&sum) {
-                    continue;
+        let folder = job_dir.join("checkpoints");
+        let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
+        let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
+        known.done.retain(|name, _| names.contains(name));
+        for name in names.iter().rev() {
+            let path = folder.join(name).join(MANIFEST);
+            let Ok(text) = fs::read(&path) else { continue };
+            // Where rank 0 is not, what was there before this attempt is no business of it.
+            if !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE)) {
+                continue;
+            }
+            let sum = hexadecimal(&text);
+            if known.done.get(name) == Some(&sum) {
+                continue;
+            }
+            let talk = self.remote.talk(&here.attempt)?;
+            match upload(&talk, &folder.join(name), name, &text, &sum, is_held).await? {
+                Sent::Done => {
+                    known.done.insert(name.clone(), sum);
                 }
-                let talk = self.remote.talk(&here.attempt)?;
-                match upload(&talk, &folder.join(name), name, &text, &sum, is_held).await? {
-                    Sent::Done => {
-                        known.done.insert(name.clone(), sum);
-                    }
-                    Sent::NotYet => done = false,
-                }
+                Sent::NotYet => done = false,
             }
         }
         if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
@@ -174,6 +178,12 @@ impl Uploads {
     }
 }
 
+/// Whether a file was last written before another.
+fn is_older(path: &Path, other: &Path) -> bool {
+    let written = |path: &Path| path.metadata().and_then(|about| about.modified()).ok();
+    written(path).zip(written(other)).is_some_and(|(path, other)| path < other)
+}
+
 /// Sends what the server has not yet of one checkpoint.
 async fn upload(
     talk: &Talk<'_>,
@@ -185,15 +195,7 @@ async fn upload(
 ) -> Result<Sent, Failed> {
     let state = match talk.upload_state(name).await {
         Ok(state) => state,
-        // Its report may still be on its way.
-        Err(Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _)) if is_held => {
-            return Ok(Sent::NotYet);
-        }
-        Err(Failed::Never(_, why)) => {
-            tracing::info!(checkpoint = name, why, "it is not uploaded");
-            return Ok(Sent::Done);
-        }
-        Err(failed) => return Err(failed),
+        Err(failed) => return refused(failed, name, is_held),
     };
     if state.stored.as_deref() == Some(sum) {
         return Ok(Sent::Done);
@@ -224,6 +226,19 @@ async fn upload(
     Ok(Sent::Done)
 }
 
+/// What follows when the server does not say what it has of a checkpoint. `is_held`: reports of the attempt may be on their way, of which
+/// one may tell of this checkpoint, or another may end the attempt. Only afterwards is the server's refusal its last word.
+fn refused(failed: Failed, name: &str, is_held: bool) -> Result<Sent, Failed> {
+    match failed {
+        Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if is_held => Ok(Sent::NotYet),
+        Failed::Never(_, why) => {
+            tracing::info!(checkpoint = name, why, "it is not uploaded");
+            Ok(Sent::Done)
+        }
+        failed => Err(failed),
+    }
+}
+
 /// Whatever keeps the server from taking a piece: the next round asks what it has.
 fn later(failed: Failed) -> Failed {
     Failed::Later(failed.words().to_owned())
@@ -242,4 +257,24 @@ async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
 
 fn hexadecimal(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_the_last_word_only_when_no_report_is_on_its_way() {
+        let never = |status| Failed::Never(status, "no".into());
+        for status in [StatusCode::NOT_FOUND, StatusCode::FORBIDDEN] {
+            assert_eq!(refused(never(status), "1-17", true), Ok(Sent::NotYet), "{status}");
+            assert_eq!(refused(never(status), "1-17", false), Ok(Sent::Done), "{status}");
+        }
+        assert_eq!(refused(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
+        // Another machine uploads the same: if that one goes away, it is this one's turn, however late.
+        for is_held in [true, false] {
+            let later = Failed::Later("503".into());
+            assert_eq!(refused(later.clone(), "1-17", is_held), Err(later));
+        }
+    }
 }

@@ -76,6 +76,25 @@ pub struct Best {
     pub step: u64,
 }
 
+impl Best {
+    /// A checkpoint with this state as the best so far, if it is better than `best` by `metric`.
+    pub fn improved(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
+        let measured = match metric {
+            "val_accuracy" => state.val_accuracy,
+            "val_loss" => state.val_loss,
+            _ => None,
+        };
+        // Where the loss is not finite, the accuracy is that of guessing.
+        let loss_is_finite = state.val_loss.is_none_or(f64::is_finite);
+        let value = measured.filter(|value| value.is_finite() && loss_is_finite)?;
+        let is_better = best.is_none_or(|best| match metric {
+            "val_loss" => value < best.value,
+            _ => value > best.value,
+        });
+        is_better.then(|| Self { metric: metric.into(), value, epoch: state.epoch, step: state.step })
+    }
+}
+
 /// A checkpoint in memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Snapshot {

@@ -188,23 +188,8 @@ impl Retention {
         events: &mut Vec<CheckpointEvent>,
     ) -> Result<(), CheckpointError> {
         let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
-        let measured = match self.metric.as_str() {
-            "val_accuracy" => snapshot.state.val_accuracy,
-            "val_loss" => snapshot.state.val_loss,
-            _ => None,
-        };
-        // Where the loss is not finite, the accuracy is that of guessing.
-        let loss_is_finite = snapshot.state.val_loss.is_none_or(f64::is_finite);
-        let measured = measured.filter(|value| value.is_finite() && loss_is_finite);
-        let better = |value: f64| {
-            self.best.as_ref().is_none_or(|best| match self.metric.as_str() {
-                "val_loss" => value < best.value,
-                _ => value > best.value,
-            })
-        };
-        let new_best = measured.filter(|value| better(*value));
-        if let Some(value) = new_best {
-            self.best = Some(Best { metric: self.metric.clone(), value, epoch, step });
+        if let Some(best) = Best::improved(self.best.as_ref(), &self.metric, &snapshot.state) {
+            self.best = Some(best);
         }
         let size_bytes = write(&self.directory, snapshot, self.best.as_ref())?;
         events.push(CheckpointEvent::Written(CheckpointInfo {

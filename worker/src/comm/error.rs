@@ -11,6 +11,9 @@ pub enum CommError {
     /// A rank closed its connection or died.
     #[error("{operation}: lost the connection to rank {peer}: {detail}")]
     Disconnected { operation: &'static str, peer: u32, detail: String },
+    /// The machines of these ranks do not answer.
+    #[error("{operation}: {detail}")]
+    Unreachable { operation: &'static str, peers: Vec<u32>, detail: String },
     /// The group was asked to stop.
     #[error("{operation}: aborted: {reason}")]
     Aborted { operation: &'static str, reason: String },
@@ -32,6 +35,7 @@ impl CommError {
         match self {
             CommError::TimedOut { operation, .. }
             | CommError::Disconnected { operation, .. }
+            | CommError::Unreachable { operation, .. }
             | CommError::Aborted { operation, .. }
             | CommError::Mismatch { operation, .. }
             | CommError::Invalid { operation, .. }

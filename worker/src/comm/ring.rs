@@ -14,6 +14,7 @@ mod element;
 mod end;
 mod header;
 mod link;
+mod liveness;
 mod mesh;
 mod process_group;
 mod sink;

@@ -278,12 +278,21 @@ pub trait Engine: Send {
         if self.replica() != 0 {
             return Ok(Contribution::Replica);
         }
-        Ok(Contribution::Whole(Box::new(StateDict {
+        Ok(Contribution::Whole(Box::new(self.own_state()?)))
+    }
+    /// What this rank itself has of the state, copied off the device.
+    fn own_state(&self) -> Result<StateDict, EngineError> {
+        Ok(StateDict {
             parameters: self.parameters()?,
             optimizer: Some(self.optimizer_state()?),
             average: self.averaged()?,
             loss_scaling: self.loss_scaling()?,
-        })))
+        })
+    }
+    /// After a collective method has failed because another rank is gone: makes this rank's state that of the last step which
+    /// has returned its result. False: parts of it may be of two steps, or it cannot be had; nothing may be kept of it.
+    fn undo_step(&mut self) -> bool {
+        false
     }
     /// Collective: continues from `state`, which is the same on every rank but for the average, which only rank 0 keeps. Where
     /// ranks share memory, none may use the old state any more when one calls this, nor the new one before all have: a

@@ -17,7 +17,7 @@ pub(super) enum RankError {
     Stalled(String),
     /// Asked to stop, and the step did not end, or its checkpoint was not written.
     #[error("asked to stop: {why}. {lost}")]
-    Interrupted { why: String, lost: String, secondary: bool },
+    Interrupted { why: String, lost: String, secondary: bool, unreachable: Vec<u32> },
 }
 
 impl RankError {
@@ -43,6 +43,15 @@ impl RankError {
             RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
             RankError::Stalled(_) => Some(ReasonCode::Stalled),
             _ => None,
+        }
+    }
+
+    /// The ranks whose machines do not answer, where that is why.
+    pub(super) fn unreachable(&self) -> &[u32] {
+        match self {
+            RankError::Train(error) => error.unreachable(),
+            RankError::Interrupted { unreachable, .. } => unreachable,
+            _ => &[],
         }
     }
 

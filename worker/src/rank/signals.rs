@@ -72,7 +72,7 @@ pub(super) fn listen_to_signals(
         }
         let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
         if let Some(lost) = lost {
-            let interrupted = RankError::Interrupted { why, lost, secondary: false };
+            let interrupted = RankError::Interrupted { why, lost, secondary: false, unreachable: Vec::new() };
             last_words(&config, &life, &reporter, &interrupted);
         }
         let _ = reporter.flush();

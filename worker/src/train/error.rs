@@ -46,7 +46,18 @@ impl TrainError {
 
     /// Whether the error only follows from the end of another rank.
     pub fn is_secondary(&self) -> bool {
-        matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Aborted { .. }))
+        matches!(
+            self.comm(),
+            Some(CommError::Disconnected { .. } | CommError::Unreachable { .. } | CommError::Aborted { .. })
+        )
+    }
+
+    /// The ranks whose machines do not answer, where that is why.
+    pub fn unreachable(&self) -> &[u32] {
+        match self.comm() {
+            Some(CommError::Unreachable { peers, .. }) => peers,
+            _ => &[],
+        }
     }
 
     /// Whether another attempt may succeed.

@@ -100,11 +100,13 @@ impl Run<'_> {
     fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
         let average = if self.is_first() { self.engine.averaged()? } else { None };
         let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
+        self.has_own_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
         let measured = self.validation_pass("the loss of the averaged weights in validation");
         // After any other error the other ranks do not take part any more.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
             self.set_parameters_everywhere(own.as_ref())?;
+            self.has_own_weights = true;
         }
         measured
     }

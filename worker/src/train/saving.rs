@@ -3,7 +3,7 @@
 use super::{Outcome, Run, TrainError, Training};
 use crate::{
     checkpoint::{
-        CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
+        Best, CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
     },
     engine::{Contribution, StateDict},
 };
@@ -24,16 +24,43 @@ impl Run<'_> {
         // from the records when the rank is killed right after.
         self.pulse.report("checkpointing");
         let contribution = self.engine.state_dict()?;
+        // Every rank knows which checkpoint is the best: any may have to write the next one.
+        let keep_best = &self.training.spec.checkpoint.keep_best;
+        if let Some(best) = Best::improved(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
+        {
+            self.best = Some(best);
+        }
         let Some(writer) = &self.writer else {
             self.pulse.report("training");
             return Ok(());
         };
-        let state_dict = whole(contribution)?;
+        let saved = writer.save(self.snapshot(*whole(contribution)?));
+        if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
+            return Err(self.diverged(detail));
+        }
+        saved?;
+        self.pulse.report("training");
+        self.announce_checkpoints();
+        Ok(())
+    }
+
+    /// The checkpoint of the steps so far, of which the engine has this state.
+    pub(super) fn snapshot(&self, state_dict: StateDict) -> Snapshot {
+        Snapshot {
+            state: self.state(&state_dict),
+            parameters: state_dict.parameters,
+            optimizer: state_dict.optimizer.unwrap_or_default().slots,
+            average: state_dict.average,
+            batches: self.step * self.plan.accumulate as u64,
+            metadata: self.metadata.clone(),
+        }
+    }
+
+    fn state(&self, state_dict: &StateDict) -> State {
         let plan = &self.plan;
         let measured = self.evaluation.as_ref().filter(|e| e.step == self.step);
         let step_in_epoch = self.step % plan.steps_per_epoch;
-        let optimizer = state_dict.optimizer.unwrap_or_default();
-        let state = State {
+        State {
             epoch: plan.epoch_of(self.step),
             step: self.step,
             data_position: DataPosition {
@@ -54,24 +81,9 @@ impl Run<'_> {
             skipped_steps: self.skipped.clone(),
             optimizer: Some(OptimizerNote {
                 kind: self.training.spec.train.optimizer,
-                updates: optimizer.updates,
+                updates: state_dict.optimizer.as_ref().map_or(0, |optimizer| optimizer.updates),
             }),
-        };
-        let saved = writer.save(Snapshot {
-            state,
-            parameters: state_dict.parameters,
-            optimizer: optimizer.slots,
-            average: state_dict.average,
-            batches: self.step * plan.accumulate as u64,
-            metadata: self.metadata.clone(),
-        });
-        if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
-            return Err(self.diverged(detail));
         }
-        saved?;
-        self.pulse.report("training");
-        self.announce_checkpoints();
-        Ok(())
     }
 
     /// The end of a run that has done all its steps.
@@ -141,7 +153,7 @@ fn whole(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
     }
 }
 
-fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
+pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
     let observer = training.observer;
     for event in events {
         match event {

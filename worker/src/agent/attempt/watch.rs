@@ -127,9 +127,9 @@ impl Watch {
         self.conclude(ranks).await;
     }
 
-    /// Whether rank 0 is there, and a checkpoint is begun.
+    /// Whether a rank is there, and a checkpoint is begun.
     fn is_writing(&self, ranks: &RankGroup<Recorded>) -> bool {
-        ranks.ends().any(|end| end.rank == 0 && end.exit.is_none())
+        ranks.ends().any(|end| end.exit.is_none())
             && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 

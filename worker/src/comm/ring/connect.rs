@@ -1,6 +1,9 @@
 //! How the ranks of a ring connect: all listen and exchange addresses, and each connects to the next one.
 
-use super::{BLOCK, End, Identity, Lane, Mesh, Ring};
+use super::{
+    BLOCK, End, Identity, Lane, Mesh, Ring,
+    liveness::{self, Neighbour},
+};
 use crate::comm::{
     handshake::Terms,
     rendezvous::{RendezvousError, Store},
@@ -116,6 +119,10 @@ impl Joining<'_> {
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
         let concurrent = self.ring(identity, lane, mesh.clone(), end, None);
         let lane = self.lane("main", &main, |a| a.main, end)?;
+        let is_apart = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
+        if self.addresses.iter().any(is_apart) {
+            self.watch_neighbours(&main, end)?;
+        }
         Ok(Arc::new(self.ring(self.identity.clone(), lane, mesh, end, Some(Arc::new(concurrent)))))
     }
 
@@ -141,7 +148,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Calls the next rank and takes the call of the one before.
+    /// The connections over which calls go.
     fn lane(
         &self,
         name: &str,
@@ -149,6 +156,34 @@ impl Joining<'_> {
         address: impl Fn(&Addresses) -> SocketAddr,
         end: &End,
     ) -> Result<Lane, RendezvousError> {
+        let (next, previous) = self.neighbours(name, listener, address, end)?;
+        Ok(Lane { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
+    }
+
+    /// Ranks on several machines: one that is gone is to be noticed.
+    fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
+        let (next, previous) = self.neighbours("liveness", listener, |a| a.main, end)?;
+        let size = self.addresses.len() as u32;
+        let neighbour = |rank: u32, stream| Neighbour {
+            rank,
+            ip: self.addresses[rank as usize].main.ip(),
+            stream,
+            heard: Instant::now(),
+            has_left: false,
+        };
+        let ranks = [(self.rank + 1) % size, (self.rank + size - 1) % size];
+        let both = [neighbour(ranks[0], next), neighbour(ranks[1], previous)];
+        liveness::watch(both, end.clone()).map_err(protocol)
+    }
+
+    /// Calls the next rank and takes the call of the one before.
+    fn neighbours(
+        &self,
+        name: &str,
+        listener: &TcpListener,
+        address: impl Fn(&Addresses) -> SocketAddr,
+        end: &End,
+    ) -> Result<(TcpStream, TcpStream), RendezvousError> {
         let (rank, size) = (self.rank, self.addresses.len() as u32);
         let purpose = format!("{}/{name}", self.identity.name);
         let next_rank = (rank + 1) % size;
@@ -170,7 +205,7 @@ impl Joining<'_> {
             stream.set_nonblocking(true).map_err(protocol)?;
             end.add(stream).map_err(protocol)?;
         }
-        Ok(Lane { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
+        Ok((next, previous))
     }
 
     fn accept(

@@ -14,6 +14,8 @@ use std::{
 #[derive(Debug, Default)]
 pub(super) struct End {
     reason: OnceLock<String>,
+    /// The ranks whose machines do not answer, if this is the reason.
+    unreachable: OnceLock<Vec<u32>>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
     /// Where others connect for messages.
@@ -32,6 +34,14 @@ impl End {
         if let Some(listener) = self.listener.get() {
             // On Linux this wakes who waits in `accept`.
             let _ = SockRef::from(listener).shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Ends this group because the machines of these ranks do not answer.
+    pub(super) fn lose(&self, peers: Vec<u32>, reason: String) {
+        if !self.has_come() {
+            let _ = self.unreachable.set(peers);
+            self.call(reason);
         }
     }
 
@@ -77,9 +87,12 @@ impl End {
     }
 
     pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
-        match self.reason.get() {
-            Some(reason) => Err(CommError::Aborted { operation, reason: reason.clone() }),
-            None => Ok(()),
+        let Some(reason) = self.reason.get() else { return Ok(()) };
+        match self.unreachable.get() {
+            Some(peers) => {
+                Err(CommError::Unreachable { operation, peers: peers.clone(), detail: reason.clone() })
+            }
+            None => Err(CommError::Aborted { operation, reason: reason.clone() }),
         }
     }
 

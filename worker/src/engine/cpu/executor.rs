@@ -71,6 +71,8 @@ pub(super) struct Executor {
     /// Complete buckets that wait to be sent.
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
+    /// Running means and variances before the step that is under way; forward passes change them.
+    norms_before: Option<Vec<[Vec<f32>; 2]>>,
     /// By tensor, for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By tensor: the channel sums that the convolution before a batch norm took along.
@@ -126,6 +128,7 @@ impl Executor {
             capabilities,
             layout,
             norms,
+            norms_before: None,
             reducer,
             times: None,
         };
@@ -165,6 +168,10 @@ impl Executor {
             return Ok(StepResult::default());
         }
         self.state.begin(lr);
+        if self.world_size > 1 {
+            let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
+            self.norms_before = Some(self.norms.iter().map(running).collect());
+        }
         let mut measured = loss::Loss::default();
         for StepPart { batch, first, last, statistics_of } in parts {
             self.forward(&batch.images, batch.labels.len(), Some(statistics_of))?;
@@ -174,6 +181,7 @@ impl Executor {
             self.backward(batch.labels.len(), statistics_of, MicroBatch { first, last })?;
         }
         let square_sum = self.update()?;
+        self.norms_before = None;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
         Ok(StepResult {
             loss: if samples > 0 { (measured.sum / samples as f64) as f32 } else { 0.0 },
@@ -209,16 +217,26 @@ impl Executor {
     /// Waits for what is left of the update, and does its part. Gives the sum of squares of the reduced gradient.
     fn update(&mut self) -> Result<f64, EngineError> {
         if self.reducer.carries_gradients() {
-            // Each one's weights are updated while the next still travels.
+            // All have to be there before a weight changes: if a rank is lost, the weights are those of one step.
             for bucket in 0..self.layout.buckets.len() {
                 *self.state.gradient(bucket) = self.reducer.finish_bucket()?;
-                self.state.complete(bucket);
-                self.state.advance();
             }
+            (0..self.layout.buckets.len()).for_each(|bucket| self.state.complete(bucket));
         }
         let (square_sum, waited) = self.state.finish()?;
         self.reducer.add_waited(waited);
         Ok(square_sum)
+    }
+
+    /// See [`crate::engine::Engine::undo_step`]. Ranks that share memory update pieces of the weights while backward still runs.
+    pub(super) fn undo_step(&mut self) -> bool {
+        if self.state.memory().is_some() {
+            return false;
+        }
+        for (norm, [mean, var]) in self.norms.iter_mut().zip(self.norms_before.take().unwrap_or_default()) {
+            (norm.running_mean, norm.running_var) = (mean, var);
+        }
+        true
     }
 
     /// See [`crate::engine::Engine::eval_step`].

@@ -28,6 +28,8 @@ mod pool;
 mod reduce;
 mod simd;
 mod state;
+#[cfg(test)]
+mod undo;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors, OptimizerState,
@@ -220,6 +222,10 @@ impl Engine for CpuEngine {
 
     fn replica(&self) -> u32 {
         self.comm.rank()
+    }
+
+    fn undo_step(&mut self) -> bool {
+        self.executor.undo_step()
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {

@@ -1,0 +1,94 @@
+//! Hosts that are lost with all that runs on them, one and two at a time, and one that is cut off for longer than its lease.
+
+use crate::{
+    hosts::{MENDED, Site},
+    server::{signal, turn},
+};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// More than a lease, which is 15 s.
+const BEYOND_LEASE: Duration = Duration::from_secs(20);
+
+fn host(name: &Value) -> u32 {
+    name.as_str().expect("an agent").trim_start_matches('h').parse().expect("a number")
+}
+
+/// How a host is lost.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Lost {
+    /// Every process on it is killed.
+    Killed,
+    /// Its cable is out.
+    CutOff,
+}
+
+/// A job loses the machines of these ranks while it trains, and continues on others. Returns those that were lost.
+async fn loses(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32> {
+    let id = site.submit().await;
+    site.at_step(&id, 45).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    let lost: Vec<_> = ranks.iter().map(|rank| job["agents"][*rank].clone()).collect();
+    let began = Instant::now();
+    for host in lost.iter().map(host) {
+        match how {
+            Lost::CutOff => site.network.plug(host, false),
+            Lost::Killed => {
+                site.network.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
+            }
+        }
+    }
+    let (stepped, from) = site.next_step(&id, 2).await;
+    let mended = stepped - began;
+    eprintln!(
+        "{} of 4 machines lost ({how:?}): the next step is stored {mended:.2?} later, from step {from}",
+        ranks.len()
+    );
+    assert!(mended < MENDED, "{mended:?}: {}", site.logs());
+    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
+    let (job, same) = site.succeeded(&id).await;
+    assert!(same == model, "the same weights after {} machines were lost", ranks.len());
+    assert_eq!(job["attempt"], json!(2));
+    let agents = job["agents"].as_array().expect("agents");
+    assert!(agents.len() == 4 && !agents.iter().any(|agent| lost.contains(agent)), "{agents:?}");
+    lost.iter().map(host).collect()
+}
+
+#[tokio::test]
+async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for_longer_than_their_lease() {
+    let _turn = turn().await;
+    let (mut site, model) = Site::measured(7).await;
+    let mut hosts: Vec<u32> = Vec::new();
+    // Of the two each has the same two neighbours, which have to name both.
+    for (joining, ranks, how) in [(1..=5, vec![2], Lost::Killed), (6..=7, vec![1, 3], Lost::CutOff)] {
+        for host in joining {
+            site.join(host, &format!("h{host}"), 1);
+            hosts.push(host);
+        }
+        let names: Vec<_> = hosts.iter().map(|host| format!("h{host}")).collect();
+        site.online(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+        let lost = loses(&site, &ranks, how, &model).await;
+        hosts.retain(|host| !lost.contains(host));
+        for host in lost.into_iter().filter(|_| how == Lost::CutOff) {
+            site.network.plug(host, true);
+            site.leave(&format!("h{host}"));
+        }
+    }
+
+    // Four are left, and there is no spare.
+    let id = site.submit().await;
+    site.at_step(&id, 25).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    let cut_off = host(&job["agents"][1]);
+    site.network.plug(cut_off, false);
+    tokio::time::sleep(BEYOND_LEASE).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    assert_eq!(job["attempt"], json!(1), "it waits for a fourth machine: {job:#}");
+    site.network.plug(cut_off, true);
+    let (_, from) = site.next_step(&id, 2).await;
+    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
+    let (job, same) = site.succeeded(&id).await;
+    assert_eq!((&job["attempt"], job["agents"].as_array().map(Vec::len)), (&json!(2), Some(4)));
+    assert!(same == model, "the same weights after it was cut off for longer than its lease");
+}

@@ -1,0 +1,109 @@
+//! When a rank is lost, those that are left keep the last step that they have finished: the next attempt continues from there, and not
+//! from the newest checkpoint. What is written is a checkpoint like any other.
+//!
+//! Survivors may be a step apart, as one may have had the last gradients when the connection broke and the other not. Each keeps
+//! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
+
+use super::{Run, TrainError, saving::announce};
+use crate::checkpoint::{self, CheckpointEvent, OWN_DISK_NOTE};
+use lockstep_protocol::agent::CheckpointInfo;
+use rustix::fs::{FlockOperation, flock};
+use std::{
+    fs::{self, File},
+    io,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// Held by the rank that writes: those of one machine have one folder. No checkpoint has such a name.
+const LOCK: &str = ".last-step";
+/// Longest wait for another rank that writes. An agent ends its ranks some seconds after one of them has failed.
+const PATIENCE: Duration = Duration::from_secs(4);
+/// How often the lock is tried.
+const TRY_EVERY: Duration = Duration::from_millis(20);
+/// Of the ranks' own folder on a machine that has not rank 0, which removes old checkpoints elsewhere.
+const KEPT: usize = 2;
+
+impl Run<'_> {
+    /// Another rank is gone: writes a checkpoint of the last finished step, if this rank has all of it and none is there.
+    pub(super) fn keep_last_step(&mut self) {
+        if !self.has_whole_step() {
+            return;
+        }
+        if let Err(error) = self.write_last_step() {
+            let step = self.step;
+            self.training.observer.log(&format!("step {step}, the last, is not kept: {error}"));
+        }
+    }
+
+    /// Whether all that a checkpoint has is here and of one step.
+    fn has_whole_step(&mut self) -> bool {
+        let spec = self.training.spec;
+        // Only rank 0 has the average, and the running statistics that count where each rank has its own.
+        let is_alike =
+            spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
+        self.step > self.began_after
+            && self.in_flight.is_empty()
+            && self.not_finite.is_none()
+            && self.has_own_weights
+            && (is_alike || self.is_first())
+            && self.engine.undo_step()
+    }
+
+    fn write_last_step(&mut self) -> Result<(), TrainError> {
+        let began = Instant::now();
+        if let Some(mut writer) = self.writer.take() {
+            while let Some(events) = writer.finish() {
+                announce(self.training, events);
+                if began.elapsed() > PATIENCE {
+                    break;
+                }
+            }
+        }
+        let directory = self.training.checkpoints;
+        let (epoch, step) = (self.plan.epoch_of(self.step), self.step);
+        fs::create_dir_all(directory)?;
+        let Some(_one_at_a_time) = lock(directory, PATIENCE.saturating_sub(began.elapsed()))? else {
+            return Ok(());
+        };
+        if directory.join(checkpoint::folder_name(epoch, step)).exists() {
+            return Ok(());
+        }
+        let snapshot = self.snapshot(self.engine.own_state()?);
+        if let Some(detail) = snapshot.first_not_finite() {
+            return Err(self.diverged(detail));
+        }
+        let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
+        self.training.observer.log(&format!("another rank is gone: step {step}, the last, is kept"));
+        let info = CheckpointInfo {
+            epoch,
+            step,
+            val_accuracy: snapshot.state.val_accuracy,
+            val_loss: snapshot.state.val_loss,
+            best: self.best.as_ref().is_some_and(|best| best.step == step),
+            size_bytes,
+        };
+        announce(self.training, vec![CheckpointEvent::Written(info)]);
+        let is_own_disk = directory.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
+        if is_own_disk && !self.is_first() {
+            let mut old = checkpoint::list(directory)?;
+            old.truncate(old.len().saturating_sub(KEPT));
+            old.iter().try_for_each(|(epoch, step)| checkpoint::remove(directory, *epoch, *step))?;
+        }
+        Ok(())
+    }
+}
+
+/// The lock, once no other rank has it; none: one had it for too long.
+fn lock(directory: &Path, within: Duration) -> io::Result<Option<File>> {
+    let file = File::options().create(true).append(true).open(directory.join(LOCK))?;
+    let until = Instant::now() + within;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(Some(file)),
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(TRY_EVERY),
+            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

@@ -108,7 +108,7 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
     // The job says it from memory at once; the event of it is stored behind dispatch's back.
     let mut stored = 0;
     for _ in 0..400 {
-        stored = server.stored(&waiting).await.len();
+        stored = server.stored(waiting.as_str()).await.len();
         if stored > 1 {
             break;
         }

@@ -351,7 +351,10 @@ async fn receive(mut incoming: Incoming, parts: Vec<DatasetPart>, folder: &Path)
             held_bytes = 0;
         }
     }
-    store(held, folder).await
+    store(held, folder).await?;
+    // Read to its end, the connection serves the next request. Nothing that is wanted comes any more.
+    let _ = incoming.download.next().await;
+    Ok(())
 }
 
 async fn store(held: Vec<Came>, folder: &Path) -> Result<(), Trouble> {

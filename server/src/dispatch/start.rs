@@ -74,10 +74,6 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool>
             orders.into_iter().map(|(prepared, claimed)| order(app, prepared, claimed)).collect();
         passing = passing.and(follow_up(app, ordered).await);
     }
-    if started < wanted {
-        // Slots that were not taken are free.
-        app.leases.poke();
-    }
     passing.map(|()| started == wanted)
 }
 
@@ -103,7 +99,11 @@ async fn prepare_all(app: &App, starts: Vec<Start>) -> Result<(Vec<Prepared>, Re
         let stored = stored.remove(&start.row.job.id);
         match stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) {
             Some(row) => ready.push(Start { row: Arc::new(row), ..start }),
-            None => app.waiting.note(&start.row.job),
+            None => {
+                app.waiting.note(&start.row.job);
+                // Its slots are free.
+                app.leases.poke();
+            }
         }
     }
     let datasets = datasets(app, ready.iter().map(|start| &start.row.job)).await?;
@@ -112,7 +112,8 @@ async fn prepare_all(app: &App, starts: Vec<Start>) -> Result<(Vec<Prepared>, Re
     let (mut found, mut passing) = (Vec::with_capacity(prepared.len()), Ok(()));
     for (job, done) in ids.iter().zip(prepared) {
         match done {
-            Ok(prepared) => found.extend(prepared),
+            Ok(Some(prepared)) => found.push(prepared),
+            Ok(None) => app.leases.poke(),
             Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
         }
     }

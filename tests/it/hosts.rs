@@ -166,9 +166,11 @@ impl Site {
         assert!(lockstep().args(issue).current_dir(folder).output().expect("ca").status.success());
         let log = File::create(folder.join(format!("{name}.log"))).expect("a log");
         let mut command = Command::new("ip");
-        // In this namespace mounts are its own, too.
+        // In this namespace mounts are its own, too. A host shares no memory with another one.
         command.args(["netns", "exec", &self.network.namespace(host), "sh", "-c"]);
-        command.arg("mount -t tmpfs none \"$0\" && exec \"$@\"").arg(folder.join("data"));
+        command
+            .arg("mount -t tmpfs none \"$0\" && mount -t tmpfs none /dev/shm && exec \"$@\"")
+            .arg(folder.join("data"));
         command.arg(lockstep().get_program()).args(["agent", "--server", &self.url, "--name", name]);
         command.args(["--cpu-slots", &slots.to_string(), "--data-dir", name, "--ca-file"]).arg(&self.ca);
         command.args(["--cert-file", &format!("{name}.crt"), "--key-file", &format!("{name}.key")]);

@@ -281,6 +281,9 @@ pub trait Engine: Send {
         Ok(Contribution::Whole(Box::new(self.own_state()?)))
     }
     /// What this rank itself has of the state, copied off the device.
+    ///
+    /// # Errors
+    /// The device fails.
     fn own_state(&self) -> Result<StateDict, EngineError> {
         Ok(StateDict {
             parameters: self.parameters()?,

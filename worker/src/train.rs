@@ -171,7 +171,7 @@ fn train_with<'a>(
         run.data.close_decoder();
     }
     if let Err(error) = &outcome {
-        if error.is_secondary() {
+        if error.has_lost_ranks() {
             run.keep_last_step();
         }
         // The process is about to end. Work on the device may wait for other ranks that are gone, so it is abandoned. Dropping

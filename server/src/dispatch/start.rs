@@ -195,6 +195,8 @@ async fn find_claimed(app: &App, claims: &[Claim], error: StoreError) -> Result<
 }
 
 async fn read_claimed(app: &App, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+    // Readers would not see a commit that the database still carries out.
+    app.store.settled().await?;
     let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();
     let rows = app.store.jobs_of(&ids).await?;
     let mut found = Vec::with_capacity(claims.len());

@@ -97,6 +97,9 @@ pub trait Store: Send + Sync + 'static {
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// Those of these jobs that are there and can be read, in no order; without their notes.
     async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
+    /// Waits until the writer's connection answers. A transaction whose connection broke while it was committed has been carried out or
+    /// undone then: its session has given the write lock back.
+    async fn settled(&self) -> Result<()>;
     /// In the order of the filter, after its cursor.
     ///
     /// # Errors

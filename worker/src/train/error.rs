@@ -52,6 +52,11 @@ impl TrainError {
         )
     }
 
+    /// Whether other ranks are gone, and this one was not ended itself: whoever ends it may start another attempt in the same folder.
+    pub fn has_lost_ranks(&self) -> bool {
+        matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Unreachable { .. }))
+    }
+
     /// The ranks whose machines do not answer, where that is why.
     pub fn unreachable(&self) -> &[u32] {
         match self.comm() {

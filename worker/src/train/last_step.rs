@@ -69,6 +69,12 @@ impl Run<'_> {
         if directory.join(checkpoint::folder_name(epoch, step)).exists() {
             return Ok(());
         }
+        let is_own_disk = directory.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
+        let is_own_folder = is_own_disk && !self.is_first();
+        if is_own_folder {
+            // Of a rank that was killed while it wrote. Where rank 0 is, it removes them.
+            checkpoint::remove_leftovers(directory)?;
+        }
         let snapshot = self.snapshot(self.engine.own_state()?);
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(self.diverged(detail));
@@ -84,8 +90,7 @@ impl Run<'_> {
             size_bytes,
         };
         announce(self.training, vec![CheckpointEvent::Written(info)]);
-        let is_own_disk = directory.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
-        if is_own_disk && !self.is_first() {
+        if is_own_folder {
             let mut old = checkpoint::list(directory)?;
             old.truncate(old.len().saturating_sub(KEPT));
             old.iter().try_for_each(|(epoch, step)| checkpoint::remove(directory, *epoch, *step))?;

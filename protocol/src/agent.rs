@@ -4,12 +4,17 @@
 //! from the number that the server has acknowledged. So whichever of the three processes dies, no event is lost and none
 //! is stored twice: the files are the spool.
 
+mod dataset_files;
 mod events;
 mod fencing;
 mod files;
 mod machine;
 mod requests;
 
+pub use dataset_files::{
+    DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
+    PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
+};
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
 pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};

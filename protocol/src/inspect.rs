@@ -61,7 +61,7 @@ pub struct Sample {
 /// Pictures of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Samples {
-    /// So many match.
+    /// So many match; of augmented pictures, so many can be augmented.
     pub total: u64,
     pub classes: Vec<String>,
     pub samples: Vec<Sample>,

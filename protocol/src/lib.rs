@@ -17,6 +17,7 @@ pub mod metric;
 pub mod network;
 pub mod numbers;
 pub mod panels;
+pub mod pattern;
 pub mod people;
 pub mod pickle;
 pub mod queue;

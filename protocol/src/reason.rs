@@ -14,6 +14,9 @@ use words::words;
 /// The longest text in a reason that is kept, in bytes.
 pub const TEXT_BYTES: usize = 2000;
 
+/// Jobs that slots are kept for, as many as a reason names; their number is that of its machines at most.
+const KEPT_FOR: usize = 16;
+
 /// What belongs to a code; each has its own.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
@@ -57,6 +60,12 @@ pub struct Facts {
     pub slots_needed: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_free: Option<u32>,
+    /// Those of the free ones that are kept for jobs that come first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots_kept: Option<u32>,
+    /// Names of these jobs, in the order of the queue; an empty one is private.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kept_for: Vec<String>,
     /// Of the machine that comes nearest, or of several that can share the job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_total: Option<u32>,
@@ -242,6 +251,8 @@ impl Facts {
             &mut self.detail,
         ];
         texts.into_iter().flatten().for_each(shorten);
+        self.kept_for.truncate(KEPT_FOR);
+        self.kept_for.iter_mut().for_each(shorten);
     }
 }
 

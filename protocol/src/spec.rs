@@ -5,6 +5,7 @@
 
 mod check;
 mod data;
+mod device;
 mod document;
 mod image_size;
 mod keys;
@@ -18,6 +19,7 @@ mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
 pub use data::{Augment, BrokenFiles, DataSpec, Validation};
+pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section, nearest};
@@ -83,15 +85,6 @@ pub struct ParallelSpec {
     pub gradients_mean: bool,
     /// Send rank 0's weights to all before the first step.
     pub parameter_broadcast: bool,
-}
-
-/// What ranks compute on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Device {
-    Auto,
-    Cuda,
-    Cpu,
 }
 
 /// When checkpoints are written and which are kept.

@@ -8,6 +8,7 @@ use crate::{
     coming::Coming,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
+    dataset_copies::CopyProgress,
     dataset_roots::DatasetRoots,
     evaluations::Evaluations,
     hub::Hub,
@@ -85,6 +86,8 @@ pub struct Parts {
     pub(crate) stream_clients: AtomicI64,
     /// Since when jobs wait for checkpoints that other machines upload.
     pub(crate) coming: Coming,
+    /// How far the logs of jobs say that machines have copied their datasets.
+    pub(crate) dataset_copies: CopyProgress,
     /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
     pub(crate) log_lines:
         std::sync::Mutex<std::collections::HashSet<(lockstep_protocol::JobId, u32, &'static str)>>,
@@ -116,6 +119,7 @@ impl App {
             refusals: Refusals::default(),
             oidc,
             dataset_roots: DatasetRoots::new(&config),
+            dataset_copies: CopyProgress::default(),
             last_ready: tokio::sync::Mutex::default(),
             leases: Leases::new(config.lease),
             machines: Machines::default(),

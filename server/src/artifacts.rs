@@ -147,6 +147,11 @@ pub(crate) async fn log_once(app: &App, job: &JobId, attempt: u32, what: &'stati
             return;
         }
     }
+    log(app, job, text).await;
+}
+
+/// Writes a line into a job's log.
+pub(crate) async fn log(app: &App, job: &JobId, text: String) {
     // The lines of rank 0 are numbered from 1: this one is none of them.
     let line = LogLine { number: 0, at: crate::now(), text };
     let event = AttemptEvent::Log { rank: 0, lines: vec![line] };

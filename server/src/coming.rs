@@ -38,8 +38,12 @@ impl Coming {
     }
 
     /// Forgets jobs that do not wait any more.
-    pub(crate) fn keep(&self, waiting: &HashSet<JobId>) {
-        self.lock().retain(|job, _| waiting.contains(job));
+    pub(crate) fn keep(&self, waiting: &[JobId]) {
+        let mut coming = self.lock();
+        if !coming.is_empty() {
+            let waiting: HashSet<&JobId> = waiting.iter().collect();
+            coming.retain(|job, _| waiting.contains(job));
+        }
     }
 }
 
@@ -57,13 +61,13 @@ mod tests {
         assert_eq!(coming.awaited(&job, &newest, none), None, "for the older one no second wait");
         // Asked about again, also when its agent was away meanwhile.
         assert_eq!(coming.awaited(&job, &[], none), None);
-        coming.keep(&HashSet::from([job.clone()]));
+        coming.keep(std::slice::from_ref(&job));
         let first = coming.lock()[&job]["1-30"];
         assert_eq!(coming.awaited(&job, &newest, none), None);
         assert_eq!(coming.lock()[&job]["1-30"], first);
         // What comes of a later attempt is another one.
         assert_eq!(coming.awaited(&job, &["2-40".to_owned()], long), Some(0));
-        coming.keep(&HashSet::new());
+        coming.keep(&[]);
         assert!(coming.lock().is_empty(), "what was cancelled is not kept");
     }
 }

@@ -38,6 +38,8 @@ pub(crate) use slots::device_for;
 
 /// The queue is checked this often even without a notification.
 const POLL: Duration = Duration::from_millis(500);
+/// How often all waiting jobs are compared with the store.
+const COMPARE_EVERY: Duration = Duration::from_secs(2);
 
 /// The same while ranks of an attempt have lost each other: an agent that is gone is to be given up at once.
 const POLL_LOST: Duration = Duration::from_millis(100);
@@ -51,8 +53,8 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         app.leases.hold(attempt.clone(), places);
-        // Agents that come back are told by their welcome.
-        app.leases.told_to_end(&attempt);
+        // Agents that come back are notified by their welcome.
+        app.leases.note_stop_requested(&attempt);
         if agents.len() > 1
             && let Some(row) = app.store.job(&attempt.job).await?
         {
@@ -66,7 +68,21 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
 
 /// Checks leases and queue until dropped.
 pub(crate) async fn run(app: App) {
-    tokio::join!(rounds(&app), reasons::run(app.clone()));
+    tokio::join!(rounds(&app), comparisons(&app), reasons::run(app.clone()));
+}
+
+/// Rounds do not wait for the comparison of a long queue.
+async fn comparisons(app: &App) {
+    loop {
+        tokio::time::sleep(COMPARE_EVERY).await;
+        match app.waiting.compare(&*app.store).await {
+            Ok(true) => app.leases.poke(),
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(%error, "the queue could not be compared with the store; trying again")
+            }
+        }
+    }
 }
 
 async fn rounds(app: &App) {
@@ -111,10 +127,14 @@ async fn round(app: &App) -> Result<()> {
             break;
         }
     }
-    // Also after an error: those before it have their slots.
-    start_all(app, std::mem::take(&mut round.starts)).await?;
+    // Also after an error: those before it have their slots. Everything else can wait until they are started.
+    let started = start_all(app, std::mem::take(&mut round.starts)).await;
+    for (row, why) in std::mem::take(&mut round.reasons) {
+        reasons::note(app, &row, why);
+    }
+    started?;
     looked?;
-    app.coming.keep(&waiting.iter().cloned().collect());
+    app.coming.keep(&waiting);
     // Before the places: whoever reads the new places finds what belongs to them.
     app.reservations.keep(round.kept, crate::now());
     app.wait_reasons.keep(waiting);
@@ -139,7 +159,7 @@ async fn look_at(
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                reasons::note(app, &row, error.to_string().into());
+                round.waits(&row, error.to_string().into());
             }
         }
         given = if matches!(placed, Ok(Placed::Starts | Placed::Kept)) { row.job.ranks } else { 0 };

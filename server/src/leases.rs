@@ -49,8 +49,8 @@ struct Held {
 struct Lease {
     attempt: AttemptRef,
     holds: Vec<Hold>,
-    /// Its agents have been told, or will be by their welcome, that its ranks must end.
-    is_told: bool,
+    /// Its agents were requested to stop its ranks, or will be by their welcome.
+    stop_requested: bool,
     /// Ranks whose machines do not answer, as their neighbours say.
     unreachable: HashSet<u32>,
 }
@@ -180,19 +180,19 @@ impl Leases {
         let until = Instant::now() + self.duration;
         let hold = |place| Hold { place, until, state: Ranks::There, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        self.by_job().put(Lease { attempt, holds, is_told: false, unreachable: HashSet::new() });
+        self.by_job().put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
 
-    /// The agents of an attempt were told that its ranks must end.
-    pub(crate) fn told_to_end(&self, attempt: &AttemptRef) {
+    /// The agents of an attempt were requested to stop its ranks.
+    pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
         if let Some(lease) = self.by_job().get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) {
-            lease.is_told = true;
+            lease.stop_requested = true;
         }
     }
 
-    /// Whether the agents of a job's attempt were told so.
-    pub(crate) fn is_told_to_end(&self, job: &JobId) -> bool {
-        self.by_job().get(job).is_some_and(|lease| lease.is_told)
+    /// Whether the agents of a job's attempt were requested to stop it.
+    pub(crate) fn is_stop_requested(&self, job: &JobId) -> bool {
+        self.by_job().get(job).is_some_and(|lease| lease.stop_requested)
     }
 
     /// An attempt of a job holds no slots any more. A later attempt may: its hold stays.

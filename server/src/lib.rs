@@ -14,6 +14,8 @@ mod audit_log;
 mod coming;
 mod compaction_queue;
 pub mod config;
+mod dataset_copies;
+mod dataset_files;
 mod dataset_roots;
 mod dispatch;
 mod document;

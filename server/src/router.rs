@@ -8,7 +8,7 @@ use crate::{
     gate, guard,
     handlers::{
         agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints,
-        datasets, docs, evaluation, events, fork, health, history, jobs, layers, login, logs,
+        dataset_files, datasets, docs, evaluation, events, fork, health, history, jobs, layers, login, logs,
         machine_metrics, metrics, metrics_query, oidc, pages, panels, people, people_pages, pictures,
         predict, projects, queue, queue_page, stream, tokens,
     },
@@ -96,6 +96,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(agent_files::begin, agent_files::needed))
         .routes(routes!(agent_files::file))
         .routes(routes!(agent_files::dataset))
+        .routes(routes!(dataset_files::list, dataset_files::parts))
         .routes(routes!(agent_files::upload_state, agent_files::upload_done))
         .merge(
             OpenApiRouter::new()

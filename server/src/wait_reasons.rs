@@ -45,14 +45,17 @@ impl WaitReasons {
         }
     }
 
-    /// A job and why it waits, as it is to be stored; waits for one.
-    pub(crate) async fn next_unstored(&self) -> (JobId, Reason) {
+    /// At most so many jobs and why they wait, as it is to be stored; waits for the first.
+    pub(crate) async fn next_unstored(&self, most: usize) -> Vec<(JobId, Reason)> {
         loop {
-            let next = self.unstored().pop_first();
-            match next {
-                Some(next) => return next,
-                None => self.wake.notified().await,
+            let next: Vec<_> = {
+                let mut unstored = self.unstored();
+                std::iter::from_fn(|| unstored.pop_first()).take(most).collect()
+            };
+            if !next.is_empty() {
+                return next;
             }
+            self.wake.notified().await;
         }
     }
 
@@ -65,9 +68,12 @@ impl WaitReasons {
         self.lock().get(job).map(|waiting| waiting.place).filter(|place| *place > 0)
     }
 
-    /// Everything that waits, with where and why.
-    pub(crate) fn all(&self) -> HashMap<JobId, Waiting> {
-        self.lock().clone()
+    /// Sorts by the place that the newest round had for each. What has come since stays in its order, at the end.
+    pub(crate) fn sort<T>(&self, jobs: &mut [T], id: impl Fn(&T) -> &JobId) {
+        let known = self.lock();
+        let place = |job: &T| known.get(id(job)).map(|waiting| waiting.place).filter(|place| *place > 0);
+        // Stable.
+        jobs.sort_by_cached_key(|job| place(job).unwrap_or(u64::MAX));
     }
 
     /// The jobs that wait, in the order in which the round looked at them; others are forgotten.

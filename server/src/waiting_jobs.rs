@@ -1,25 +1,26 @@
 //! The queue in memory: jobs that wait for slots, as the store has them. The store stays the truth. Whoever changes a job says so
-//! ([`WaitingJobs::note`]), and dispatch reads that job again; every few seconds it compares all of them with the store.
+//! ([`WaitingJobs::note`]), and the next that reads the queue reads that job again; every few seconds all of them are compared with the
+//! store ([`WaitingJobs::compare`]): what was stored without a word here (a connection may break at the end of a transaction that was
+//! carried out) is found then.
 
-use crate::store::{JobRow, QueuePlace, Result, Store, WaitingVersion, quarantine};
+use crate::store::{JobRow, QueuePlace, Result, Store, WaitingVersion};
 use lockstep_protocol::job::{Job, JobId, JobState};
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
 };
-
-/// How often all waiting jobs are compared with the store: what was stored without a word here (a connection may break at the end of a
-/// transaction that was carried out) is found then.
-const COMPARE_EVERY: Duration = Duration::from_secs(2);
 
 /// Before whom a job comes: of the highest priority first, of equal ones the oldest.
 type Place = (Reverse<i32>, i64, JobId);
 
 /// All that wait.
 #[derive(Debug, Default)]
-pub(crate) struct WaitingJobs(Mutex<Known>);
+pub(crate) struct WaitingJobs {
+    known: Mutex<Known>,
+    /// Held by whoever reads from the store.
+    reading: tokio::sync::Mutex<()>,
+}
 
 #[derive(Debug, Default)]
 struct Known {
@@ -27,8 +28,24 @@ struct Known {
     places: HashMap<JobId, Place>,
     /// To be read again.
     changed: HashSet<JobId>,
-    /// When all were compared with the store; none before the first time, and after an error.
-    compared: Option<Instant>,
+    /// Somebody reads from the store.
+    is_reading: bool,
+    /// All were read once.
+    is_loaded: bool,
+}
+
+/// Jobs that are being read; those that were not, because of an error or because their reader has gone away, are read by the next one.
+struct Reading<'a> {
+    jobs: &'a WaitingJobs,
+    changed: Vec<JobId>,
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        let mut known = self.jobs.known();
+        known.is_reading = false;
+        known.changed.extend(std::mem::take(&mut self.changed));
+    }
 }
 
 fn waits(state: JobState) -> bool {
@@ -63,14 +80,15 @@ impl Known {
 
 impl WaitingJobs {
     fn known(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A job was changed, and that is stored.
     pub(crate) fn note(&self, job: &Job) {
-        // Any that does not hold slots: one that is just being read may not be known yet. Jobs that run change all the time.
         let mut known = self.known();
-        if !job.state.is_active() || known.places.contains_key(&job.id) {
+        // One that is just being read may not be known yet. Jobs that run change all the time.
+        let may_be_read = known.is_reading && !job.state.is_active();
+        if waits(job.state) || known.places.contains_key(&job.id) || may_be_read {
             known.changed.insert(job.id.clone());
         }
     }
@@ -85,60 +103,68 @@ impl WaitingJobs {
     /// # Errors
     /// The store. What is not read yet is read by the next call.
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
-        let (compared, changed) = {
+        let _one = self.reading.lock().await;
+        let (is_loaded, changed) = {
             let mut known = self.known();
-            (known.compared, std::mem::take(&mut known.changed))
+            known.is_reading = true;
+            (known.is_loaded, known.changed.drain().collect())
         };
-        let read = self.read_changed(store, compared, changed).await;
-        let mut known = self.known();
-        if let Err(error) = read {
-            known.compared = None;
-            return Err(error);
+        let mut reading = Reading { jobs: self, changed };
+        if !is_loaded {
+            self.load(store).await?;
         }
-        Ok(known.rows.values().cloned().collect())
+        self.read_changed(store, &reading.changed).await?;
+        reading.changed.clear();
+        Ok(self.known().rows.values().cloned().collect())
     }
 
-    async fn read_changed(
-        &self,
-        store: &dyn Store,
-        compared: Option<Instant>,
-        mut changed: HashSet<JobId>,
-    ) -> Result<()> {
-        if self.known().rows.is_empty() && compared.is_none() {
-            let began = Instant::now();
-            let mut from = Some(QueuePlace::default());
-            while let Some(place) = from {
-                let (page, next) = store.waiting(&place).await?;
-                let mut known = self.known();
-                page.into_iter().for_each(|row| known.put(row));
-                from = next;
-            }
-            self.known().compared = Some(began);
-        } else if compared.is_none_or(|at| at.elapsed() >= COMPARE_EVERY) {
-            let began = Instant::now();
-            let stored = store.waiting_versions().await?;
+    async fn load(&self, store: &dyn Store) -> Result<()> {
+        let mut from = Some(QueuePlace::default());
+        while let Some(place) = from {
+            let (page, next) = store.waiting(&place).await?;
             let mut known = self.known();
-            let is_new = |id: &JobId, of: &WaitingVersion| {
-                let mine = known.places.get(id).and_then(|place| known.rows.get(place));
-                mine.is_none_or(|row| version(row) != *of)
-            };
-            changed.extend(stored.iter().filter(|(id, of)| is_new(id, of)).map(|(id, _)| id.clone()));
-            let gone = known.places.keys().filter(|id| !stored.contains_key(*id)).cloned();
-            let gone: Vec<_> = gone.collect();
-            gone.iter().for_each(|id| known.remove(id));
-            known.compared = Some(began);
+            page.into_iter().for_each(|row| known.put(row));
+            from = next;
         }
+        self.known().is_loaded = true;
+        Ok(())
+    }
+
+    async fn read_changed(&self, store: &dyn Store, changed: &[JobId]) -> Result<()> {
+        if changed.is_empty() {
+            return Ok(());
+        }
+        // One that cannot be read is not among them: it waits for a version that can.
+        let mut rows: HashMap<_, _> =
+            store.jobs_of(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut known = self.known();
         for id in changed {
-            match store.job(&id).await {
-                Ok(Some(row)) => self.known().put(row),
-                Ok(None) => self.known().remove(&id),
-                Err(error) if error.may_pass() => return Err(error),
-                Err(error) => {
-                    quarantine::log_once(&format!("job {id} cannot be dispatched: {error}"));
-                    self.known().remove(&id);
-                }
+            match rows.remove(id) {
+                Some(row) => known.put(row),
+                None => known.remove(id),
             }
         }
         Ok(())
+    }
+
+    /// Compares all waiting jobs with the store, and says whether some of them are to be read again.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn compare(&self, store: &dyn Store) -> Result<bool> {
+        if !self.known().is_loaded {
+            return Ok(false);
+        }
+        let stored = store.waiting_versions().await?;
+        let mut known = self.known();
+        let is_known = |(id, of): &(&JobId, &WaitingVersion)| {
+            let mine = known.places.get(*id).and_then(|place| known.rows.get(place));
+            mine.is_some_and(|row| version(row) == **of)
+        };
+        let new = stored.iter().filter(|stored| !is_known(stored)).map(|(id, _)| id);
+        let gone = known.places.keys().filter(|id| !stored.contains_key(*id));
+        let differ: Vec<_> = new.chain(gone).cloned().collect();
+        known.changed.extend(differ.iter().cloned());
+        Ok(!differ.is_empty())
     }
 }

@@ -1,6 +1,6 @@
 //! `lockstep agent`: joins a server from any machine.
 
-use super::{access::from_file, init_tracing, wrong};
+use super::{access::from_file, init_tracing, size::size, wrong};
 use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, AgentError, Datasets, Options},
@@ -70,6 +70,14 @@ pub(crate) struct Args {
     /// A folder of the server with datasets, and the folder that stands for it on this machine. Once for each
     #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
     path_map: Vec<(String, PathBuf)>,
+    /// Where copies of datasets are kept that this machine does not have and pulls from the server [default: `datasets` in the
+    /// data directory]
+    #[arg(long, value_name = "DIR")]
+    dataset_cache: Option<PathBuf>,
+    /// What these copies may have together, such as 500GB or 2TiB; those that were not used for longest make room. With 0 nothing
+    /// is copied
+    #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = size)]
+    dataset_cache_limit: u64,
     /// With --job: stay until the job is over, paused or not, and exit with a status that a Job of Kubernetes understands
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
@@ -118,6 +126,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             by_name: args.dataset,
             by_prefix: args.path_map.into_iter().map(|(there, here)| (there.into(), here)).collect(),
         },
+        dataset_cache: args.dataset_cache,
+        dataset_cache_bytes: args.dataset_cache_limit,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));

@@ -273,6 +273,13 @@ impl Api {
     }
 }
 
+/// The parameters of a request that are given.
+pub(crate) fn given<const N: usize>(
+    parameters: [(&'static str, Option<String>); N],
+) -> Vec<(&'static str, String)> {
+    parameters.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+}
+
 /// The elements under `key` of an answer, or the answer itself when it is a list.
 ///
 /// An element that this version cannot read (the server may be newer) is reported, and the others are shown.

@@ -3,7 +3,8 @@
 mod pictures;
 
 use super::{output, wrong};
-use lockstep_protocol::spec::{self, Precision};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision};
 use lockstep_worker::{
     engine::{
         Devices, Selection,
@@ -29,8 +30,8 @@ pub(crate) struct Args {
     /// GPUs: resnet50:224:256 resnet50:224:32 resnet50:32:32 resnet18c:32:512]
     #[arg(long = "case", value_name = "CASE")]
     cases: Vec<Case>,
-    /// Where to train
-    #[arg(long, value_enum, default_value = "auto")]
+    /// Where to train; auto: on GPUs if there are any
+    #[arg(long, value_name = "DEVICE", value_parser = device_parser(), default_value = "auto")]
     device: Device,
     /// Precision on GPUs
     #[arg(long, value_enum, default_value = "auto")]
@@ -58,12 +59,10 @@ pub(crate) struct Args {
     json: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Device {
-    /// GPUs if there are any
-    Auto,
-    Cuda,
-    Cpu,
+/// The kinds of devices that there are, and `auto`.
+fn device_parser() -> impl TypedValueParser<Value = Device> {
+    let device = |name: String| Device::named(&name).ok_or("no kind of device");
+    PossibleValuesParser::new(DEVICE_NAMES).try_map(device)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -72,16 +71,6 @@ enum Number {
     Fp32,
     Bf16,
     Fp16,
-}
-
-impl Device {
-    fn asked(self) -> spec::Device {
-        match self {
-            Self::Auto => spec::Device::Auto,
-            Self::Cuda => spec::Device::Cuda,
-            Self::Cpu => spec::Device::Cpu,
-        }
-    }
 }
 
 impl Number {
@@ -150,17 +139,17 @@ fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
 
 /// The devices to use, one a rank; none: the ranks share the CPU's cores.
 fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
-    let selection = Selection { device: args.device.asked(), ..Selection::default() };
+    let selection = Selection { device: args.device, ..Selection::default() };
     let Devices { slots, hindrance } = registry::offer(selection).map_err(wrong)?;
     if slots.is_empty() {
         return Err(wrong(hindrance.unwrap_or_else(|| "there is no device to measure on".into())));
     }
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
-    let backend = registry::device_of(first.as_ref(), args.device.asked()).backend;
+    let backend = registry::device_of(first.as_ref(), args.device).backend;
     if !matches!(args.precision, Number::Auto | Number::Fp32) && !backend.needs().half_precision {
         let why = match (args.device, hindrance) {
-            (Device::Cpu, _) => "CPU ranks compute in fp32".into(),
+            (device, _) if device.is_cores() => "CPU ranks compute in fp32".into(),
             (_, Some(why)) => why,
             (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32".into(),
         };
@@ -210,7 +199,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
         return Err(wrong("a member of a group measures one case on its device"));
     };
-    let device = registry::device_of(Some(gpu), args.device.asked());
+    let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
     let Met { comm, store } = member.meet(PATIENCE)?;
     let how = OnDevice {

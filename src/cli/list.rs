@@ -3,7 +3,7 @@
 mod groups;
 
 use super::{
-    api::{ServerArgs, list},
+    api::{ServerArgs, given, list},
     block_on, output,
 };
 use lockstep_protocol::{Job, JobState};
@@ -61,7 +61,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let states: Vec<_> = args.state.iter().map(ToString::to_string).collect();
-    let query = [
+    let query = given([
         ("state", Some(states.join(",")).filter(|states| !states.is_empty())),
         ("name", args.name),
         ("q", args.search),
@@ -72,8 +72,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ("created_after", args.created_after),
         ("created_before", args.created_before),
         ("sort", args.sort),
-    ];
-    let query: Vec<_> = query.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+    ]);
     if let Some(by) = &args.group_by {
         return groups::run(&api, by, query, args.limit, args.server.json);
     }

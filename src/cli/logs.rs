@@ -106,19 +106,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyhow::Result<()> {
-    let mut query = vec!["limit=1000".to_owned()];
-    query.extend(printer.args.rank.map(|rank| format!("rank={rank}")));
-    query.extend(printer.args.attempt.map(|attempt| format!("attempt={attempt}")));
-    let mut after: Option<String> = None;
+    let mut query = "sort=seq&limit=1000".to_owned();
+    query.extend(printer.args.rank.map(|rank| format!("&rank={rank}")));
+    query.extend(printer.args.attempt.map(|attempt| format!("&attempt={attempt}")));
+    let mut cursor = String::new();
     loop {
-        let page_query = after.iter().map(|a| format!("after={a}")).chain(query.iter().cloned());
-        let page_query = page_query.collect::<Vec<_>>().join("&");
-        let page: Value = api.get(&format!("/jobs/{}/logs?{page_query}", job.id)).await?;
+        let page: Value = api.get(&format!("/jobs/{}/logs?{query}{cursor}", job.id)).await?;
         let lines: Vec<Line> = list(&page, "lines")?;
         printer.print(lines.into_iter())?;
-        let next = page.get("next").map(|next| next.to_string().trim_matches('"').to_owned());
-        match next.filter(|next| next != "null" && after.as_ref() != Some(next)) {
-            Some(next) => after = Some(next),
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
             None => return Ok(()),
         }
     }

@@ -41,6 +41,7 @@ mod rank_table;
 pub(crate) mod reference;
 pub(crate) mod serve;
 pub(crate) mod show;
+mod size;
 pub(crate) mod submit;
 mod sweep;
 pub(crate) mod token;

@@ -1,7 +1,7 @@
 //! `lockstep queue`: what waits, for what, and what is kept for whom.
 
 use super::{
-    api::{ServerArgs, list},
+    api::{ServerArgs, given, list},
     block_on, output,
 };
 use lockstep_protocol::queue::{QueuedJob, Reservation};
@@ -29,8 +29,7 @@ pub(crate) struct Args {
 /// The server is not reachable.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let query = [("project", args.project), ("owner", args.owner)];
-    let query: Vec<_> = query.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+    let query = given([("project", args.project), ("owner", args.owner)]);
     let (jobs, kept) = block_on(async {
         let jobs = api.all("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
         // The same on every page.

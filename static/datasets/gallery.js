@@ -20,7 +20,9 @@ function augmentation(data) {
 
 export class Gallery {
   #asked = 0;
+  /** Pictures that are shown, and the cursor of the next ones. */
   #offset = 0;
+  #cursor = null;
   /** Of the mixed order. Mixed at first: stored, pictures are often sorted by class. */
   #seed = 1;
 
@@ -54,21 +56,23 @@ export class Gallery {
     for (const key of ["split", "class", "order", "shuffle"]) at(key).disabled = job !== "";
     text(at("note"), "Reading …");
     at("more").hidden = true;
-    const query = new URLSearchParams({ offset: this.#offset, limit: job ? AUGMENTED * VERSIONS : PART, split: at("split").value });
+    const query = new URLSearchParams({ limit: job ? AUGMENTED * VERSIONS : PART, split: at("split").value });
+    if (more) query.set("cursor", this.#cursor);
     if (job) query.set("augmented", job);
     else {
       if (at("class").value) query.set("class", at("class").value);
       if (at("order").value) query.set("shuffle", this.#seed);
     }
     try {
-      const { samples, total, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
+      const { samples, total, classes, next_cursor } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
       if (mine !== this.#asked) return;
       const words = (s) => (s.epoch === null || s.epoch === undefined ? [[classes[s.label]], [s.file ? s.file.split("/").pop() : `number ${count(s.index)}`, "muted"]] : [[classes[s.label]], [`number ${count(s.index)}, epoch ${s.epoch + 1}`, "muted"]]);
       grid.append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, words(s))));
       grid.classList.toggle("by-five", job !== "");
       this.#offset += job ? AUGMENTED : PART;
+      this.#cursor = next_cursor;
       text(at("note"), job ? `what each of the first ${VERSIONS} epochs makes of a picture: seeded, the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
-      at("more").hidden = !samples.length || (!job && this.#offset >= total);
+      at("more").hidden = next_cursor === null;
     } catch (error) { if (mine === this.#asked) text(at("note"), sentence(error)); }
   }
 }

@@ -27,7 +27,7 @@ export class Log {
   #newer = false;
   #reading = false;
   #lastTop = 0;
-  /** While searching: events older than this one are not searched yet. */
+  /** While searching: the cursor of the older lines, which are not searched yet. */
   #from = null;
 
   constructor(job) {
@@ -87,10 +87,10 @@ export class Log {
     const line = read("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
     if (!line) return this.toNewest();
     const [seq, attempt, rank, number] = line;
-    const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ tail: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
+    const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ sort: "-seq", limit: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
     this.follow.checked = false;
-    this.#from = before.next;
-    this.#fresh([...before.lines, ...after.lines], before.next !== null, after.next !== null);
+    this.#from = before.next_cursor;
+    this.#fresh([...before.lines.reverse(), ...after.lines], before.next_cursor !== null, after.next_cursor !== null);
     const found = [...this.box.children].find((row) => row.dataset.at === `${seq}.${attempt}.${rank}.${number}`);
     found?.classList.add("marked");
     found?.scrollIntoView({ block: "center" });
@@ -106,10 +106,10 @@ export class Log {
   }
 
   async toNewest() {
-    const answer = await this.#ask({ tail: this.#searching ? PART : KEEP });
+    const answer = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : KEEP });
     if (!answer) return;
-    this.#from = answer.next;
-    this.#fresh(answer.lines, answer.next !== null, false);
+    this.#from = answer.next_cursor;
+    this.#fresh(answer.lines.reverse(), answer.next_cursor !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
     if (this.#searching) await this.#searchOn();
@@ -128,10 +128,11 @@ export class Log {
     this.#pending = [];
     this.#unread = 0;
     this.#total = lines.length;
-    this.#older = older;
+    const from = firstShown(lines);
+    this.#older = older || from > 0;
     this.#newer = newer;
     for (const line of lines) this.#note1(line);
-    this.box.replaceChildren(...lines.slice(-KEEP).map(row));
+    this.box.replaceChildren(...lines.slice(from).map(row));
     this.#note();
     performance.mark("log shown");
   }
@@ -199,12 +200,14 @@ export class Log {
   /** Reads older lines. `held`: the reader has not moved, so the place stays at the end. */
   async #before(held = false) {
     if (this.#reading) return false;
-    const first = this.box.querySelector("p[data-at]"), seq = this.#searching ? this.#from : Number(first?.dataset.at.split(".")[0]);
-    if (!seq) return false;
-    const answer = await this.#ask({ tail: PART, before: seq }).catch(() => null);
+    const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
+    const place = this.#searching ? { cursor: this.#from } : { before: seq };
+    if (!Object.values(place)[0]) return false;
+    const answer = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
     if (!answer) return false;
-    this.#from = answer.next;
-    this.#older = answer.next !== null;
+    answer.lines.reverse();
+    this.#from = answer.next_cursor;
+    this.#older = answer.next_cursor !== null;
     const height = this.box.scrollHeight;
     if (answer.lines.length) this.box.querySelector(".none")?.remove();
     this.box.prepend(...answer.lines.map(row));
@@ -224,7 +227,7 @@ export class Log {
     if (!seq) return;
     const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
     if (!answer) return;
-    this.#newer = answer.next !== null;
+    this.#newer = answer.next_cursor !== null;
     if (!this.#newer) this.#unread = 0;
     this.box.append(...answer.lines.map(row));
     const top = this.box.scrollTop, height = this.box.scrollHeight;
@@ -252,6 +255,13 @@ export class Log {
       : this.#older ? `${count(this.box.childElementCount)} lines, older ones above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
+}
+
+/** The newest lines that fit on the page begin here: with the first line of an event, as older ones are read by events. */
+function firstShown(lines) {
+  let from = Math.max(0, lines.length - KEEP);
+  while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;
+  return from;
 }
 
 function row({ seq, attempt, rank, number, at, text: words }) {

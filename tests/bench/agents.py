@@ -24,6 +24,8 @@ Prints a line of JSON:
   restart_secs        from the start of the new server process until every agent had its Welcome and the answer to a heartbeat, and
                       none of its attempts was revoked; agents try again as real ones do (0.1 s, doubled up to 5 s, less up to a half)
   not_adopted         attempts that did not run on afterwards under their number; must be 0
+  again               jobs that were claimed when the server was killed, before all their agents had the Start: they start, as attempt 2,
+                      when the lease of attempt 1 has run out
   disconnected        connections that ended while no server was killed; must be 0
   lost                reports that were never acknowledged, and jobs that did not start exactly once or did not succeed; must be 0
   out_of_order        jobs that started before an earlier one of as many ranks; must be 0
@@ -123,7 +125,7 @@ class Job:
     def __init__(self, number, ranks, submitted):
         self.number, self.ranks, self.submitted = number, ranks, submitted
         self.waited = True
-        self.starts, self.places = 0, []
+        self.starts, self.places, self.ended = 0, [], 0
         self.started = None
 
 
@@ -153,6 +155,9 @@ class Fleet:
             attempt.heard = time.monotonic()
             return
         now = getattr(attempt, "heard", None) or time.monotonic()
+        if job.places and job.places[0][1].ref != attempt.ref:
+            # The one before never ran: its server was killed when it had told some of its agents.
+            job.places, job.ended = [], 0
         job.places.append((agent, attempt))
         if sum(len(part.ranks) for _, part in job.places) < job.ranks:
             return
@@ -168,7 +173,7 @@ class Fleet:
 
     def place_done(self, job_id):
         job = self.jobs[job_id]
-        job.ended = getattr(job, "ended", 0) + 1
+        job.ended += 1
         if job.ended == len(job.places):
             self.done += 1
             self.wanted -= job.ranks
@@ -279,7 +284,9 @@ async def measure(server, options):
     await until(lambda: fleet.done >= options.jobs, patience, "all jobs over")
     over = await loop.run_in_executor(pool, server.jobs, "succeeded")
     unacknowledged = sum(len(agent.attempts) for agent in fleet.agents)
-    once = sum(1 for job_id, job in fleet.jobs.items() if job.starts == 1 and over.get(job_id, {}).get("attempt") == 1)
+    attempts = {job_id: over.get(job_id, {}).get("attempt") for job_id, job in fleet.jobs.items() if job.starts == 1}
+    found["again"] = sum(1 for number in attempts.values() if number == 2)
+    once = sum(1 for number in attempts.values() if number in (1, 2))
     # Fencing tokens grow with every attempt.
     newest = {}
     for job in sorted(fleet.order, key=lambda job: fencing_number(job.token)):

@@ -108,6 +108,8 @@ class Agent:
         if kind == "welcome":
             self.heartbeat_secs = message["heartbeat_secs"]
             self.fleet.revoked += len(message["revoked"])
+            for ref in message["revoked"]:
+                self.give_up(ref)
             for attempt in self.attempts.values():
                 attempt.acknowledged = {}
             for acknowledged in message["acknowledged"]:
@@ -116,12 +118,17 @@ class Agent:
                 for source in attempt.records:
                     attempt.sent[source] = attempt.acknowledged.get(source, 0)
                 await self.report(attempt)
+                if attempt.ends_at is None:
+                    # The server before may have died between this and the launch.
+                    await self.say_ready(attempt)
         elif kind == "heartbeat_ack":
             self.adopted.set()
         elif kind == "start":
             await self.start(message)
         elif kind == "launch":
-            await self.launch(self.attempts[message["attempt"]["job"]])
+            attempt = self.attempts.get(message["attempt"]["job"])
+            if attempt and attempt.ref == message["attempt"] and attempt.ends_at is None:
+                await self.launch(attempt)
         elif kind == "ack":
             self.take(message)
         elif kind == "request":
@@ -133,6 +140,7 @@ class Agent:
             sys.exit(message["reason"])
         elif kind == "stop":
             self.fleet.stops.append(message["reason"])
+            self.give_up(message["attempt"])
         return kind
 
     def take(self, acknowledged):
@@ -153,8 +161,17 @@ class Agent:
         if len(attempt.ranks) == attempt.world:
             await self.launch(attempt)
         else:
-            is_first = any(rank == 0 for rank, _ in attempt.ranks)
-            await self.say({"type": "ready", "attempt": attempt.ref, "port": 20_000 if is_first else None})
+            await self.say_ready(attempt)
+
+    async def say_ready(self, attempt):
+        is_first = any(rank == 0 for rank, _ in attempt.ranks)
+        await self.say({"type": "ready", "attempt": attempt.ref, "port": 20_000 if is_first else None})
+
+    def give_up(self, ref):
+        """The attempt is not this agent's any more. One that has ended is forgotten once its end is acknowledged."""
+        attempt = self.attempts.get(ref["job"])
+        if attempt and attempt.ref == ref and not attempt.ended:
+            del self.attempts[ref["job"]]
 
     async def launch(self, attempt):
         attempt.ends_at = time.monotonic() + self.fleet.options.secs

@@ -1,13 +1,15 @@
 // The pictures of the README: a real server, real jobs on real pictures, every page in both themes and on a phone.
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/browser/screenshots.mjs [DIRECTORY]
+//
+// WIDTH (1440): how wide the pages are that are not a phone's.
 
 import { cp, mkdir, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
 const OUT = process.argv[2] ?? new URL("../../docs/screenshots", import.meta.url).pathname;
-const WIDE = { width: 1440, height: 900 }, PHONE = { width: 390, height: 844 };
+const WIDE = { width: Number(process.env.WIDTH ?? 1440), height: 900 }, PHONE = { width: 390, height: 844 };
 
 await mkdir(OUT, { recursive: true });
 const [server, browser] = await Promise.all([TestServer.open({ slots: 4, dataset: false }), Browser.open()]);
@@ -49,8 +51,10 @@ try {
   for (const scheme of ["light", "dark"]) {
     await shot(`job-running-${scheme}`, `/jobs/${running.id}?smooth=0.6`, { scheme, clip: 1250, ready: drawn(60) });
     await shot(`jobs-${scheme}`, "/jobs", { scheme, ready: async (page) => (await page.locator("#rows tr").count()) === 5 && (await page.locator(".tag").count()) >= 3 });
+    await shot(`queue-${scheme}`, "/queue", { scheme, ready: async (page) => (await page.getByText("next-in-line").count()) > 0 });
     await shot(`machines-${scheme}`, "/machines", { scheme, ready: async (page) => (await page.locator(".slots .busy").count()) === 4 });
   }
+  await shot("phone-queue", "/queue", { viewport: PHONE, clip: 2400, ready: async (page) => (await page.getByText("next-in-line").count()) > 0 });
   await server.ask(`/jobs/${queued.id}/cancel`, {});
   await server.ask(`/jobs/${running.id}/cancel`, {});
   await until("slots are free", async () => (await server.job(running.id)).state === "cancelled");

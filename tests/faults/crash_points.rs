@@ -203,3 +203,22 @@ async fn the_database_s_disk_is_full_for_a_while() {
         server.stop().await;
     }
 }
+
+#[tokio::test]
+async fn a_claim_that_is_carried_out_and_reported_as_failed_starts_its_job_once() {
+    let _turn = turn().await;
+    let marks = tempfile::tempdir().expect("a folder");
+    let model = undisturbed(EVERY).await;
+    for point in ["claim.begin", "claim.commit", "claim.committed"] {
+        let environment = faults(marks.path(), &[point], "error", 1);
+        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let id = server.submit(&spec("disturbed", EVERY)).await;
+        let row = Row::begin(&format!("a claim fails at {point}"));
+        judge(&server, &id, EVERY, &model, &[]).await;
+        assert!(marks.path().join(point).exists(), "{point} was reached");
+        // Of a claim that was carried out the attempt is the one that runs: no lease had to run out first.
+        assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+        row.passed("the first attempt, no restart");
+        server.stop().await;
+    }
+}

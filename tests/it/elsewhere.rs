@@ -18,24 +18,39 @@ use std::{
 const STEPS: u64 = 400;
 
 /// An agent without the server's disk.
-struct Machine {
+pub(crate) struct Machine {
     name: &'static str,
+    slots: u32,
     options: Vec<String>,
+    /// What it has not either.
+    hidden: Vec<PathBuf>,
     agent: Option<Child>,
     starts: u32,
 }
 
 impl Machine {
     fn start(server: &Server, name: &'static str, options: &[&str]) -> Self {
+        Self::start_without(server, name, 2, &[], options)
+    }
+
+    /// One with so many slots, to which these folders are empty, too.
+    pub(crate) fn start_without(
+        server: &Server,
+        name: &'static str,
+        slots: u32,
+        hidden: &[&Path],
+        options: &[&str],
+    ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
-        let mut machine = Self { name, options, agent: None, starts: 0 };
+        let hidden = hidden.iter().map(|path| path.to_path_buf()).collect();
+        let mut machine = Self { name, slots, options, hidden, agent: None, starts: 0 };
         let token = server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
         server.folder().write(&format!("{name}.token"), token.ok());
         machine.again(server);
         machine
     }
 
-    fn again(&mut self, server: &Server) {
+    pub(crate) fn again(&mut self, server: &Server) {
         self.starts += 1;
         let folder = server.folder().path();
         let log = File::create(folder.join(format!("{}.{}.log", self.name, self.starts))).expect("a log");
@@ -43,8 +58,9 @@ impl Machine {
         let namespaces: &[&str] =
             if rustix::process::getuid().is_root() { &["-m"] } else { &["-U", "-r", "-m"] };
         let mut command = Command::new("unshare");
-        command.args(namespaces).args(["sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
-        command.arg(server.data_dir()).arg(lockstep().get_program());
+        let hide = "while [ \"$1\" != -- ]; do mount -t tmpfs none \"$1\" || exit 1; shift; done; shift; exec \"$@\"";
+        command.args(namespaces).args(["sh", "-c", hide, "sh"]).arg(server.data_dir()).args(&self.hidden);
+        command.arg("--").arg(lockstep().get_program());
         command.args([
             "agent",
             "--server",
@@ -52,7 +68,7 @@ impl Machine {
             "--name",
             self.name,
             "--cpu-slots",
-            "2",
+            &self.slots.to_string(),
             "--token-file",
         ]);
         command.arg(folder.join(format!("{}.token", self.name))).arg("--data-dir").arg(self.dir(server));
@@ -61,11 +77,11 @@ impl Machine {
         self.agent = Some(command.spawn().expect("unshare (util-linux)"));
     }
 
-    fn dir(&self, server: &Server) -> PathBuf {
+    pub(crate) fn dir(&self, server: &Server) -> PathBuf {
         server.folder().path().join(self.name)
     }
 
-    fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         let mut agent = self.agent.take().expect("an agent");
         agent.kill().expect("SIGKILL");
         agent.wait().expect("its status");
@@ -82,13 +98,13 @@ impl Drop for Machine {
 }
 
 /// The server's own machine has one slot: jobs of two ranks run elsewhere.
-async fn server() -> Server {
+pub(crate) async fn server() -> Server {
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     server
 }
 
-async fn online(server: &Server, slots: usize) {
+pub(crate) async fn online(server: &Server, slots: usize) {
     server.until("the agents are online", async |s: &Server| s.slots().await == slots).await;
 }
 
@@ -100,13 +116,13 @@ fn spec(name: &str) -> Value {
 }
 
 /// The newest step of which the server has the checkpoint.
-async fn stored(server: &Server, id: &str) -> u64 {
+pub(crate) async fn stored(server: &Server, id: &str) -> u64 {
     let all = server.checkpoints(id).await;
     let here = all.iter().filter(|c| c.get("uploading_from").is_none());
     here.map(|c| number(&c["step"])).max().unwrap_or(0)
 }
 
-async fn log(server: &Server, id: &str) -> String {
+pub(crate) async fn log(server: &Server, id: &str) -> String {
     server.get(&format!("/jobs/{id}/logs")).await.to_string()
 }
 

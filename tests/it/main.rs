@@ -24,6 +24,7 @@ mod bad_datasets;
 mod bad_requests;
 mod bad_starts;
 mod commands;
+mod dataset_copies;
 mod datasets;
 mod edges;
 mod elsewhere;

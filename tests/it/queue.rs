@@ -3,7 +3,7 @@
 use crate::{
     pictures,
     server::{Agents, Server, number, turn},
-    socket::stored,
+    socket::{Socket, is_metric, last_step, stored},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -127,5 +127,53 @@ async fn cancelling_ends_a_job_wherever_it_stands() {
     server.until("its ranks are gone", async |s: &Server| s.ranks(&early).is_empty()).await;
     let next = server.submit(&specs::short("next", "fashion", 2, 5)).await;
     server.succeeded(&next).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_preempted_job_continues_to_the_weights_of_an_undisturbed_one() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let last = 120;
+    // 40 steps an epoch, and no checkpoint by itself before the end: only the one that it is asked for.
+    let low = specs::with(
+        specs::short("low", "fashion", 2, last),
+        json!({
+            "priority": -1,
+            "preemptible": true,
+            "data": {"crop_padding": 2, "horizontal_flip": true},
+            "train": {"schedule": "cosine"},
+            "recovery": {"max_restarts": 0},
+        }),
+    );
+    let undisturbed = server.submit(&low).await;
+    server.succeeded(&undisturbed).await;
+
+    let id = server.submit(&low).await;
+    let mut socket = Socket::of_job(&server, &id, 0).await;
+    socket.until(|f| is_metric(f, "loss") && last_step(f) >= 30).await;
+    let high = specs::with(specs::short("high", "fashion", 2, 5), json!({"priority": 5}));
+    let high = server.submit(&high).await;
+    let done = server.succeeded(&high).await;
+    assert_eq!(number(&done["attempt"]), 1, "{done:#}");
+    let job = server.succeeded(&id).await;
+    assert_eq!(number(&job["attempt"]), 2, "it was preempted once: {job:#}");
+    let events = stored(&server, &id).await;
+    let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();
+    states.dedup();
+    assert_eq!(
+        states,
+        ["queued", "starting", "running", "pausing", "queued", "starting", "running", "succeeded"]
+    );
+    assert!(started_at(&done) < job["finished_at"].as_str().expect("it has ended").parse().expect("a time"));
+    let points = server.points(&id, "loss").await;
+    let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+    assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "every step once");
+    assert!(points.iter().any(|p| p.0 == 2), "some of them in the second attempt");
+    assert!(
+        server.last_model(&id).await == server.last_model(&undisturbed).await,
+        "giving way gives the weights of never having been disturbed, bit for bit"
+    );
     server.stop().await;
 }

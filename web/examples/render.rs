@@ -256,7 +256,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             version: "0.1.0".into(),
             address: None,
             interface: None,
+            interface_mbits: None,
             network_id: None,
+            nvlink_groups: Vec::new(),
         },
         slots: (0..4)
             .map(|index| {

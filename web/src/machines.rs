@@ -136,8 +136,9 @@ impl AgentCard {
             let interface = m.interface.as_ref().map_or(String::new(), |name| format!(" ({name})"));
             format!(" · ranks at {address}{interface}")
         });
+        let links = m.links_in_words().map_or(String::new(), |links| format!(" · {links}"));
         format!(
-            "{} · {} · {} memory · version {}{address}{connected}{lease}",
+            "{} · {} · {} memory · version {}{address}{links}{connected}{lease}",
             m.cpu,
             plural(m.cores.into(), "core"),
             bytes(m.memory_bytes),
@@ -219,7 +220,9 @@ mod tests {
                 version: "0.1.0".into(),
                 address: None,
                 interface: None,
+                interface_mbits: None,
                 network_id: None,
+                nvlink_groups: Vec::new(),
             },
             sample: Some(sample),
             warnings: vec![MachineWarning { problem: true, text: "<b>full</b>".into() }],

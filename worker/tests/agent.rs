@@ -116,6 +116,8 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         spool_bytes: 1 << 30,
         follow_parent: false,
         datasets: agent::Datasets::default(),
+        dataset_cache: None,
+        dataset_cache_bytes: 0,
     };
     fs::create_dir_all(dir.join("job")).unwrap();
     fs::write(dir.join("job").join(MARK), "here").unwrap();

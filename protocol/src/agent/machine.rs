@@ -20,9 +20,34 @@ pub struct Machine {
     /// The network interface that has this address, where it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
+    /// Speed of this interface in Mbit/s; absent where the system does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface_mbits: Option<u32>,
     /// The machine's boot and network namespace: agents that report the same reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
+    /// Slots whose GPUs are all joined to each other by NVLink, group by group. None where there are no such GPUs, or NVML does not say.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nvlink_groups: Vec<Vec<u32>>,
+}
+
+impl Machine {
+    /// How its ranks reach others, in words: `network 100 Gbit/s · NVLink joins slots 0 1 2 3`; none where nothing is known.
+    pub fn links_in_words(&self) -> Option<String> {
+        let network = self.interface_mbits.map(|mbits| match mbits {
+            0..1000 => format!("network {mbits} Mbit/s"),
+            _ if mbits % 1000 == 0 => format!("network {} Gbit/s", mbits / 1000),
+            _ => format!("network {:.1} Gbit/s", f64::from(mbits) / 1000.0),
+        });
+        let groups = self.nvlink_groups.iter().map(|group| {
+            let slots: Vec<_> = group.iter().map(u32::to_string).collect();
+            slots.join(" ")
+        });
+        let groups: Vec<_> = groups.collect();
+        let nvlink = (!groups.is_empty()).then(|| format!("NVLink joins slots {}", groups.join(", and ")));
+        let known: Vec<_> = network.into_iter().chain(nvlink).collect();
+        (!known.is_empty()).then(|| known.join(" · "))
+    }
 }
 
 /// What an agent has measured of its machine. What the system does not say is absent. A container with limits of its own
@@ -78,4 +103,35 @@ pub struct MachineWarning {
     pub problem: bool,
     /// Sentences for people: what there is, and what to do about it.
     pub text: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_said_in_words() {
+        let words = |mbits: Option<u32>, groups: &[&[u32]]| {
+            let machine = Machine {
+                hostname: "h".into(),
+                cpu: "c".into(),
+                cores: 1,
+                memory_bytes: 1,
+                disk_free_bytes: 1,
+                version: "0".into(),
+                address: None,
+                interface: None,
+                interface_mbits: mbits,
+                network_id: None,
+                nvlink_groups: groups.iter().map(|group| group.to_vec()).collect(),
+            };
+            machine.links_in_words()
+        };
+        assert_eq!(words(None, &[]), None);
+        assert_eq!(words(Some(100), &[]).unwrap(), "network 100 Mbit/s");
+        assert_eq!(words(Some(2500), &[]).unwrap(), "network 2.5 Gbit/s");
+        assert_eq!(words(None, &[&[0, 1]]).unwrap(), "NVLink joins slots 0 1");
+        let both = words(Some(100_000), &[&[0, 1, 2, 3], &[4, 5]]).unwrap();
+        assert_eq!(both, "network 100 Gbit/s · NVLink joins slots 0 1 2 3, and 4 5");
+    }
 }

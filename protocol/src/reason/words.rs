@@ -1,6 +1,7 @@
 //! The English sentences of reasons; the only place where they are made.
 
 use super::{Facts, ReasonCode};
+use crate::spec::DeviceKind;
 
 /// English, of a code and its facts.
 pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
@@ -108,11 +109,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("waits for its checkpoint {id}, which {agent} uploads")
         }
         WaitingForSlots if facts.machines.is_some() => format!(
-            "waits for {}: {} of {} on {} machines free{}",
+            "waits for {}: {} of {} on {} machines free{}{}",
             facts.slots(facts.slots_needed),
             facts.slots_free.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
             facts.machines.unwrap_or(0),
+            facts.kept(),
             more("; ")
         ),
         TooFewSlots => format!(
@@ -122,11 +124,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.slots_total.unwrap_or(0)
         ),
         WaitingForSlots => format!(
-            "waits for {}: {} of {} on {:?} free{}",
+            "waits for {}: {} of {} on {:?} free{}{}",
             facts.slots(facts.slots_needed),
             facts.slots_free.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
             facts.agent.as_deref().unwrap_or_default(),
+            facts.kept(),
             more("; ")
         ),
         // Whatever a rank says of itself, in its own words.
@@ -146,11 +149,57 @@ impl Facts {
         }
     }
 
+    /// Who the free slots are kept for.
+    fn kept(&self) -> String {
+        let name = |name: &String| match name.as_str() {
+            "" => "another job".to_owned(),
+            name => format!("{name:?}"),
+        };
+        let names = match self.kept_for.as_slice() {
+            [] => return String::new(),
+            [one] => name(one),
+            [one, other] => format!("{} and {}", name(one), name(other)),
+            [one, others @ ..] => format!("{} and {} other jobs", name(one), others.len()),
+        };
+        match self.slots_kept {
+            Some(kept) if Some(kept) != self.slots_free => format!(", {kept} of them kept for {names}"),
+            _ => format!(", kept for {names}"),
+        }
+    }
+
     fn slots(&self, number: Option<u32>) -> String {
-        let unit = if self.device.as_deref() == Some("cuda") { "GPU" } else { "slot" };
+        let kind = self.device.as_deref().and_then(DeviceKind::named);
+        let unit = kind.map_or("slot", |kind| kind.slot_name);
         match number.unwrap_or(0) {
             1 => format!("1 {unit}"),
             n => format!("{n} {unit}s"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn free_slots_that_are_kept_say_for_whom() {
+        let waits = |slots_kept: u32, names: &[&str]| {
+            let facts = Facts {
+                slots_needed: Some(2),
+                slots_free: Some(2),
+                slots_total: Some(4),
+                agent: Some("a".into()),
+                slots_kept: Some(slots_kept),
+                kept_for: names.iter().map(|name| (*name).to_owned()).collect(),
+                ..Facts::default()
+            };
+            words(&ReasonCode::WaitingForSlots, &facts)
+        };
+        let free = "waits for 2 slots: 2 of 4 on \"a\" free";
+        assert_eq!(waits(0, &[]), free);
+        assert_eq!(waits(2, &["large"]), format!("{free}, kept for \"large\""));
+        assert_eq!(waits(1, &["large"]), format!("{free}, 1 of them kept for \"large\""));
+        assert_eq!(waits(2, &["", "b"]), format!("{free}, kept for another job and \"b\""));
+        assert_eq!(waits(2, &["a", "b", ""]), format!("{free}, kept for \"a\" and 2 other jobs"));
     }
 }

@@ -284,8 +284,12 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         mistake("/data/std", format!("has {} values, but mean has {}", std.len(), mean.len()));
     }
     let half = matches!(spec.train.precision, super::Precision::Bf16 | super::Precision::Fp16);
-    if half && spec.parallel.device == super::Device::Cpu {
-        mistake("/train/precision", "the CPU engine computes in fp32: use \"fp32\" or \"auto\"".into());
+    if let Some(kind) = spec.parallel.device.kind().filter(|kind| half && !kind.has_half_precision) {
+        let engine = kind.display_name;
+        mistake(
+            "/train/precision",
+            format!("the {engine} engine computes in fp32: use \"fp32\" or \"auto\""),
+        );
     }
     if spec.data.validation == super::Validation::Split("train".into()) {
         mistake(

@@ -1,7 +1,7 @@
 //! The table of keys: the values that each may have, and the error for a value that does not fit.
 
 use super::{
-    Arch, OptimizerKind, Recipe, Stem, image_size,
+    Arch, DEVICE_NAMES, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
 };
 use crate::{labels, limits::KEY_BYTES};
@@ -174,7 +174,7 @@ pub const KEYS: &[Section] = &[
         name: "parallel",
         keys: &[
             ("ranks", whole(1, 1024)),
-            ("device", Kind::Word(&["auto", "cuda", "cpu"])),
+            ("device", Kind::Word(&DEVICE_NAMES)),
             ("mode", Kind::Word(&["data"])),
             ("sync_batch_norm", Kind::Bool),
             ("gradients_mean", Kind::Bool),

@@ -6,6 +6,7 @@ use lockstep_protocol::{
     spec::Device,
 };
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, HashSet},
     net::IpAddr,
     ops::Deref,
@@ -77,9 +78,35 @@ impl Candidate {
         self.agent.row.slots.get(self.first?)
     }
 
-    /// `cpu` or `cuda`.
+    /// The name of the kind of its slots.
     pub(super) fn device(&self) -> &str {
         self.first().map_or("", |slot| slot.device.as_str())
+    }
+
+    /// So many of its free slots: GPUs that NVLink joins where it joins enough, else those of its largest groups first.
+    pub(super) fn take(&self, ranks: usize) -> Vec<u32> {
+        let ranks = ranks.min(self.free.len());
+        let groups = &self.agent.row.machine.nvlink_groups;
+        if groups.is_empty() {
+            return self.free[..ranks].to_vec();
+        }
+        let of = |group: &Vec<u32>| -> Vec<u32> {
+            self.free.iter().copied().filter(|slot| group.contains(slot)).collect()
+        };
+        let mut joined: Vec<Vec<u32>> = groups.iter().map(of).collect();
+        // Large gaps stay for large jobs.
+        if let Some(enough) =
+            joined.iter().filter(|group| group.len() >= ranks).min_by_key(|group| group.len())
+        {
+            return enough[..ranks].to_vec();
+        }
+        // Stable: groups are in the order in which the agent named them.
+        joined.sort_by_key(|group| Reverse(group.len()));
+        let mut taken = joined.concat();
+        let alone: Vec<u32> = self.free.iter().copied().filter(|slot| !taken.contains(slot)).collect();
+        taken.extend(alone);
+        taken.truncate(ranks);
+        taken
     }
 
     /// What its slots are: `NVIDIA H200`.
@@ -93,18 +120,8 @@ pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
     let of = |kind: &str| -> Vec<u32> {
         slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
     };
-    let (first, second) = match device {
-        Device::Cuda => ("cuda", None),
-        // GPUs where there are any.
-        Device::Auto => ("cuda", Some("cpu")),
-        // A machine that offers GPUs has CPU cores, too: such a rank takes a GPU's place, not the GPU.
-        Device::Cpu => ("cpu", Some("cuda")),
-    };
-    let found = of(first);
-    match second {
-        Some(second) if found.is_empty() => of(second),
-        _ => found,
-    }
+    let kinds = device.slot_kinds().into_iter().map(|kind| of(kind.name));
+    kinds.into_iter().find(|found| !found.is_empty()).unwrap_or_default()
 }
 
 /// Whether only the machine itself reaches this address.
@@ -115,6 +132,19 @@ fn is_loopback(address: &str) -> bool {
 /// The address by which other machines reach one, if they do.
 pub(super) fn address(machine: &Machine) -> Option<&str> {
     machine.address.as_deref().filter(|address| !is_loopback(address))
+}
+
+/// How fast ranks on each of these candidates reach the others, in Mbit/s. Of one whose speed is unknown it is that of the slowest that is
+/// known. Agents of one machine need no network.
+pub(super) fn link_speeds(candidates: &[Candidate], group: &Group) -> BTreeMap<usize, u32> {
+    let machine = |c: &usize| &candidates[*c].agent.row.machine;
+    let mut networks = group.iter().map(|c| machine(c).network_id.as_deref());
+    let first = networks.next().flatten();
+    if first.is_some() && networks.all(|network| network == first) {
+        return group.iter().map(|c| (*c, u32::MAX)).collect();
+    }
+    let slowest = group.iter().filter_map(|c| machine(c).interface_mbits).min().unwrap_or(0);
+    group.iter().map(|c| (*c, machine(c).interface_mbits.unwrap_or(slowest))).collect()
 }
 
 /// Groups of agents, each with whether their models differ.

@@ -41,7 +41,7 @@ pub(super) async fn end_attempt(
     }
 }
 
-/// The ranks of an attempt with `places` agents have ended on one of them, without its word on how. The others are told to end theirs;
+/// The ranks of an attempt with `places` agents have ended on one of them, without its word on how. The others are requested to end theirs;
 /// the last end is the attempt's. `patient`: the others may write a checkpoint first, as they may be doing already.
 pub(super) async fn end_place(
     app: &App,
@@ -128,7 +128,7 @@ pub(super) async fn order_stop(app: &App, job: &JobId) -> Result<()> {
             let (attempt, reason) = (attempt.clone(), reason.clone());
             app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
         }
-        app.leases.told_to_end(&attempt);
+        app.leases.note_stop_requested(&attempt);
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Which agents share a job that no single one has enough slots for: as few as possible, with slots of one kind and, where that takes
-//! no further machine, of one model. They must reach each other.
+//! no further machine, of one model. Of so many those whose slowest network link is fastest. They must reach each other.
 
-use super::candidates::{Candidate, Candidates, Group};
+use super::candidates::{Candidate, Candidates, Group, link_speeds};
 use crate::app::App;
 use lockstep_protocol::spec::Device;
 use std::{cmp::Reverse, collections::HashSet, sync::Arc};
@@ -40,6 +40,26 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
     None
 }
 
+/// What `choose` finds in a group: with the fastest links that take no further machine. Also the speed of the slowest of them.
+fn over_fastest(
+    candidates: &Candidates,
+    group: &Group,
+    choose: impl Fn(&Group) -> Option<Group>,
+) -> Option<(Group, u32)> {
+    let found = choose(group)?;
+    let speeds = link_speeds(candidates, group);
+    let mut tried: Vec<u32> = speeds.values().copied().collect();
+    tried.sort_unstable_by_key(|speed| Reverse(*speed));
+    tried.dedup();
+    let fastest = tried.into_iter().find_map(|least| {
+        let fast: Group = group.iter().copied().filter(|c| speeds[c] >= least).collect();
+        choose(&fast).filter(|fast| fast.len() == found.len())
+    });
+    let found = fastest.unwrap_or(found);
+    let slowest = found.iter().map(|c| speeds[c]).min()?;
+    Some((found, slowest))
+}
+
 /// The agents to start a job of so many ranks on now, with the slots to take there, rank 0's first.
 pub(super) fn choose(
     candidates: &Candidates,
@@ -51,14 +71,17 @@ pub(super) fn choose(
     let fits = |c: &usize| candidates[*c].free.len() >= ranks && !is_reserved(*c);
     let one = (0..candidates.len()).filter(fits).min_by_key(|c| candidates[*c].free.len());
     if let Some(one) = one {
-        return Some(vec![(one, candidates[one].free[..ranks].to_vec())]);
+        return Some(vec![(one, candidates[one].take(ranks))]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
     let mut found = candidates
         .groups
         .iter()
-        .filter_map(|(group, is_mixed)| Some((fewest(group, ranks, free)?, *is_mixed)))
-        .min_by_key(|(chosen, is_mixed)| (chosen.len(), *is_mixed))?
+        .filter_map(|(group, is_mixed)| {
+            let (chosen, slowest) = over_fastest(candidates, group, |group| fewest(group, ranks, free))?;
+            Some((chosen, *is_mixed, slowest))
+        })
+        .min_by_key(|(chosen, is_mixed, slowest)| (chosen.len(), *is_mixed, Reverse(*slowest)))?
         .0;
     // Agents of a launch serve this job alone, and ranks are in the order of its list of machines.
     if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
@@ -66,14 +89,15 @@ pub(super) fn choose(
     }
     let mut left = ranks;
     let take = |c: usize| {
-        let slots = &candidates[c].free[..left.min(candidates[c].free.len())];
+        let slots = candidates[c].take(left);
         left -= slots.len();
-        (c, slots.to_vec())
+        (c, slots)
     };
     Some(found.into_iter().map(take).collect())
 }
 
-/// The agents to keep for a job that waits: those that come to have enough slots soonest. Of equal machines these are the ones
+/// The agents to keep for a job that waits: those that come to have enough slots soonest, over the
+/// fastest links that take no further machine. Of equal machines these are the ones
 /// that have most free, so a later round never keeps fewer free slots. None when all machines together have too few.
 pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     let size = |c: usize| (candidates[c].all.len(), candidates[c].free.len());
@@ -81,7 +105,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
     if let Some(one) = one {
         return Some(vec![one]);
     }
-    let enough = |(group, is_mixed): &(Group, bool)| {
+    let enough = |group: &Group| {
         if group.iter().map(|c| candidates[*c].all.len()).sum::<usize>() < ranks {
             return None;
         }
@@ -93,10 +117,14 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
             sum >= ranks
         })?;
         group.truncate(needed + 1);
-        Some((group, *is_mixed))
+        Some(group)
     };
-    let found = candidates.groups.iter().filter_map(enough);
-    found.min_by_key(|(group, is_mixed)| (group.len(), *is_mixed)).map(|(group, _)| group)
+    let found = candidates.groups.iter().filter_map(|(group, is_mixed)| {
+        let (chosen, slowest) = over_fastest(candidates, group, enough)?;
+        Some((chosen, *is_mixed, slowest))
+    });
+    let best = found.min_by_key(|(group, is_mixed, slowest)| (group.len(), *is_mixed, Reverse(*slowest)));
+    best.map(|(group, ..)| group)
 }
 
 /// The most slots that one job can have: of one machine, or of several that can share a job.

@@ -6,10 +6,12 @@ use crate::{
     store::{JobRow, Result},
 };
 use lockstep_protocol::{
+    dataset::Dataset,
     job::{Job, JobId},
     reason::{Facts, Reason, ReasonCode},
     spec::JobSpec,
 };
+use std::collections::{HashMap, HashSet};
 
 /// What a job needs is there.
 pub(super) struct Needs {
@@ -21,9 +23,28 @@ pub(super) struct Needs {
     pub(super) pretrained: Option<String>,
 }
 
+/// The datasets of jobs, by name; each is looked for once.
+pub(super) async fn datasets<'a>(
+    app: &App,
+    jobs: impl IntoIterator<Item = &'a Job>,
+) -> Result<HashMap<String, Dataset>> {
+    let mut found = HashMap::new();
+    let names: HashSet<&str> = jobs.into_iter().map(|job| job.spec.data.dataset.as_str()).collect();
+    for name in names {
+        if let Some(dataset) = app.store.dataset(name).await? {
+            found.insert(name.to_owned(), dataset);
+        }
+    }
+    Ok(found)
+}
+
 /// Looks for what a job needs; why it cannot start, if something is gone.
-pub(super) async fn needs(app: &App, job: &Job) -> Result<std::result::Result<Needs, Reason>> {
-    let Some(dataset) = app.store.dataset(&job.spec.data.dataset).await? else {
+pub(super) async fn needs(
+    app: &App,
+    job: &Job,
+    datasets: &HashMap<String, Dataset>,
+) -> Result<std::result::Result<Needs, Reason>> {
+    let Some(dataset) = datasets.get(&job.spec.data.dataset) else {
         let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
         return Ok(Err(Reason::new(ReasonCode::DatasetMissing, facts)));
     };
@@ -36,7 +57,7 @@ pub(super) async fn needs(app: &App, job: &Job) -> Result<std::result::Result<Ne
         };
         spec.model.pretrained = Some(app.checkpoint_dir(&row).to_string_lossy().into_owned());
     }
-    Ok(Ok(Needs { spec, dataset_path: dataset.path, pretrained }))
+    Ok(Ok(Needs { spec, dataset_path: dataset.path.clone(), pretrained }))
 }
 
 /// A job fails without a start.

@@ -4,9 +4,7 @@ use super::{
     gang::{choose, reserve},
     needs::fail,
     preempt::{self, Room},
-    reasons,
     slots::{DoesNotFit, Round, Start, device_for},
-    start::start_all,
     waits::wait_reason,
 };
 use crate::{
@@ -35,12 +33,12 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
         let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
-        reasons::note(app, row, Reason::new(ReasonCode::UnreadableSpec, facts));
+        round.waits(row, Reason::new(ReasonCode::UnreadableSpec, facts));
         return Ok(Placed::Waits);
     }
     let kind = round.kind(job);
     if let Some(known) = kind.as_ref().and_then(|kind| round.does_not_fit(kind)) {
-        reasons::note(app, row, known.why);
+        round.waits(row, known.why);
         return Ok(if known.is_kept { Placed::Kept } else { Placed::Waits });
     }
     let ranks = job.ranks as usize;
@@ -54,7 +52,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         // Rank 0 reads the checkpoint, and sends the others what is in it.
         let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         if let Some(why) = artifacts::coming(app, job, reader).await? {
-            reasons::note(app, row, why);
+            round.waits(row, why);
             return Ok(Placed::Waits);
         }
         for (agent, slots) in &chosen {
@@ -63,29 +61,28 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         round.starts.push(Start { row: Arc::clone(row), chosen });
         return Ok(Placed::Starts);
     }
-    // Nobody is preempted for slots that a job before was given and did not take.
-    if !start_all(app, std::mem::take(&mut round.starts)).await? {
-        return Ok(Placed::Waits);
-    }
     match preempt::make_room(app, job, &candidates, round).await? {
         Room::Waits(why) => {
-            reasons::note(app, row, why);
+            round.waits(row, why);
             return Ok(Placed::Kept);
         }
         Room::Fails(why) => {
             fail(app, &job.id, why).await?;
             return Ok(Placed::Starts);
         }
+        Room::NotNow => return Ok(Placed::Waits),
         Room::None => {}
     }
     let kept = reserve(&candidates, ranks);
-    let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round.is_empty());
+    let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
     for c in kept.iter().flatten() {
-        round.reserve(&job.id, &candidates[*c]);
+        round.reserve(job, &candidates[*c]);
     }
     if let Some(kind) = kind {
-        round.note(kind, DoesNotFit { why: why.clone(), is_kept: kept.is_some() });
+        // To the next of its kind, these agents are kept for this job.
+        let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
+        round.note(kind, DoesNotFit { why, is_kept: kept.is_some() });
     }
-    reasons::note(app, row, why);
+    round.waits(row, why);
     Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })
 }

@@ -6,8 +6,9 @@ use super::{
     candidates::{Candidate, Candidates},
     ends::order_stop,
     gang::choose,
-    needs::needs,
+    needs::{datasets, needs},
     slots::{Occupied, Round, device_for},
+    start::start_all,
     waits::wait_reason,
 };
 use crate::{
@@ -39,6 +40,8 @@ struct Plan {
 pub(super) enum Room {
     /// Nothing: it does not fit without others, either.
     None,
+    /// What it would need is not known before the next round.
+    NotNow,
     /// Its slots are kept for it in this round. It waits for them.
     Waits(Reason),
     /// Nobody is stopped for it: it cannot start.
@@ -61,13 +64,18 @@ pub(super) async fn make_room(
     let Some(plan) = plan(candidates, needs_slots, round.reserved(), occupied, &round.promised) else {
         return Ok(Room::None);
     };
+    // Nobody is preempted for slots that a job before was given and did not take.
+    if !plan.victims.is_empty() && !start_all(app, std::mem::take(&mut round.starts)).await? {
+        return Ok(Room::NotNow);
+    }
+    let occupied = round.occupied.as_deref().unwrap_or_default();
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
     if let Some(why) = artifacts::coming(app, job, reader).await? {
         // The slots would be given to others meanwhile.
         return Ok(Room::Waits(why));
     }
     if !plan.victims.is_empty()
-        && let Err(why) = needs(app, job).await?
+        && let Err(why) = needs(app, job, &datasets(app, [job]).await?).await?
     {
         return Ok(Room::Fails(why));
     }
@@ -75,11 +83,11 @@ pub(super) async fn make_room(
         plan.victims.iter().map(|victim| occupied[*victim].by.job.clone()).collect();
     let counted_on = counted_on(&plan, candidates, occupied);
     let mut preempts = counted_on.iter().any(|of| of.by.preempted);
-    let untold = counted_on.iter().filter(|of| of.by.ends && !app.leases.is_told_to_end(&of.by.job));
-    let untold: Vec<JobId> = untold.map(|of| of.by.job.clone()).collect();
+    let unnotified = counted_on.iter().filter(|of| of.by.ends && !app.leases.is_stop_requested(&of.by.job));
+    let unnotified: Vec<JobId> = unnotified.map(|of| of.by.job.clone()).collect();
     let agents: Vec<usize> = plan.chosen.iter().map(|(c, _)| *c).collect();
     let device = device_for(&job.spec);
-    let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round.is_empty());
+    let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round);
     for (c, slots) in &plan.chosen {
         round.promise(&job.id, &candidates[*c], slots);
     }
@@ -105,7 +113,7 @@ pub(super) async fn make_room(
         order_stop(app, victim).await?;
     }
     // Its state was stored, and then something failed before its agents heard of it.
-    for job in &untold {
+    for job in &unnotified {
         order_stop(app, job).await?;
     }
     if preempts && *why.code() == ReasonCode::WaitingForSlots {

@@ -4,7 +4,7 @@
 use crate::{
     app::App,
     lifecycle,
-    store::{JobRow, StoreError, quarantine},
+    store::{Change, JobRow, StoreError, quarantine},
 };
 use lockstep_protocol::{
     job::JobId,
@@ -14,12 +14,20 @@ use std::time::Duration;
 
 /// Before reasons are written again when the database could not.
 const PAUSE: Duration = Duration::from_millis(500);
+/// Reasons of one transaction, at most: a claim may have to wait for its end.
+const TOGETHER: usize = 16;
 
 /// Notes the reason why a job waits.
 pub(super) fn note(app: &App, row: &JobRow, why: Reason) {
-    // How many of the slots are free just now is no event of a job: `wait_reasons` has it.
+    // How many of the slots are free or kept just now is no event of a job: `wait_reasons` has it.
     let steady = |reason: &Reason| {
-        let facts = Facts { agent: None, slots_free: None, ..reason.facts().clone() };
+        let facts = Facts {
+            agent: None,
+            slots_free: None,
+            slots_kept: None,
+            kept_for: Vec::new(),
+            ..reason.facts().clone()
+        };
         (reason.code().clone(), facts)
     };
     let is_known = row.job.cause.as_ref().is_some_and(|known| *known == why || steady(known) == steady(&why));
@@ -31,27 +39,39 @@ pub(super) fn note(app: &App, row: &JobRow, why: Reason) {
 /// Stores reasons, the newest of each job, until dropped.
 pub(super) async fn run(app: App) {
     loop {
-        let (job, why) = app.wait_reasons.next_unstored().await;
-        if let Err(error) = store(&app, &job, why).await {
-            // The next round notes it again.
-            if error.may_pass() {
-                tracing::warn!(%error, "why a job waits could not be stored");
+        let reasons = app.wait_reasons.next_unstored(TOGETHER).await;
+        match store(&app, &reasons).await {
+            Ok(()) => {}
+            // The next round notes them again.
+            Err(error) if error.may_pass() => {
+                tracing::warn!(%error, "why jobs wait could not be stored");
                 tokio::time::sleep(PAUSE).await;
-            } else {
-                quarantine::log_once(&format!("why job {job} waits cannot be stored: {error}"));
+            }
+            // One that is refused does not keep back the others.
+            Err(_) => {
+                for reason in &reasons {
+                    if let Err(error) = store(&app, std::slice::from_ref(reason)).await {
+                        quarantine::log_once(&format!(
+                            "why job {} waits cannot be stored: {error}",
+                            reason.0
+                        ));
+                    }
+                }
             }
         }
     }
 }
 
-async fn store(app: &App, job: &JobId, why: Reason) -> Result<(), StoreError> {
-    match app.store.change_job(job, Box::new(move |row| lifecycle::waits(row, &why))).await {
-        Ok(changed) => {
-            app.waiting.note(&changed.job);
-            app.hub.publish(&changed);
-            Ok(())
-        }
-        Err(StoreError::NotFound(_)) => Ok(()),
-        Err(error) => Err(error),
+async fn store(app: &App, reasons: &[(JobId, Reason)]) -> Result<(), StoreError> {
+    let change = |(job, why): &(JobId, Reason)| -> (JobId, Change) {
+        let why = why.clone();
+        (job.clone(), Box::new(move |row| lifecycle::waits(row, &why)))
+    };
+    let changes: Vec<_> = reasons.iter().map(change).collect();
+    // One that was deleted meanwhile has none.
+    for changed in app.store.change_jobs(&changes).await?.into_iter().flatten() {
+        app.waiting.note(&changed.job);
+        app.hub.publish(&changed);
     }
+    Ok(())
 }

@@ -11,7 +11,7 @@ use crate::{
 use lockstep_protocol::{
     job::{Job, JobId},
     reason::Reason,
-    spec::{Device, JobSpec, Precision},
+    spec::{DEVICE_KINDS, Device, JobSpec, Precision},
 };
 use std::{
     collections::{HashMap, HashSet},
@@ -27,6 +27,8 @@ pub(super) struct Round {
     reserved: HashSet<String>,
     /// What is kept for which job, for those who ask.
     pub(super) kept: Vec<Kept>,
+    /// For those who wait behind: the names of the jobs that agents are reserved for, by agent; an empty one is private.
+    reserved_for: HashMap<String, (JobId, String)>,
     /// Jobs that may yield, once a job has asked for them, and the slots that jobs of this round count on: agent and slot.
     pub(super) occupied: Option<Vec<Occupied>>,
     pub(super) promised: HashSet<(String, u32)>,
@@ -34,10 +36,13 @@ pub(super) struct Round {
     served: HashSet<JobId>,
     /// For all other jobs: what each kind of device has for them.
     by_device: Vec<(Device, Arc<Candidates>)>,
-    /// Kinds of jobs that do not fit, since slots were taken or agents reserved for the last time: hundreds of jobs may be of one kind.
+    /// Kinds of jobs that do not fit: hundreds of jobs may be of one kind. Slots are only taken in a round, so that no kind fits later; a
+    /// reservation changes why.
     do_not_fit: HashMap<JobKind, DoesNotFit>,
     /// Jobs that start when the round is over, in order, with their slots.
     pub(super) starts: Vec<Start>,
+    /// Why jobs wait, for when those that start have been started.
+    pub(super) reasons: Vec<(Arc<JobRow>, Reason)>,
 }
 
 /// What decides whether a job fits: ranks, device and priority.
@@ -92,12 +97,14 @@ impl Round {
             held,
             reserved: HashSet::new(),
             kept: Vec::new(),
+            reserved_for: HashMap::new(),
             occupied: None,
             promised: HashSet::new(),
             served,
             by_device: Vec::new(),
             do_not_fit: HashMap::new(),
             starts: Vec::new(),
+            reasons: Vec::new(),
         }
     }
 
@@ -125,12 +132,14 @@ impl Round {
     }
 
     /// Keeps a machine for a job that waits. One that is kept already is so for a job that comes before this one.
-    pub(super) fn reserve(&mut self, job: &JobId, candidate: &Candidate) {
+    pub(super) fn reserve(&mut self, job: &Job, candidate: &Candidate) {
         let agent_id = &candidate.agent.row.id;
         if self.reserved.insert(agent_id.clone()) {
             self.do_not_fit.clear();
+            let name = if job.spec.private { String::new() } else { job.name.clone() };
+            self.reserved_for.insert(agent_id.clone(), (job.id.clone(), name));
             self.kept.push(Kept {
-                job: job.clone(),
+                job: job.id.clone(),
                 agent_id: agent_id.clone(),
                 free: candidate.free.clone(),
                 ending: Vec::new(),
@@ -157,7 +166,16 @@ impl Round {
         for (_, candidates) in &mut self.by_device {
             Arc::make_mut(candidates).take(agent_id, slots);
         }
-        self.do_not_fit.clear();
+    }
+
+    /// Notes why a job waits.
+    pub(super) fn waits(&mut self, row: &Arc<JobRow>, why: Reason) {
+        self.reasons.push((Arc::clone(row), why));
+    }
+
+    /// The job that a machine is reserved for, and its name.
+    pub(super) fn reserved_for(&self, agent_id: &str) -> Option<&(JobId, String)> {
+        self.reserved_for.get(agent_id)
     }
 
     pub(super) fn reserved(&self) -> &HashSet<String> {
@@ -166,15 +184,11 @@ impl Round {
 
     /// The kind of a job that any other of its kind can stand for.
     pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
-        let device = match device_for(&job.spec) {
-            Device::Auto => "auto",
-            Device::Cuda => "cuda",
-            Device::Cpu => "cpu",
-        };
+        let device = device_for(&job.spec).name();
         (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
     }
 
-    /// What was found out about this kind, where it still holds.
+    /// What was found out about this kind.
     pub(super) fn does_not_fit(&self, kind: &JobKind) -> Option<DoesNotFit> {
         self.do_not_fit.get(kind).cloned()
     }
@@ -211,11 +225,13 @@ pub(super) fn all_still_held(
     })
 }
 
-/// The device that a job needs: half precision is for GPUs alone.
+/// The device that a job needs: half precision is not for all kinds.
 pub(crate) fn device_for(spec: &JobSpec) -> Device {
     let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
     match spec.parallel.device {
-        Device::Auto if half => Device::Cuda,
+        Device::Auto if half => {
+            DEVICE_KINDS.iter().find(|kind| kind.has_half_precision).map_or(Device::Auto, |kind| kind.device)
+        }
         device => device,
     }
 }

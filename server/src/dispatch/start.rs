@@ -3,7 +3,7 @@
 use super::{
     candidates::address,
     ends::{end_attempt, wanted},
-    needs::{Needs, fail, needs},
+    needs::{Needs, datasets, fail, needs},
     skip_permanent_error,
     slots::{Start, device_for},
 };
@@ -11,18 +11,23 @@ use crate::{
     agents::Online,
     app::App,
     artifacts, lifecycle,
-    store::{Claim, Claimed, JobRow, Place, Result},
+    store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
-    job::{Job, JobState},
+    dataset::Dataset,
+    job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
-/// Jobs that are claimed in one transaction, at most: the first of them waits for the last.
-const TOGETHER: usize = 16;
+/// Jobs that are claimed in one transaction, at most: the first of them waits for the last. Each transaction costs a sync of the disk, and
+/// waits for the one before it.
+const TOGETHER: usize = 64;
+
+/// Pauses before it is asked again what became of claims: the first, and the longest.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
 /// A job that may be claimed: what it needs is there.
 struct Prepared {
@@ -40,51 +45,34 @@ struct Prepared {
 pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool> {
     let wanted = starts.len();
     let mut started = 0;
-    let mut fell_through = false;
     let mut passing = Ok(());
     while !starts.is_empty() {
         let later = starts.split_off(TOGETHER.min(starts.len()));
         let now = std::mem::replace(&mut starts, later);
-        let jobs: Vec<_> = now.iter().map(|start| start.row.job.id.clone()).collect();
-        let mut prepared = Vec::with_capacity(now.len());
-        for (job, done) in jobs.iter().zip(join_all(now.into_iter().map(|start| prepare(app, start))).await) {
-            match done {
-                Ok(found) => {
-                    fell_through |= found.is_none();
-                    prepared.extend(found);
-                }
-                Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
-            }
-        }
+        let (prepared, failed) = prepare_all(app, now).await?;
+        passing = passing.and(failed);
         if prepared.is_empty() {
             continue;
         }
         let claimed = claim(app, &prepared).await?;
         // All of them hold their slots before anybody may look which are free.
-        for (Prepared { start, claim, .. }, claimed) in prepared.iter().zip(&claimed) {
+        let mut orders = Vec::with_capacity(claimed.len());
+        for (prepared, claimed) in prepared.into_iter().zip(claimed) {
             match claimed {
                 Some(claimed) => {
                     started += 1;
-                    app.leases.hold(claimed.attempt.clone(), claim.places.clone());
-                    app.waiting.remove(&claim.job);
+                    app.leases.hold(claimed.attempt.clone(), prepared.claim.places.clone());
+                    app.waiting.remove(&prepared.claim.job);
+                    orders.push((prepared, claimed));
                 }
                 // It does not wait any more: to be read again.
-                None => app.waiting.note(&start.row.job),
+                None => app.waiting.note(&prepared.start.row.job),
             }
         }
-        let told = prepared.into_iter().zip(claimed).filter_map(|(prepared, claimed)| {
-            claimed.map(|claimed| async move {
-                let job = claimed.attempt.job.clone();
-                (job, tell(app, prepared, claimed).await)
-            })
-        });
-        for (job, told) in join_all(told).await {
-            passing = passing.and(skip_permanent_error(&job, told));
-        }
-    }
-    if fell_through {
-        // Its slots are free.
-        app.leases.poke();
+        // Before anything that takes long: their agents are notified.
+        let ordered: Vec<_> =
+            orders.into_iter().map(|(prepared, claimed)| order(app, prepared, claimed)).collect();
+        passing = passing.and(follow_up(app, ordered).await);
     }
     passing.map(|()| started == wanted)
 }
@@ -97,24 +85,54 @@ fn may_start(stored: &Job, known: &Job) -> bool {
         && device_for(&stored.spec) == device_for(&known.spec)
 }
 
-/// What an attempt needs before it is claimed; none where its job has failed for want of it, or must be looked at again.
-async fn prepare(app: &App, mut start: Start) -> Result<Option<Prepared>> {
+/// What attempts need before they are claimed; without those whose jobs have failed for want of it, or must be looked at again. Also the
+/// first error that may pass.
+async fn prepare_all(app: &App, starts: Vec<Start>) -> Result<(Vec<Prepared>, Result<()>)> {
+    let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
-    let stored = app.store.job(&start.row.job.id).await?;
-    let is_draining = start.chosen.iter().any(|(agent, _)| app.agents.is_draining(&agent.row.id));
-    let Some(stored) = stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) else {
-        app.waiting.note(&start.row.job);
-        return Ok(None);
-    };
-    start.row = Arc::new(stored);
+    let stored = app.store.jobs_of(&ids).await?;
+    let mut stored: HashMap<JobId, JobRow> =
+        stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+    let mut ready = Vec::with_capacity(starts.len());
+    for start in starts {
+        let is_draining = start.chosen.iter().any(|(agent, _)| app.agents.is_draining(&agent.row.id));
+        let stored = stored.remove(&start.row.job.id);
+        match stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) {
+            Some(row) => ready.push(Start { row: Arc::new(row), ..start }),
+            None => {
+                app.waiting.note(&start.row.job);
+                // Its slots are free.
+                app.leases.poke();
+            }
+        }
+    }
+    let datasets = datasets(app, ready.iter().map(|start| &start.row.job)).await?;
+    let ids: Vec<_> = ready.iter().map(|start| start.row.job.id.clone()).collect();
+    let prepared = join_all(ready.into_iter().map(|start| prepare(app, start, &datasets))).await;
+    let (mut found, mut passing) = (Vec::with_capacity(prepared.len()), Ok(()));
+    for (job, done) in ids.iter().zip(prepared) {
+        match done {
+            Ok(Some(prepared)) => found.push(prepared),
+            Ok(None) => app.leases.poke(),
+            Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
+        }
+    }
+    Ok((found, passing))
+}
+
+/// What an attempt needs before it is claimed; none where its job has failed for want of it.
+async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -> Result<Option<Prepared>> {
     let job = &start.row.job;
-    let needs = match needs(app, job).await? {
+    let needs = match needs(app, job, datasets).await? {
         Ok(needs) => needs,
         Err(why) => return fail(app, &job.id, why).await.map(|()| None),
     };
-    // Rank 0 reads the checkpoint, and sends the others what is in it.
-    let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-    forget_missing(app, job, reader).await?;
+    // One that has never run, and continues nobody's run, has no checkpoint.
+    if job.attempt > 0 || job.parent.is_some() {
+        // Rank 0 reads the checkpoint, and sends the others what is in it.
+        let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
+        forget_missing(app, job, reader).await?;
+    }
     let mut files = start_files(app, job).await;
     files.pretrained.clone_from(&needs.pretrained);
     // Ranks are numbered machine by machine.
@@ -133,25 +151,82 @@ async fn prepare(app: &App, mut start: Start) -> Result<Option<Prepared>> {
 async fn claim(app: &App, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>> {
     let claims: Vec<_> = prepared.iter().map(|prepared| prepared.claim.clone()).collect();
     match app.store.claim_all(&claims).await {
-        Err(error) if !error.may_pass() => {}
-        done => return done,
+        Err(error) if error.may_pass() => return find_claimed(app, &claims, error).await,
+        Err(_) => {}
+        Ok(done) => return Ok(done),
     }
     let mut claimed = Vec::with_capacity(claims.len());
     for claim in claims {
         let job = claim.job.clone();
-        claimed.push(app.store.claim(claim).await.unwrap_or_else(|error| {
-            // Those before it are claimed, and their agents must be told, whatever this is.
-            if let Err(error) = skip_permanent_error(&job, Err(error)) {
-                tracing::warn!(%error, %job, "a job could not be claimed; trying again");
+        claimed.push(match app.store.claim(claim.clone()).await {
+            Ok(done) => done,
+            // Those before it are claimed, and their agents must be notified, whatever this is.
+            Err(error) if error.may_pass() => {
+                let found = find_claimed(app, &[claim], error).await;
+                found.ok().and_then(|mut found| found.pop()).flatten()
             }
-            None
-        }));
+            Err(error) => skip_permanent_error(&job, Err(error)).map(|()| None)?,
+        });
     }
     Ok(claimed)
 }
 
-/// Tells the agents of a job that was claimed to start it.
-async fn tell(app: &App, prepared: Prepared, claimed: Claimed) -> Result<()> {
+/// What became of claims whose transaction failed with `error`: it may have been carried out nevertheless, as when the connection broke at
+/// its end. Their attempts may write then, and must not stay without a lease. Asks until the database answers.
+///
+/// # Errors
+/// `error`, where nothing was claimed or the server stops.
+async fn find_claimed(app: &App, claims: &[Claim], error: StoreError) -> Result<Vec<Option<Claimed>>> {
+    let (mut pause, longest) = ASK_AGAIN;
+    let found = loop {
+        match read_claimed(app, claims).await {
+            Err(again) if again.may_pass() => {
+                tracing::warn!(error = %again, "what became of a claim is not known; asking again");
+                tokio::select! {
+                    () = tokio::time::sleep(pause) => {}
+                    () = app.stopping.cancelled() => return Err(error),
+                }
+                pause = (pause * 2).min(longest);
+            }
+            found => break found?,
+        }
+    };
+    if found.iter().all(Option::is_none) { Err(error) } else { Ok(found) }
+}
+
+async fn read_claimed(app: &App, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+    let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();
+    let rows = app.store.jobs_of(&ids).await?;
+    let mut found = Vec::with_capacity(claims.len());
+    for claim in claims {
+        let row = rows.iter().find(|row| row.job.id == claim.job);
+        // Nobody else claims jobs.
+        let attempt = row.and_then(JobRow::live).filter(|live| live.attempt == claim.after_attempt + 1);
+        let (Some(row), Some(attempt)) = (row, attempt) else {
+            found.push(None);
+            continue;
+        };
+        let attempts = app.store.attempts(&claim.job).await?;
+        let made = attempts.into_iter().find(|made| made.attempt == attempt.attempt);
+        let from = made.and_then(|made| made.checkpoint);
+        let resume = from.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
+        // Its events are stored; whoever follows it reads them there.
+        app.hub.catch_up(&row.job);
+        let changed = Changed { job: row.job.clone(), events: Vec::new() };
+        found.push(Some(Claimed { attempt, resume, changed }));
+    }
+    Ok(found)
+}
+
+/// A start that its agents were notified of, unless one of them has gone away.
+struct Ordered {
+    attempt: AttemptRef,
+    places: Vec<Place>,
+    gone: Option<String>,
+}
+
+/// Notifies the agents of a job that was claimed: they start it.
+fn order(app: &App, prepared: Prepared, claimed: Claimed) -> Ordered {
     let Prepared { start: Start { row, chosen }, needs, files, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     app.coming.forget(&job.id);
@@ -174,38 +249,56 @@ async fn tell(app: &App, prepared: Prepared, claimed: Claimed) -> Result<()> {
         files,
     };
     let meets_at_loopback = master_address(&chosen).is_none();
+    let mut gone = None;
     for ((agent, _), place) in chosen.iter().zip(&places) {
         let machine = &agent.row.machine;
         start.ranks.clone_from(&place.ranks);
         start.network = address(machine)
             .filter(|_| !meets_at_loopback)
             .map(|address| RankNetwork { address: address.into(), interface: machine.interface.clone() });
-        if app.agents.send(&place.agent_id, ToAgent::Start(Box::new(start.clone()))) {
-            continue;
+        if !app.agents.send(&place.agent_id, ToAgent::Start(Box::new(start.clone()))) {
+            gone = Some(agent.row.name.clone());
+            break;
         }
-        let facts = Facts { agent: Some(agent.row.name.clone()), ..Facts::default() };
+    }
+    Ordered { attempt, places, gone }
+}
+
+/// What has happened between the claims and the orders: agents may have gone away, and jobs may have been cancelled or paused.
+///
+/// # Errors
+/// The first that may pass, once all others are looked at.
+async fn follow_up(app: &App, ordered: Vec<Ordered>) -> Result<()> {
+    let mut passing = Ok(());
+    let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());
+    for Ordered { attempt, places, gone } in failed {
+        let facts = Facts { agent: gone, ..Facts::default() };
         let why = Reason::new(ReasonCode::AgentLeft, facts);
         // Nowhere are ranks started before all agents are ready.
-        end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
+        let ended = end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
+        passing = passing.and(skip_permanent_error(&attempt.job, ended));
         stop(app, &attempt, &places, "an agent went away before it could start", false);
-        return Ok(());
     }
-    // Somebody may have cancelled or paused it between the claim and the start.
-    let row = app.store.job(&attempt.job).await?;
-    let live = row.as_ref().is_some_and(|r| r.live().as_ref() == Some(&attempt));
-    if !live {
-        app.leases.release(&attempt.job, attempt.attempt);
+    let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
+    let rows = app.store.jobs_of(&ids).await?;
+    let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
+    for Ordered { attempt, places, .. } in ordered {
+        let row = rows.get(&attempt.job).copied();
+        let live = row.is_some_and(|r| r.live().as_ref() == Some(&attempt));
+        if !live {
+            app.leases.release(&attempt.job, attempt.attempt);
+        }
+        let wish = match row {
+            Some(row) if live => wanted(row),
+            // It may also have run to its end by now, as its agent knows best.
+            Some(row) if row.job.state != JobState::Cancelled => None,
+            _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
+        };
+        if let Some((reason, patient)) = wish {
+            stop(app, &attempt, &places, &reason, patient);
+        }
     }
-    let wish = match &row {
-        Some(row) if live => wanted(row),
-        // It may also have run to its end by now, as its agent knows best.
-        Some(row) if row.job.state != JobState::Cancelled => None,
-        _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
-    };
-    if let Some((reason, patient)) = wish {
-        stop(app, &attempt, &places, &reason, patient);
-    }
-    Ok(())
+    passing
 }
 
 fn stop(app: &App, attempt: &AttemptRef, places: &[Place], reason: &str, patient: bool) {

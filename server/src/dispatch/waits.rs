@@ -3,10 +3,12 @@
 use super::{
     candidates::{Candidate, Candidates, address},
     gang::most,
+    slots::Round,
 };
 use lockstep_protocol::{
+    job::JobId,
     reason::{Facts, Reason, ReasonCode},
-    spec::Device,
+    spec::{DEVICE_KINDS, Device},
 };
 
 /// Why a job waits for which these agents are `kept`, if they will ever do.
@@ -15,16 +17,17 @@ pub(super) fn wait_reason(
     ranks: u32,
     device: Device,
     kept: Option<&[usize]>,
-    nobody_online: bool,
+    round: &Round,
 ) -> Reason {
     let mut facts = Facts {
         slots_needed: Some(ranks),
-        device: Some(if device == Device::Cuda { "cuda" } else { "cpu" }.into()),
+        // Of `auto`, slots of whatever kind.
+        device: Some(if device == Device::Auto { Device::Cpu } else { device }.name().into()),
         ..Facts::default()
     };
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     if candidates.is_empty() {
-        let code = if nobody_online { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
+        let code = if round.is_empty() { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
         return code.into();
     }
     let sum = most(candidates);
@@ -35,6 +38,7 @@ pub(super) fn wait_reason(
     match kept {
         Some([one]) => {
             of_one(&candidates[*one], &mut facts);
+            reserved(std::slice::from_ref(&candidates[*one]), round, &mut facts);
             Reason::new(ReasonCode::WaitingForSlots, facts)
         }
         None if sum.machines <= 1 => {
@@ -56,9 +60,30 @@ pub(super) fn wait_reason(
         kept => {
             facts.machines = Some(number(sum.machines));
             (facts.slots_free, facts.slots_total) = (Some(number(sum.free)), Some(number(sum.slots)));
+            if kept.is_some() {
+                reserved(candidates, round, &mut facts);
+            }
             let code = if kept.is_some() { ReasonCode::WaitingForSlots } else { ReasonCode::TooFewSlots };
             Reason::new(code, facts)
         }
+    }
+}
+
+/// Which of the free slots are kept for jobs that come first.
+fn reserved(candidates: &[Candidate], round: &Round, facts: &mut Facts) {
+    let mut jobs: Vec<&(JobId, String)> = Vec::new();
+    let mut slots = 0;
+    for candidate in candidates.iter().filter(|candidate| !candidate.free.is_empty()) {
+        if let Some(job) = round.reserved_for(&candidate.agent.row.id) {
+            slots += candidate.free.len();
+            if !jobs.contains(&job) {
+                jobs.push(job);
+            }
+        }
+    }
+    if !jobs.is_empty() {
+        facts.slots_kept = u32::try_from(slots).ok();
+        facts.kept_for = jobs.into_iter().map(|(_, name)| name.clone()).collect();
     }
 }
 
@@ -67,5 +92,6 @@ fn largest_device(candidates: &[Candidate]) -> &str {
     let slots = |device: &str| -> usize {
         candidates.iter().filter(|c| c.device() == device).map(|c| c.all.len()).sum()
     };
-    if slots("cuda") >= slots("cpu") { "cuda" } else { "cpu" }
+    // Of several with as many, the one that `auto` prefers.
+    DEVICE_KINDS.iter().rev().map(|kind| kind.name).max_by_key(|name| slots(name)).unwrap_or_default()
 }

@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 33] = [
+const RULES: [(Methods, &str, Needed); 34] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -45,6 +45,7 @@ const RULES: [(Methods, &str, Needed); 33] = [
     (All, "/api/v1/agent/attempts/{job}/{attempt}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset", S(Scope::Agent)),
+    (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset/files", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", S(Scope::Agent)),
     // Who may do what, and who did what.

@@ -46,15 +46,21 @@ fn unread(why: BytesRejection) -> Error {
 }
 
 /// Which agent asks, for which of its attempts.
-struct Asking {
-    agent_id: String,
-    attempt: AttemptRef,
+pub(super) struct Asking {
+    pub(super) agent_id: String,
+    pub(super) attempt: AttemptRef,
 }
 
 impl Asking {
     /// # Errors
     /// A header that is missing, or an agent whose token it is not.
-    fn of(app: &App, caller: &Caller, headers: &HeaderMap, job: &str, attempt: u32) -> Result<Self> {
+    pub(super) fn of(
+        app: &App,
+        caller: &Caller,
+        headers: &HeaderMap,
+        job: &str,
+        attempt: u32,
+    ) -> Result<Self> {
         let header = |name: &str| {
             let value = headers.get(name).and_then(|value| value.to_str().ok());
             value.ok_or_else(|| {
@@ -77,7 +83,7 @@ impl Asking {
     }
 
     /// Whether rank 0 of the attempt is on this agent, which holds it.
-    fn holds(&self, app: &App) -> Result<bool> {
+    pub(super) fn holds(&self, app: &App) -> Result<bool> {
         let held = app.leases.held_by(&self.agent_id, &self.attempt);
         held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
     }
@@ -363,7 +369,7 @@ fn disk(error: &io::Error) -> Error {
     }
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|e| Error::Internal(format!("work on files: {e}")))
 }

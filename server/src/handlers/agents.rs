@@ -48,6 +48,7 @@ const LIST: List<Agent> = List {
         "connected_at",
         "lease_secs_left",
         "machine",
+        "links",
         "sample",
         "sample_age_secs",
         "warnings",
@@ -79,6 +80,8 @@ pub(crate) struct Agent {
     /// Until the attempts here end without word from this agent, in seconds; absent when there are none.
     pub(super) lease_secs_left: Option<f64>,
     pub(super) machine: Machine,
+    /// In words, how fast its ranks reach others: the network's speed, and which GPUs NVLink joins; absent where neither is known.
+    pub(super) links: Option<String>,
     /// What it measured last; absent when that was never, or in an earlier life of the server.
     pub(super) sample: Option<MachineSample>,
     /// How many seconds ago that came.
@@ -156,6 +159,13 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 /// The store's.
 pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
     let reservations = app.reservations.all();
+    let mut kept_slots: HashMap<(&str, u32), &(Kept, Timestamp)> = HashMap::new();
+    for reservation in &reservations {
+        let (kept, _) = reservation;
+        for slot in kept.free.iter().chain(&kept.ending) {
+            kept_slots.entry((&kept.agent_id, *slot)).or_insert(reservation);
+        }
+    }
     // After them: a job that is submitted in between is among those that are hidden.
     let hidden = jobs::hidden_from(app, caller).await?;
     let online = app.agents.online();
@@ -167,10 +177,7 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
         let mut in_use = app.leases.slots_in_use(&row.id);
         let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
         let kept_for = |slot: u32| {
-            let is_it = |kept: &Kept| {
-                kept.agent_id == row.id && (kept.free.contains(&slot) || kept.ending.contains(&slot))
-            };
-            let (kept, since) = reservations.iter().find(|(kept, _)| now.is_some() && is_it(kept))?;
+            let (kept, since) = kept_slots.get(&(row.id.as_str(), slot)).filter(|_| now.is_some())?;
             Some(KeptFor { job: seen(kept.job.clone()), since: *since })
         };
         let slots = row.slots.into_iter().map(|slot| {
@@ -206,6 +213,7 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
             last_seen_at: row.last_seen_at,
             connected_at,
             lease_secs_left,
+            links: row.machine.links_in_words(),
             machine: row.machine,
             sample_age_secs: newest.as_ref().map(|newest| newest.age.as_secs_f64()),
             sample: newest.map(|newest| newest.sample),

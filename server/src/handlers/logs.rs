@@ -1,6 +1,9 @@
 //! Log lines of a job.
 
-use super::extract::{Path, Query, count, job_id, search_text};
+use super::{
+    extract::{Path, Query, count, job_id, search_text},
+    list,
+};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
@@ -40,7 +43,7 @@ const SEARCH: Duration = Duration::from_millis(300);
 pub(crate) struct LogsQuery {
     rank: Option<u32>,
     attempt: Option<u32>,
-    /// `next` of the answer before.
+    /// Only what came after this event.
     #[serde(default)]
     after: u64,
     /// Only what came before this event.
@@ -48,21 +51,84 @@ pub(crate) struct LogsQuery {
     /// Events to read, each of one line or a few: 1 to 10000; 1000 when absent.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
-    /// The newest so many lines, instead: 1 to 10000.
+    /// `seq`, the oldest line first, when absent; `-seq` for the newest first.
+    sort: Option<String>,
+    /// `next_cursor` of the page before, with the same `sort`.
+    cursor: Option<String>,
+    /// The newest so many lines, the oldest of them first: 1 to 10000. Of the last version: `sort=-seq` reads them in pages.
     #[param(minimum = 1, maximum = 10000)]
     tail: Option<u32>,
     /// `text` for the file of all lines that match, whatever `Accept` says: for links.
     format: Option<String>,
-    /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time: `next` continues.
+    /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time:
+    /// `next_cursor` continues.
     q: Option<String>,
 }
 
-/// Lines in the order in which they were stored.
+/// In which order a log is read.
+#[derive(Clone, Copy, PartialEq)]
+enum Order {
+    OldestFirst,
+    NewestFirst,
+    /// The newest lines, of which the oldest comes first: `tail` of the last version.
+    Tail,
+}
+
+impl LogsQuery {
+    /// # Errors
+    /// 400: a sort that is none, or two orders at once.
+    fn order(&self) -> Result<Order> {
+        let sort = self.sort.as_deref().map(list::sort_key);
+        if let Some((name, _)) = sort {
+            list::known_name("sort", name, &["seq"])?;
+        }
+        match (sort, self.tail) {
+            (Some(_), Some(_)) => {
+                let detail = "tail is of the last version: leave it out beside sort, with limit in its place";
+                Err(Error::BadRequest(detail.into()))
+            }
+            (None, Some(_)) => Ok(Order::Tail),
+            (Some((_, true)), None) => Ok(Order::NewestFirst),
+            _ => Ok(Order::OldestFirst),
+        }
+    }
+}
+
+impl Order {
+    fn is_from_the_end(self) -> bool {
+        self != Order::OldestFirst
+    }
+
+    /// As a cursor has it.
+    fn sort(self) -> &'static str {
+        if self.is_from_the_end() { "-seq" } else { "seq" }
+    }
+}
+
+/// A page of lines, in the order of `sort`.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Logs {
     lines: Vec<Line>,
-    /// Give it as `after` to read on, or with `tail` as `before`; null at the end.
+    /// Give it as `cursor` to read on; null at the end.
+    next_cursor: Option<String>,
+    /// Of the last version: give it as `after`, or with `tail` as `before`.
     next: Option<u64>,
+}
+
+/// Lines from the oldest to the newest, and the event to read on from.
+struct Found {
+    lines: Vec<Line>,
+    next: Option<u64>,
+}
+
+impl Found {
+    fn page(mut self, order: Order) -> Result<Json<Logs>> {
+        if order == Order::NewestFirst {
+            self.lines.reverse();
+        }
+        let next_cursor = self.next.map(|next| list::cursor(order.sort(), &next)).transpose()?;
+        Ok(Json(Logs { lines: self.lines, next_cursor, next: self.next }))
+    }
 }
 
 /// A line, and where it is from.
@@ -78,9 +144,9 @@ pub(crate) struct Line {
 
 /// Log lines
 ///
-/// As JSON, or with `Accept: text/plain` as a file of all lines that match.
+/// As JSON in pages, or with `Accept: text/plain` as a file of all lines that match.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
-    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 404, body = Problem), (status = 422, body = Problem)))]
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn query(
     State(app): State<App>,
     Path(id): Path<String>,
@@ -93,40 +159,60 @@ pub(crate) async fn query(
     if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
         return Err(Error::BadRequest(format!("format is text or absent, is {:?}", shortened(format))));
     }
-    if accepts.starts_with("text/plain") || query.format.is_some() {
-        return Ok(plain(app, job.id, query));
-    }
+    let order = query.order()?;
     let limit = match query.tail {
         Some(_) => count("tail", query.tail, DEFAULT_EVENTS, MAX_EVENTS)?,
         None => count("limit", query.limit, DEFAULT_EVENTS, MAX_EVENTS)?,
     };
-    let newest = query.tail.is_some();
+    let newest = order.is_from_the_end();
+    let from: Option<u64> = list::read_cursor(order.sort(), query.cursor.as_deref())?;
+    if accepts.starts_with("text/plain") || query.format.is_some() {
+        if query.sort.or(query.cursor).is_some() {
+            let detail = "a file of the log has all lines, the oldest first: leave sort and cursor out";
+            return Err(Error::BadRequest(detail.into()));
+        }
+        let filter = LogFilter {
+            rank: query.rank,
+            attempt: query.attempt,
+            after: query.after,
+            before: query.before,
+            limit: DEFAULT_EVENTS,
+            newest: false,
+            containing: query.q,
+        };
+        return Ok(plain(app, job.id, filter));
+    }
     let filter = LogFilter {
         rank: query.rank,
         attempt: query.attempt,
-        after: query.after,
-        before: query.before,
+        after: from.filter(|_| !newest).map_or(query.after, |from| query.after.max(from)),
+        before: match from.filter(|_| newest) {
+            Some(from) => Some(query.before.map_or(from, |before| before.min(from))),
+            None => query.before,
+        },
         limit,
         newest,
         containing: None,
     };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
-        return Ok(Json(search(&app, &job, filter, q).await?).into_response());
+        return Ok(search(&app, &job, filter, q).await?.page(order)?.into_response());
     }
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
     let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let mut lines = lines(events, query.q.as_deref());
     // Whole events: reading on before the first line's event gives all of it.
-    if newest && let Some(beyond) = lines.len().checked_sub(limit as usize).filter(|n| *n > 0) {
+    if order == Order::Tail
+        && let Some(beyond) = lines.len().checked_sub(limit as usize).filter(|n| *n > 0)
+    {
         let first = lines[beyond].seq;
         next = Some(first);
         lines.retain(|l| l.seq >= first);
     }
-    Ok(Json(Logs { lines, next }).into_response())
+    Ok(Found { lines, next }.page(order)?.into_response())
 }
 
 /// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.
-async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Logs> {
+async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Found> {
     let start = Instant::now();
     let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
     let wanted = filter.limit as usize;
@@ -153,10 +239,10 @@ async fn search(app: &App, job: &Job, filter: LogFilter, q: &str) -> Result<Logs
             low
         };
         if low + 1 >= high {
-            return Ok(Logs { lines: found, next: None });
+            return Ok(Found { lines: found, next: None });
         }
         if found.len() >= wanted || start.elapsed() > SEARCH {
-            return Ok(Logs { lines: found, next: Some(next) });
+            return Ok(Found { lines: found, next: Some(next) });
         }
     }
 }
@@ -176,35 +262,23 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
 }
 
 /// A line each: time, rank, text; with one rank chosen only the text, as in its log file.
-fn plain(app: App, job: lockstep_protocol::JobId, query: LogsQuery) -> Response {
-    let rank = query.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
+fn plain(app: App, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
+    let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
     let name = format!("attachment; filename=\"{job}{rank}.log\"");
-    let parts = stream::try_unfold(Some(query.after), move |after| {
+    let parts = stream::try_unfold(Some(filter), move |filter| {
         let (app, job) = (app.clone(), job.clone());
-        let filter = LogFilter {
-            rank: query.rank,
-            attempt: query.attempt,
-            after: after.unwrap_or(0),
-            before: query.before,
-            limit: DEFAULT_EVENTS,
-            newest: false,
-            containing: query.q.clone(),
-        };
-        let containing = query.q.clone();
         async move {
-            if after.is_none() {
-                return Ok(None);
-            }
+            let Some(filter) = filter else { return Ok(None) };
             let LogPage { events, ends, full } =
                 app.store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
-            let next = ends.filter(|_| full).map(|(_, last)| last);
             let mut text = String::new();
-            for Line { rank, line, .. } in lines(events, containing.as_deref()) {
+            for Line { rank, line, .. } in lines(events, filter.containing.as_deref()) {
                 let _ = match filter.rank {
                     Some(_) => writeln!(text, "{}", line.text),
                     None => writeln!(text, "{} rank {rank}  {}", line.at, line.text),
                 };
             }
+            let next = ends.filter(|_| full).map(|(_, last)| LogFilter { after: last, ..filter });
             Ok::<_, std::io::Error>(Some((text, next)))
         }
     });

@@ -11,6 +11,7 @@ mod bundle;
 pub(crate) mod bundled;
 pub(crate) mod checkpoints;
 mod conditional;
+pub(crate) mod dataset_files;
 pub(crate) mod datasets;
 pub(crate) mod docs;
 pub(crate) mod evaluation;

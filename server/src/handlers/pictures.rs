@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Path, Query, count},
-    jobs,
+    jobs, list,
 };
 use crate::{
     access::Caller,
@@ -15,12 +15,14 @@ use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{Pick, Samples},
 };
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
-use utoipa::IntoParams;
+use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT: u32 = 60;
 const MOST: u32 = 200;
+/// The split when none is named.
+const TRAIN: &str = "train";
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Augmented versions of one picture.
 const VERSIONS: u32 = 5;
@@ -35,55 +37,99 @@ pub(crate) struct SamplesQuery {
     class: Option<String>,
     /// A seed: pictures in a mixed order, which is the same for the same seed; as they are stored when absent, or with `augmented`.
     shuffle: Option<u64>,
-    /// Pictures to leave out at the start.
-    #[serde(default)]
-    offset: u64,
+    /// Pictures to leave out at the start; not with `cursor`.
+    offset: Option<u64>,
     /// 1 to 200; 60 when absent.
     #[param(minimum = 1, maximum = 200)]
     limit: Option<u32>,
+    /// `next_cursor` of the page before, with the same `split`, `class`, `shuffle` and `augmented`.
+    cursor: Option<String>,
     /// A job's id: training pictures as that job's augmentation makes them in each of five epochs.
     augmented: Option<String>,
 }
 
+impl SamplesQuery {
+    /// What the pictures are and their order, for cursors.
+    fn order(&self) -> String {
+        let Self { split, class, shuffle, augmented, .. } = self;
+        let split = split.as_deref().unwrap_or(TRAIN);
+        match (augmented, shuffle) {
+            (Some(job), _) => format!("augmented {job}"),
+            (None, shuffle) => {
+                let shuffle = shuffle.map_or(String::new(), |seed| format!(" shuffled {seed}"));
+                format!("{split} {}{shuffle}", class.as_deref().unwrap_or_default())
+            }
+        }
+    }
+
+    /// Pictures that come before this page.
+    ///
+    /// # Errors
+    /// 400: a cursor that is none of these pictures, or an offset as well.
+    fn begin(&self) -> Result<u64> {
+        if self.cursor.is_some() && self.offset.is_some() {
+            let detail = "offset and cursor both say where the page begins: leave one of them out";
+            return Err(Error::BadRequest(detail.into()));
+        }
+        let behind = list::read_cursor(&self.order(), self.cursor.as_deref())?;
+        Ok(behind.or(self.offset).unwrap_or(0))
+    }
+}
+
+/// A page of a dataset's pictures.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct SamplePage {
+    #[serde(flatten)]
+    samples: Samples,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+}
+
 /// Pictures of a dataset
 #[utoipa::path(get, path = "/datasets/{name}/samples", tag = "datasets", params(("name" = String, Path), SamplesQuery),
-    responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = SamplePage), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_dataset(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<SamplesQuery>,
-) -> Result<Json<Samples>> {
+) -> Result<Json<SamplePage>> {
     let dataset = app.store.dataset(&name).await?;
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
-    let split = query.split.unwrap_or_else(|| "train".into());
     let limit = count("limit", query.limit, DEFAULT, MOST)?;
-    let pick = match &query.augmented {
+    let (order, begin) = (query.order(), query.begin()?);
+    // A cursor may have any number.
+    let end = |pictures: u64| begin.saturating_add(pictures);
+    let (pick, next) = match query.augmented {
         None => {
-            let SamplesQuery { class, shuffle, offset, .. } = query;
-            Pick::Stored { split, class, shuffle, offset, limit }
+            let SamplesQuery { split, class, shuffle, .. } = query;
+            let split = split.unwrap_or_else(|| TRAIN.into());
+            (Pick::Stored { split, class, shuffle, offset: begin, limit }, end(u64::from(limit)))
         }
         Some(id) => {
-            let spec = jobs::seen(&app, &caller, id).await?.spec;
-            Pick::Seen {
+            let spec = jobs::seen(&app, &caller, &id).await?.spec;
+            let next = end(u64::from(limit.div_ceil(VERSIONS)));
+            let pick = Pick::Seen {
                 data: Box::new(spec.data),
                 seed: spec.train.seed,
                 validation: false,
-                // A place beyond the last picture is the agent's to refuse.
-                places: (query.offset..query.offset.saturating_add(u64::from(limit.div_ceil(VERSIONS))))
-                    .collect(),
+                // An offset beyond the last picture is the agent's to refuse.
+                places: (begin..next).collect(),
                 epochs: (0..VERSIONS).collect(),
-            }
+            };
+            (pick, next)
         }
     };
-    ask(&app, dataset.path, pick).await
+    let samples = ask(&app, dataset.path, pick).await?;
+    let next_cursor = (next < samples.total).then(|| list::cursor(&order, &next)).transpose()?;
+    Ok(Json(SamplePage { samples, next_cursor }))
 }
 
 /// Which of a job's pictures.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct IndicesQuery {
-    /// `index` of mistakes in an evaluation, with commas between: places in the split.
+    /// `index` of mistakes in an evaluation, with commas between: places in the split; at most 200.
     indices: String,
     /// Take the training split instead of the validation one.
     #[serde(default)]
@@ -92,7 +138,7 @@ pub(crate) struct IndicesQuery {
 
 /// Pictures as a job sees them
 #[utoipa::path(get, path = "/jobs/{id}/samples", tag = "checkpoints", params(("id" = String, Path), IndicesQuery),
-    responses((status = 200, body = Samples), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+    responses((status = 200, body = Samples), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_job(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
@@ -107,8 +153,15 @@ pub(crate) async fn of_job(
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
         dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
-    let places: std::result::Result<Vec<u64>, _> =
-        query.indices.split(',').filter(|p| !p.is_empty()).take(MOST as usize).map(str::parse).collect();
+    let asked: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
+    if asked.len() > MOST as usize {
+        let detail = format!(
+            "indices are at most {MOST}, are {}: ask for the others in requests of their own",
+            asked.len()
+        );
+        return Err(Error::BadRequest(detail));
+    }
+    let places = asked.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
     let places =
         places.map_err(|_| Error::BadRequest("indices are numbers with commas between them".into()))?;
     let pick = Pick::Seen {
@@ -118,12 +171,12 @@ pub(crate) async fn of_job(
         places,
         epochs: Vec::new(),
     };
-    ask(&app, dataset.path, pick).await
+    Ok(Json(ask(&app, dataset.path, pick).await?))
 }
 
-async fn ask(app: &App, path: String, pick: Pick) -> Result<Json<Samples>> {
+async fn ask(app: &App, path: String, pick: Pick) -> Result<Samples> {
     match agent_requests::call(app, AgentRequest::Samples { path, pick }, PATIENCE).await {
-        Ok(AgentReply::Samples(samples)) => Ok(Json(samples)),
+        Ok(AgentReply::Samples(samples)) => Ok(samples),
         Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
         Err(error) => Err(error.without_pointer()),
     }

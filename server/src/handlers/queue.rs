@@ -9,7 +9,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     reservations::Kept,
-    store::{JobRow, QueuePlace},
+    store::JobRow,
 };
 use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
@@ -19,7 +19,10 @@ use lockstep_protocol::{
     queue::{QueueList, QueuedJob, Reservation},
 };
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -114,55 +117,51 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let (project, owner) = query.filters()?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let from: Option<(u64, Option<JobId>)> = list::read_cursor(ORDER, query.cursor.as_deref())?;
-    let rows = in_order(app).await?;
+    let mut rows = app.waiting.read(&*app.store).await?;
+    // As the newest round of dispatch looked at it; what has come since stays in the order of priority and age.
+    app.wait_reasons.sort(&mut rows, |row| &row.job.id);
     let kept = app.reservations.all();
     let slots = kept_slots(&kept);
     let reservations = reservations(app, caller, kept, &rows);
-    let jobs = rows.into_iter().zip(1..).map(|(row, place)| queued(app, caller, &slots, row, place));
-    let wanted = |job: &QueuedJob| {
-        let is = |asked: Option<&str>, has: &Option<String>| asked.is_none() || asked == has.as_deref();
-        is(project, &job.project) && is(owner, &job.owner)
+    let wanted = |row: &JobRow, is_seen: bool| {
+        let is = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
+        is(project, Some(&row.job.project)) && is(owner, row.job.owner.as_deref())
     };
-    let mut jobs: Vec<QueuedJob> = jobs.filter(wanted).collect();
+    let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, sees(caller, row)));
+    let mut jobs: Vec<Placed> = placed
+        .filter(|(_, row, is_seen)| wanted(row, *is_seen))
+        .map(|(place, row, is_seen)| Placed { place, row: is_seen.then_some(row) })
+        .collect();
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
     if let Some(from) = &from {
-        jobs.drain(..behind(&jobs, from));
+        let places: Vec<_> = jobs.iter().map(|job| (job.place, job.row.map(|row| &row.job.id))).collect();
+        jobs.drain(..behind(&places, from));
     }
     let more = jobs.len() > limit;
     jobs.truncate(limit);
-    let last = jobs.last().filter(|_| more).map(|last| (last.place, last.id.clone()));
+    let last = jobs.last().filter(|_| more).map(|last| (last.place, last.row.map(|row| &row.job.id)));
     let next_cursor = last.map(|last| list::cursor(ORDER, &last)).transpose()?;
-    let jobs = Listed { name: "jobs", items: jobs, fields, next_cursor, total, also_next: false };
+    let items = jobs.into_iter().map(|job| queued(app, &slots, job)).collect();
+    let jobs = Listed { name: "jobs", items, fields, next_cursor, total, also_next: false };
     Ok(QueuePage { jobs, reservations })
 }
 
+/// A job at its place; without the job, where it is private to somebody else.
+struct Placed<'a> {
+    place: u64,
+    row: Option<&'a Arc<JobRow>>,
+}
+
 /// How many of the jobs are on pages before, the last of which ended with this job: it may stand elsewhere now.
-fn behind(jobs: &[QueuedJob], (place, last): &(u64, Option<JobId>)) -> usize {
-    let at = last.as_ref().and_then(|id| jobs.iter().position(|job| job.id.as_ref() == Some(id)));
+fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
+    let at = last.as_ref().and_then(|id| jobs.iter().position(|(_, job)| *job == Some(id)));
     match (at, last) {
         (Some(at), _) => at + 1,
         // It waits no longer, so the next one has its place or an earlier one.
-        (None, Some(_)) => jobs.partition_point(|job| job.place < *place),
+        (None, Some(_)) => jobs.partition_point(|(of, _)| of < place),
         // One that is private to somebody else.
-        (None, None) => jobs.partition_point(|job| job.place <= *place),
+        (None, None) => jobs.partition_point(|(of, _)| of <= place),
     }
-}
-
-/// All that waits, as the newest round of dispatch looked at it. What has come since stands at the end until the next one.
-async fn in_order(app: &App) -> Result<Vec<JobRow>> {
-    let mut rows = Vec::new();
-    let mut from = Some(QueuePlace::default());
-    while let Some(place) = from {
-        let (page, next) = app.store.waiting(&place).await?;
-        rows.extend(page);
-        from = next;
-    }
-    let known = app.wait_reasons.all();
-    // Stable: what has no place yet stays in the order of priority and age.
-    rows.sort_by_key(|row| {
-        known.get(&row.job.id).map(|waiting| waiting.place).filter(|place| *place > 0).unwrap_or(u64::MAX)
-    });
-    Ok(rows)
 }
 
 /// Slots that are kept for each job.
@@ -180,21 +179,21 @@ fn sees(caller: &Caller, row: &JobRow) -> bool {
     caller.sees(row.job.spec.private, row.job.owner.as_deref())
 }
 
-fn queued(app: &App, caller: &Caller, slots: &HashMap<JobId, u32>, row: JobRow, place: u64) -> QueuedJob {
-    if !sees(caller, &row) {
+fn queued(app: &App, slots: &HashMap<JobId, u32>, Placed { place, row }: Placed) -> QueuedJob {
+    let Some(row) = row else {
         return QueuedJob { place, ..QueuedJob::default() };
-    }
-    let job = row.job;
+    };
+    let job = &row.job;
     QueuedJob {
         place,
         // One that waits before it is tried again has been looked at, and says why itself.
-        reason: app.wait_reasons.of(&job.id).or(job.cause),
+        reason: app.wait_reasons.of(&job.id).or_else(|| job.cause.clone()),
         kept_slots: Some(slots.get(&job.id).copied().unwrap_or(0)),
-        id: Some(job.id),
-        name: Some(job.name),
+        id: Some(job.id.clone()),
+        name: Some(job.name.clone()),
         state: Some(job.state),
-        project: Some(job.project),
-        owner: job.owner,
+        project: Some(job.project.clone()),
+        owner: job.owner.clone(),
         priority: Some(job.spec.priority),
         ranks: Some(job.ranks),
         waiting_since: Some(row.waiting_since.unwrap_or(job.created_at)),
@@ -206,9 +205,11 @@ fn reservations(
     app: &App,
     caller: &Caller,
     all: Vec<(Kept, Timestamp)>,
-    rows: &[JobRow],
+    rows: &[Arc<JobRow>],
 ) -> Vec<Reservation> {
-    let by_id: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
+    let wanted: HashSet<&JobId> = all.iter().map(|(kept, _)| &kept.job).collect();
+    let rows = rows.iter().filter(|row| wanted.contains(&row.job.id));
+    let by_id: HashMap<JobId, &Arc<JobRow>> = rows.map(|row| (row.job.id.clone(), row)).collect();
     let online = app.agents.online();
     let shown = all.into_iter().filter_map(|(kept, since)| {
         // One that has just started, or a machine that has just gone.
@@ -236,13 +237,9 @@ mod tests {
     #[test]
     fn a_page_continues_where_the_one_before_ended_whatever_has_left_meanwhile() {
         let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
-        let queue = |of: &[usize]| -> Vec<QueuedJob> {
-            let job = |(place, n): (u64, &usize)| QueuedJob {
-                place,
-                id: (*n != 3).then(|| ids[*n].clone()),
-                ..QueuedJob::default()
-            };
-            (1..).zip(of).map(job).collect()
+        let queue = |of: &[usize]| -> Vec<(u64, Option<&JobId>)> {
+            // The last one is private to somebody else.
+            (1..).zip(of).map(|(place, n)| (place, ids.get(*n).filter(|_| *n != 3))).collect()
         };
         let last = (2, Some(ids[1].clone()));
         assert_eq!(behind(&queue(&[0, 1, 2]), &last), 2);

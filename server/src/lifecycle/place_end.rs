@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ranks_that_are_done_or_were_told_to_end_leave_the_others_alone() {
+    fn only_ranks_that_are_done_or_had_to_stop_leave_the_others_alone() {
         assert!(!succeeded().ends_others() && !stopped().ends_others());
         assert!(secondary().ends_others() && PlaceEnd::Lost("silent".into()).ends_others());
     }

@@ -95,6 +95,8 @@ pub trait Store: Send + Sync + 'static {
     async fn job_made_by(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job with what only the server knows about it; `None` when there is none or it was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
+    /// Those of these jobs that are there and can be read, in no order; without their notes.
+    async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
     /// In the order of the filter, after its cursor.
     ///
     /// # Errors
@@ -129,6 +131,11 @@ pub trait Store: Send + Sync + 'static {
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses; [`StoreError::NoDataset`], of a job that was over and is
     /// no longer.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
+    /// As [`Store::change_job`], of several jobs in one transaction: one commit for all. `None` of a job that is not there.
+    ///
+    /// # Errors
+    /// The first job that is refused: nothing is changed then.
+    async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>>;
     /// Deletes a job that is over. It is not found from then on; its rows are removed in small steps by
     /// [`Store::purge_deleted`].
     ///

@@ -12,3 +12,28 @@ mod roles;
 mod routes;
 mod sessions;
 mod tokens;
+
+use crate::test_server::TestServer;
+use reqwest::Client;
+
+/// Clients of people, each signed in with what the role allows.
+struct People {
+    vera: Client,
+    mona: Client,
+    otto: Client,
+    ada: Client,
+}
+
+/// A viewer, two members and an admin.
+async fn people(server: &TestServer) -> People {
+    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
+        server.add_person(name, role).await;
+    }
+    let client = async |name: &str, scope: &str| server.client_of(name, scope).await.0;
+    People {
+        vera: client("vera", "read").await,
+        mona: client("mona", "submit").await,
+        otto: client("otto", "submit").await,
+        ada: client("ada", "admin").await,
+    }
+}

@@ -37,7 +37,9 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             version: "0".into(),
             address: None,
             interface: None,
+            interface_mbits: None,
             network_id: None,
+            nvlink_groups: Vec::new(),
         },
         slots: (0..slots)
             .map(|index| Slot {

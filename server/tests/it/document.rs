@@ -10,65 +10,14 @@ use lockstep_protocol::{
     inspect::{ModelEvaluation, Prediction, Samples},
 };
 use lockstep_server::Bundled;
-use reqwest::{Method, RequestBuilder};
+use reqwest::RequestBuilder;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
+mod held;
 mod refused;
 
-/// What has been asked, held against the document.
-struct Held<'a> {
-    server: &'a TestServer,
-    document: Value,
-    /// Calls and statuses that were given.
-    given: BTreeSet<(String, u16)>,
-}
-
-impl Held<'_> {
-    /// Sends a request to a call of the document and compares the answer with it.
-    async fn ask(
-        &mut self,
-        method: &str,
-        template: &str,
-        place: &str,
-        change: impl FnOnce(RequestBuilder) -> RequestBuilder,
-    ) -> (u16, Value) {
-        let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
-        let request = change(self.server.http.request(verb, self.server.url(place)));
-        let answer = request.send().await.unwrap();
-        let status = answer.status().as_u16();
-        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
-        let retry_after = answer.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
-        let bytes = answer.bytes().await.unwrap();
-        let call = format!("{method} {template}");
-        self.given.insert((call.clone(), status));
-        let documented = &self.document["paths"][template][method]["responses"][status.to_string()];
-        assert!(
-            documented.is_object(),
-            "{call}: {status} is not documented: {}",
-            String::from_utf8_lossy(&bytes)
-        );
-        let seconds = retry_after.map(|seconds| seconds.parse::<u64>().expect("seconds"));
-        let is_retried = documented["headers"]["Retry-After"].is_object();
-        assert_eq!(
-            seconds.is_some_and(|seconds| seconds > 0),
-            is_retried,
-            "{call}: {status} with {seconds:?}"
-        );
-        let content = documented["content"].as_object();
-        if bytes.is_empty() {
-            assert!(content.is_none_or(serde_json::Map::is_empty), "{call}: {status} has no body");
-        } else {
-            let kind = kind.unwrap_or_default();
-            let kind = kind.split(';').next().unwrap_or_default();
-            assert!(
-                content.is_some_and(|content| content.contains_key(kind)),
-                "{call}: {status} as {kind:?} is not documented, but {content:?}"
-            );
-        }
-        (status, serde_json::from_slice(&bytes).unwrap_or_default())
-    }
-}
+use held::Held;
 
 /// Method, path and description of every call of the document.
 fn calls(document: &Value) -> Vec<(String, String, Value)> {

@@ -104,6 +104,17 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
         }
         panic!("it never says {words}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
     };
+    until_told("0 of 2").await;
+    // The job says it from memory at once; the event of it is stored behind dispatch's back.
+    let mut stored = 0;
+    for _ in 0..400 {
+        stored = server.stored(waiting.as_str()).await.len();
+        if stored > 1 {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    assert_eq!(stored, 2, "that it was submitted, and why it waits");
     let busy = until_told("0 of 2").await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;

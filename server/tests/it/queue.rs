@@ -169,7 +169,8 @@ async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
     let large = submit(&server, "the large", 2, json!({})).await;
     let small = submit(&server, "small", 1, json!({})).await;
     let is_kept = |queue: &Value| {
-        are(queue, &["the large", "small"]) && queue["reservations"][0]["job"] == json!(large.id)
+        let is_reserved = queue["reservations"][0]["job"] == json!(large.id);
+        are(queue, &["the large", "small"]) && is_reserved && !queue["jobs"][1]["reason"].is_null()
     };
     let queue = queue_when(&server, "both wait", is_kept).await;
     let kept = &queue["reservations"][0];
@@ -177,6 +178,9 @@ async fn a_machine_is_kept_for_the_large_job_and_its_slots_say_so() {
         "whole_machine": true, "since": kept["since"]});
     assert_eq!(queue["reservations"], json!([expected]));
     assert_eq!((&queue["jobs"][0]["kept_slots"], &queue["jobs"][1]["kept_slots"]), (&json!(1), &json!(0)));
+    let words = |place: usize| &queue["jobs"][place]["reason"]["words"];
+    assert_eq!(words(0), "waits for 2 slots: 1 of 2 on \"a\" free");
+    assert_eq!(words(1), "waits for 1 slot: 1 of 2 on \"a\" free, kept for \"the large\"");
     // The machine's slots, and the pages.
     let (_, agents) = server.get("/agents").await;
     let slots = agents["agents"][0]["slots"].as_array().unwrap();

@@ -255,6 +255,10 @@ async fn counts_are_taken_up_to_their_limit_and_refused_beyond_it() {
     }
     // A place beyond the end of the log is the end, also while searching.
     let (status, body) = server.get(&format!("/jobs/{id}/logs?q=x&after={}", u64::MAX)).await;
-    assert_eq!((status, &body["next"]), (200, &Value::Null), "{body}");
+    assert_eq!((status, &body["next_cursor"]), (200, &Value::Null), "{body}");
+    let indices = |n: usize| vec!["1"; n].join(",");
+    let (status, body) = server.get(&format!("/jobs/{id}/samples?indices={}", indices(201))).await;
+    assert_eq!(status, 400, "{body}");
+    assert!(body["detail"].as_str().unwrap().starts_with("indices are at most 200, are 201"), "{body}");
     server.stop().await;
 }

@@ -195,6 +195,8 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /agent/attempts/{job}/{attempt}",
         "get /agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}",
         "post /agent/attempts/{job}/{attempt}/dataset",
+        "get /agent/attempts/{job}/{attempt}/dataset/files",
+        "post /agent/attempts/{job}/{attempt}/dataset/files",
         "get /agent/attempts/{job}/{attempt}/uploads/{name}",
         "post /agent/attempts/{job}/{attempt}/uploads/{name}",
         "put /agent/attempts/{job}/{attempt}/uploads/{name}/{file}",

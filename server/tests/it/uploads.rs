@@ -109,6 +109,8 @@ async fn only_the_agent_of_rank_0_uploads_and_only_what_it_reported() {
             ("PUT", "/uploads/1-10/MANIFEST.json"),
             ("POST", "/uploads/1-10"),
             ("POST", "/dataset"),
+            ("GET", "/dataset/files"),
+            ("POST", "/dataset/files"),
             ("GET", "/checkpoints/x/MANIFEST.json"),
         ] {
             let (status, problem) = wrong.ask(method, path, manifest(1, 10)).await;

@@ -89,8 +89,8 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
     if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
         machines::share_out(&mut hosts, args.slots, largest)?;
     }
-    let on_cores = specs.iter().any(|spec| spec.parallel.device == Device::Cpu);
-    Ok((hosts, if on_cores { Device::Cpu } else { Device::Auto }))
+    let on_cores = specs.iter().map(|spec| spec.parallel.device).find(|device| device.is_cores());
+    Ok((hosts, on_cores.unwrap_or(Device::Auto)))
 }
 
 /// What `--dry-run` prints.

@@ -4,7 +4,6 @@ use super::{
     super::{file, wrong},
     bundle::{BUNDLE_BYTES, Bundle, Node},
 };
-use lockstep_protocol::spec::Device;
 use lockstep_worker::host::{own_program, write_private};
 use std::{
     fs::{self, DirBuilder},
@@ -111,11 +110,7 @@ fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Res
         write_private(&ca, text.as_bytes())?;
         command.arg("--ca-file").arg(&ca);
     }
-    let on_gpus = match node.device {
-        Device::Cpu => false,
-        Device::Cuda => true,
-        Device::Auto => has_gpus,
-    };
+    let on_gpus = node.device.kind().map_or(has_gpus, |kind| kind.is_counted);
     if on_gpus {
         let first = || (0..node.slots).collect();
         let gpus: Vec<u32> = if node.gpus.is_empty() { first() } else { node.gpus.clone() };
@@ -170,6 +165,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::spec::Device;
     use std::{collections::BTreeMap, os::unix::fs::PermissionsExt as _};
 
     fn bundle(nodes: usize) -> Bundle {

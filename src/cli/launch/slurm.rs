@@ -82,7 +82,7 @@ impl Batch {
         }
         option(format!("--nodes={}", hosts.len()));
         option("--ntasks-per-node=1".into());
-        if device == Device::Cpu {
+        if device.is_cores() {
             option(format!("--cpus-per-task={slots}"));
         }
         let names: Vec<_> =

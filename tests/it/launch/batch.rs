@@ -88,6 +88,17 @@ async fn a_cancelled_job_ends_its_batch_job_and_the_other_way_round() {
     server.stop().await;
 }
 
+/// A job that is in both queues again continues from its checkpoint in Slurm's next turn, until it is cancelled.
+async fn continues_and_is_cancelled(server: &Server, slurm: &Slurm, id: &str, batch: &str, kept: u64) {
+    slurm.start_now(batch);
+    let job = trains_past(server, id, 2, kept).await;
+    assert_eq!(job["attempt"], 2, "{job:#}");
+    server.cli(&["cancel", id]).ok();
+    slurm.until("Slurm's job is over", |slurm| {
+        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(batch, "%T"))
+    });
+}
+
 #[tokio::test]
 async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again() {
     let _turn = turn().await;
@@ -102,13 +113,7 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
     slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(kept >= at, "{kept} and {at}");
-    slurm.start_now(&batch);
-    let job = trains_past(&server, &id, 2, kept).await;
-    assert_eq!(job["attempt"], 2, "{job:#}");
-    server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job is over", |slurm| {
-        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
-    });
+    continues_and_is_cancelled(&server, &slurm, &id, &batch, kept).await;
     // Its folder is in the server's.
     drop(slurm);
     server.stop().await;
@@ -133,13 +138,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let log = server.folder().path().join("launch").join(&id).join(format!("slurm-{batch}.log"));
     let log = fs::read_to_string(log).expect("its log");
     assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");
-    slurm.start_now(&batch);
-    let job = trains_past(&server, &id, 2, kept).await;
-    assert_eq!(job["attempt"], 2, "{job:#}");
-    server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job is over", |slurm| {
-        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
-    });
+    continues_and_is_cancelled(&server, &slurm, &id, &batch, kept).await;
     // Its folder is in the server's.
     drop(slurm);
     server.stop().await;

@@ -1,6 +1,6 @@
 //! The fields of the form: every key of a specification, grouped as shown.
 
-use lockstep_protocol::spec::{Arch, OptimizerKind, Recipe};
+use lockstep_protocol::spec::{Arch, DEVICE_NAMES, OptimizerKind, Recipe};
 use serde_json::{Value, json};
 
 /// What a field holds, and so how its text becomes JSON.
@@ -180,7 +180,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         "Ranks",
         &[
             field("parallel.ranks", "Ranks", Kind::Integer, "processes in lockstep, one a slot"),
-            field("parallel.device", "Device", Kind::Choice(&["auto", "cpu", "cuda"]), ""),
+            field("parallel.device", "Device", Kind::Choice(&DEVICE_NAMES), ""),
             more("parallel.sync_batch_norm", "Batch norm over all ranks", Kind::Switch, ""),
             more("parallel.gradients_mean", "Average gradients (off: sum)", Kind::Switch, ""),
             more(

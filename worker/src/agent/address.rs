@@ -196,6 +196,8 @@ mod tests {
             advertise: None,
             interface: None,
             datasets: Datasets::default(),
+            dataset_cache: None,
+            dataset_cache_bytes: 0,
         }
     }
 

@@ -1,7 +1,13 @@
 //! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how it ended.
 
 use super::{
-    fetch, lease::Lease, place::is_own_disk, preflight::Refusal, remote::Remote, state_dir::StoredAttempt,
+    dataset_copy::{self, Copies, HINT},
+    fetch,
+    lease::Lease,
+    place::is_own_disk,
+    preflight::Refusal,
+    remote::Remote,
+    state_dir::StoredAttempt,
 };
 use crate::report::Tail;
 use lockstep_protocol::{
@@ -72,6 +78,8 @@ pub(super) struct Surroundings {
     pub(super) wake: Arc<Notify>,
     /// How the server is asked for files; none where there is no server.
     pub(super) remote: Option<Arc<Remote>>,
+    /// Datasets that this machine has from the server; none where nothing is copied.
+    pub(super) copies: Option<Arc<Copies>>,
     /// The devices of ranks, by slot; none for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
@@ -101,13 +109,16 @@ impl Attempt {
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(beginning, Beginning::Adopt) && ending(&stored).is_some() {
             over.store(true, Ordering::Release);
+            release(around.copies.as_ref(), &stored.start.attempt);
         } else {
             let over = over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
+            let attempt = stored.start.attempt.clone();
             tokio::spawn(async move {
                 let beginning = checked(beginning, &mut stored, &around, gang.as_ref(), &mut received).await;
                 let (watch, ranks) = Watch::begin(stored, &around, received, beginning);
                 watch.run(ranks).await;
+                release(around.copies.as_ref(), &attempt);
                 over.store(true, Ordering::Release);
                 around.wake.notify_one();
             });
@@ -156,7 +167,7 @@ async fn checked(
     let cancelled = Arc::new(AtomicBool::new(false));
     let found = {
         let ready = async {
-            with_files(stored, around, &cancelled).await?;
+            with_files(&mut *stored, around, &cancelled).await?;
             match gang {
                 Some(gang) => gang.meet(&stored.start).await,
                 None => Ok(stored.start.master_port),
@@ -178,10 +189,13 @@ async fn checked(
 
 /// The check, with what is fetched before it and reported after it where the disk is not the server's.
 async fn with_files(
-    stored: &StoredAttempt,
+    stored: &mut StoredAttempt,
     around: &Surroundings,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
+    if let (Some(remote), Some(copies)) = (&around.remote, &around.copies) {
+        dataset_copy::have(stored, remote, copies).await?;
+    }
     let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
         return check_before_start(stored, around, cancelled).await;
     };
@@ -197,8 +211,14 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     if refusal.code != ReasonCode::DatasetUnusable {
         return refusal;
     }
-    let hint = "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
-    Refusal { detail: format!("on the machine {name}: {} ({hint})", refusal.detail), ..refusal }
+    Refusal { detail: format!("on the machine {name}: {} ({HINT})", refusal.detail), ..refusal }
+}
+
+/// An attempt is over: the copy of its dataset may go.
+fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
+    if let Some(copies) = copies {
+        copies.release(attempt);
+    }
 }
 
 async fn check_before_start(

@@ -16,7 +16,9 @@ pub fn describe(dir: &Path) -> Machine {
         version: env!("CARGO_PKG_VERSION").into(),
         address: None,
         interface: None,
+        interface_mbits: None,
         network_id: None,
+        nvlink_groups: Vec::new(),
     }
 }
 

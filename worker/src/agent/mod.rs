@@ -4,6 +4,7 @@
 mod address;
 mod attempt;
 mod cpu_slots;
+mod dataset_copy;
 mod fetch;
 mod findings;
 mod lease;
@@ -28,6 +29,7 @@ pub use place::Datasets;
 use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
 use address::Address;
 use attempt::{Attempt, Order, Surroundings, free_port};
+use dataset_copy::Copies;
 use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot, StartAttempt},
@@ -39,8 +41,8 @@ use preflight::Refusal;
 use remote::Remote;
 use session::{Outcome, Session};
 use signals::Signals;
-use slots::slots;
-use state_dir::StateDir;
+use slots::{nvlink_groups, slots};
+use state_dir::{StateDir, StoredAttempt};
 use std::{
     collections::BTreeMap,
     sync::Arc,
@@ -86,6 +88,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         name: name.clone(),
     });
     let uploaded = Arc::new(Progress::default());
+    let adopted = state_dir.stored_attempts();
+    let copies = dataset_copies(&options, &state_dir, &adopted)?;
     let around = Surroundings {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
@@ -93,15 +97,16 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         check: preflight::check,
         wake: Arc::new(Notify::new()),
         remote: Some(remote.clone()),
+        copies,
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Started before ranks are adopted, which check it; ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(lease));
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded.clone()));
-    let adopted: Vec<_> = state_dir.stored_attempts();
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
         name,
+        nvlink_groups: nvlink_groups(&slots),
         slots,
         only_job: options.only_job.clone(),
         until_final: options.until_final,
@@ -132,6 +137,21 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
+/// Copies of datasets, where any are made.
+fn dataset_copies(
+    options: &Options,
+    state_dir: &StateDir,
+    adopted: &[StoredAttempt],
+) -> Result<Option<Arc<Copies>>, AgentError> {
+    if options.dataset_cache_bytes == 0 {
+        return Ok(None);
+    }
+    let dir = options.dataset_cache.clone().unwrap_or_else(|| state_dir.dir().join("datasets"));
+    let live: Vec<_> = adopted.iter().map(|stored| &stored.start.attempt).collect();
+    let copies = Copies::open(&dir, options.dataset_cache_bytes, &live);
+    copies.map(|copies| Some(Arc::new(copies))).map_err(|error| AgentError::Wrong(error.to_string()))
+}
+
 /// Reasons for which there is no connection that are logged until there is one again.
 const COMPLAINTS: usize = 16;
 
@@ -154,6 +174,7 @@ fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
 struct Agent {
     name: String,
     slots: Vec<Slot>,
+    nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,
     /// End when that job is over, not with an attempt of it.
     until_final: bool,
@@ -419,8 +440,12 @@ impl Agent {
                 }
             }
         }
-        let here = self.datasets.path(&start.spec.data.dataset, &start.dataset_path);
-        start.dataset_path = here.to_string_lossy().into_owned();
+        let mut around = self.around.clone();
+        if let Some(here) = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path) {
+            start.dataset_path = here.to_string_lossy().into_owned();
+            // Whoever said where it is wants no copy of it.
+            around.copies = None;
+        }
         let (stored, made) = place::place(&self.state_dir, start);
         // Ranks that are not noted on disk would be lost with this process.
         let noted = made.and_then(|()| self.state_dir.store(&stored));
@@ -429,7 +454,7 @@ impl Agent {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
-        self.take(Attempt::start(stored, refusal, self.around.clone()));
+        self.take(Attempt::start(stored, refusal, around));
     }
 
     /// A job is over, or was deleted. An agent that serves it alone has nothing to wait for, also if it never ran an attempt of it.

@@ -1,7 +1,10 @@
 //! The address by which ranks of other machines reach the ranks here.
 
 use super::{AgentError, Options};
-use crate::host::{interfaces::interfaces, network_id};
+use crate::host::{
+    interfaces::{interfaces, speed_mbits},
+    network_id,
+};
 use lockstep_protocol::agent::Machine;
 use std::net::IpAddr;
 
@@ -40,6 +43,7 @@ impl Network {
             let all = interfaces().ok()?;
             all.into_iter().find(|(_, of)| *of == address).map(|(name, _)| name)
         });
+        machine.interface_mbits = machine.interface.as_deref().and_then(speed_mbits);
         machine.network_id = network_id();
     }
 }

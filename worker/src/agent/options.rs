@@ -43,6 +43,10 @@ pub struct Options {
     pub follow_parent: bool,
     /// Where this machine has the server's datasets.
     pub datasets: Datasets,
+    /// Where copies of datasets are kept that this machine has not; when absent, in the agent's own folder.
+    pub dataset_cache: Option<PathBuf>,
+    /// What these copies may have together; 0: nothing is copied.
+    pub dataset_cache_bytes: u64,
 }
 
 /// Why an agent ended.

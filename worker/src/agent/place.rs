@@ -21,8 +21,13 @@ pub struct Datasets {
 impl Datasets {
     /// The path here of the dataset `name`, which the server has at `path`.
     pub fn path(&self, name: &str, path: &str) -> PathBuf {
+        self.mapped(name, path).unwrap_or_else(|| path.into())
+    }
+
+    /// The same, where an option says it.
+    pub(super) fn mapped(&self, name: &str, path: &str) -> Option<PathBuf> {
         if let Some((_, here)) = self.by_name.iter().find(|(known, _)| known == name) {
-            return here.clone();
+            return Some(here.clone());
         }
         let path = Path::new(path);
         let fitting = self.by_prefix.iter().filter_map(|(there, here)| {
@@ -31,7 +36,7 @@ impl Datasets {
             let is_below = rest.components().all(|part| matches!(part, Component::Normal(_)));
             is_below.then(|| (there.components().count(), here.join(rest)))
         });
-        fitting.max_by_key(|(depth, _)| *depth).map_or_else(|| path.into(), |(_, here)| here)
+        fitting.max_by_key(|(depth, _)| *depth).map(|(_, here)| here)
     }
 }
 

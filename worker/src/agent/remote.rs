@@ -1,7 +1,7 @@
 //! The server's REST interface, as an agent uses it that has a disk of its own.
 
 use super::address::Address;
-use lockstep_protocol::agent::{AttemptRef, UploadState, WhatIsNeeded};
+use lockstep_protocol::agent::{AttemptRef, DatasetParts, UploadState, WhatIsNeeded};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, header};
 use serde_json::Value;
 use std::{sync::Arc, time::Duration};
@@ -111,6 +111,16 @@ impl Talk<'_> {
     pub(super) async fn dataset(&self, note: Vec<u8>) -> Result<()> {
         let request = self.request(Method::POST, "/dataset").header(header::CONTENT_TYPE, "application/json");
         self.send(request.body(note)).await.map(drop)
+    }
+
+    /// The list of the dataset's files.
+    pub(super) async fn dataset_list(&self) -> Result<Download> {
+        self.send(self.request(Method::GET, "/dataset/files")).await.map(Download)
+    }
+
+    /// Parts of the dataset's files, one after the other.
+    pub(super) async fn dataset_parts(&self, wanted: &DatasetParts) -> Result<Download> {
+        self.send(self.request(Method::POST, "/dataset/files").json(wanted)).await.map(Download)
     }
 
     /// A file of a checkpoint, from a byte on.

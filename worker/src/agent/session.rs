@@ -104,6 +104,7 @@ impl Session {
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
         let mut machine = machine::describe(agent.state_dir.dir());
         agent.network.describe(&mut machine, self.local);
+        machine.nvlink_groups.clone_from(&agent.nvlink_groups);
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
             agent_id: agent.state_dir.agent_id().to_owned(),

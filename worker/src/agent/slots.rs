@@ -1,7 +1,10 @@
 //! The slots that an agent offers.
 
 use super::Options;
-use crate::engine::{Devices, Selection, registry};
+use crate::{
+    engine::{Devices, Selection, registry},
+    gpu::metrics::Reader,
+};
 use lockstep_protocol::agent::Slot;
 
 /// The slots of this machine.
@@ -24,4 +27,47 @@ pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
         tracing::info!(gpus = names.join(", "), "ranks run on GPUs");
     }
     Ok(slots)
+}
+
+/// Slots whose GPUs are all joined to each other by NVLink, group by group; none where NVML does not say.
+pub(super) fn nvlink_groups(slots: &[Slot]) -> Vec<Vec<u32>> {
+    let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.as_deref()?))).collect();
+    if gpus.len() < 2 {
+        return Vec::new();
+    }
+    match Reader::open() {
+        Ok(nvml) => joined(&gpus, |one, other| nvml.are_joined(one, other)),
+        Err(_) => Vec::new(),
+    }
+}
+
+/// Groups of two and more in which all are joined to each other.
+fn joined(gpus: &[(u32, &str)], are_joined: impl Fn(&str, &str) -> bool) -> Vec<Vec<u32>> {
+    let mut groups: Vec<Vec<(u32, &str)>> = Vec::new();
+    for gpu in gpus {
+        let fits = |group: &&mut Vec<(u32, &str)>| group.iter().all(|other| are_joined(gpu.1, other.1));
+        match groups.iter_mut().find(fits) {
+            Some(group) => group.push(*gpu),
+            None => groups.push(vec![*gpu]),
+        }
+    }
+    let groups = groups.into_iter().filter(|group| group.len() > 1);
+    groups.map(|group| group.into_iter().map(|(slot, _)| slot).collect()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_have_only_what_is_joined_to_all_in_them() {
+        let gpus = [(0, "a0"), (1, "b0"), (2, "a1"), (3, "b1"), (5, "c0")];
+        let same_letter = |one: &str, other: &str| one.as_bytes()[0] == other.as_bytes()[0];
+        assert_eq!(joined(&gpus, same_letter), [vec![0, 2], vec![1, 3]]);
+        assert_eq!(joined(&gpus, |_, _| true), [vec![0, 1, 2, 3, 5]]);
+        assert_eq!(joined(&gpus, |_, _| false), Vec::<Vec<u32>>::new());
+        // A chain: the ends are not joined to each other.
+        let next = |one: &str, other: &str| matches!((one, other), ("b0", "a0") | ("a1", "b0"));
+        assert_eq!(joined(&gpus[..3], next), [vec![0, 1]]);
+    }
 }

@@ -2,7 +2,11 @@
 
 use super::libraries::{Libraries, Library};
 use crate::report::{self, Observer};
-use nvml_wrapper::{Nvml, enum_wrappers::device::TemperatureSensor, error::NvmlError};
+use nvml_wrapper::{
+    Nvml,
+    enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TemperatureSensor},
+    error::NvmlError,
+};
 use std::{
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
@@ -40,6 +44,14 @@ impl Reader {
     /// NVML's own: it does not know the GPU, or the GPU does not answer.
     pub(crate) fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
         sample(&self.0, uuid)
+    }
+
+    /// Whether two GPUs are joined by NVLink, directly or through switches, as far as NVML says.
+    pub(crate) fn are_joined(&self, one: &str, other: &str) -> bool {
+        let (Ok(one), Ok(other)) = (self.0.device_by_uuid(one), self.0.device_by_uuid(other)) else {
+            return false;
+        };
+        matches!(one.p2p_status(&other, P2pCapabilitiesIndex::NvLink), Ok(P2pStatus::Ok))
     }
 }
 

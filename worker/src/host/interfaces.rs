@@ -3,7 +3,7 @@
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketType, netdevice::index_to_name, recv, send, socket,
 };
-use std::{io, net::IpAddr};
+use std::{io, net::IpAddr, path::Path};
 
 const RTM_NEWADDR: u16 = 20;
 const RTM_GETADDR: u16 = 22;
@@ -19,6 +19,22 @@ const HEADER: usize = 16;
 const ADDRESS_HEADER: usize = 8;
 /// The kernel sends at most so much at once.
 const BUFFER: usize = 64 << 10;
+
+/// Speed of an interface in Mbit/s, as its driver says (sysfs-class-net); none where it does not, as for virtual interfaces and for links
+/// that are down.
+pub(crate) fn speed_mbits(interface: &str) -> Option<u32> {
+    speed_below(Path::new("/sys/class/net"), interface)
+}
+
+fn speed_below(folder: &Path, interface: &str) -> Option<u32> {
+    // The kernel allows neither in a name.
+    if interface.is_empty() || interface == ".." || interface.contains('/') {
+        return None;
+    }
+    let text = std::fs::read_to_string(folder.join(interface).join("speed")).ok()?;
+    // Unknown is -1.
+    text.trim().parse().ok().filter(|mbits| *mbits > 0 && *mbits < u32::MAX)
+}
 
 /// Each interface's name with each of its addresses, in the kernel's order.
 ///
@@ -90,6 +106,20 @@ fn address(body: &[u8]) -> Option<(u32, IpAddr)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_speed_is_known_where_the_driver_says_one() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, speed) in [("fast", "100000\n"), ("down", "-1\n"), ("odd", "4294967295\n"), ("none", "")] {
+            std::fs::create_dir(folder.path().join(name)).unwrap();
+            std::fs::write(folder.path().join(name).join("speed"), speed).unwrap();
+        }
+        let speed = |name: &str| speed_below(folder.path(), name);
+        assert_eq!(speed("fast"), Some(100_000));
+        for unknown in ["down", "odd", "none", "not-there", "", "..", "fast/../fast"] {
+            assert_eq!(speed(unknown), None, "{unknown}");
+        }
+    }
 
     #[test]
     fn loopback_is_there_and_bytes_that_end_early_are_no_message() {

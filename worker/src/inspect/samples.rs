@@ -23,12 +23,18 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let samples = samples.collect::<Result<_, DataError>>()?;
             Ok(Samples { total: found.total, classes: found.classes, samples })
         }
-        Pick::Seen { data, seed, validation, places, epochs } => {
+        Pick::Seen { data, seed, validation, mut places, epochs } => {
             let source = DataSource::open(path, &data, seed)?;
+            let shape = &source.shape;
+            let all = if validation { shape.validation_samples } else { shape.train_samples };
+            // The last page of augmented pictures ends where they do; it begins at one that there is.
+            if !epochs.is_empty() && places.first().is_some_and(|first| *first < all) {
+                places.retain(|place| *place < all);
+            }
+            let total = if epochs.is_empty() { places.len() as u64 } else { all };
             let epochs: Vec<Option<u32>> =
                 if epochs.is_empty() { vec![None] } else { epochs.into_iter().map(Some).collect() };
             let mut samples = Vec::new();
-            let total = places.len() as u64;
             let wanted = places.into_iter().flat_map(|place| epochs.iter().map(move |e| (place, *e)));
             for (index, epoch) in wanted.take(MOST) {
                 let (label, picture) = source.picture(validation, index, epoch)?;

@@ -128,10 +128,11 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     assert_ne!(order, mixed(2));
     order.sort_unstable();
     assert_eq!(order, threes.iter().map(|i| *i as u64).collect::<Vec<_>>());
-    let seen = |epochs: Vec<u32>| {
+    let seen_at = |places: Vec<u64>, epochs: Vec<u32>| {
         let data = Box::new(spec(&of).data);
-        samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places: vec![7], epochs })
+        samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places, epochs })
     };
+    let seen = |epochs: Vec<u32>| seen_at(vec![7], epochs);
     assert_eq!(
         decoded(&seen(vec![]).samples[0].png),
         pixels(&of)[7 * size..][..size],
@@ -141,6 +142,10 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     assert_eq!(versions.samples.len(), 5);
     assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");
     assert_eq!(versions, seen(vec![0, 1, 2, 3, 4]), "seeded: the same again");
+    let end = versions.total;
+    let last: Vec<_> =
+        seen_at(vec![end - 1, end], vec![0, 1]).samples.iter().map(|s| (s.index, s.epoch)).collect();
+    assert_eq!(last, [(end - 1, Some(0)), (end - 1, Some(1))], "the last page ends where the pictures do");
     let wrong = Pick::Stored { split: "test2".into(), class: None, shuffle: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
     assert!(

@@ -6,12 +6,18 @@ use lockstep_protocol::agent::{Machine, Slot};
 pub(in crate::dispatch) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
 pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Candidates {
+    linked(given, |_| (None, Vec::new()))
+}
+
+/// As [`candidates`], with the speed of each one's network link and the slots that NVLink joins there.
+fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32>>)) -> Candidates {
     let agents = Agents::default();
     let mut kept = Vec::new();
     for (name, address, slots, _, model) in given {
         let device = if model.starts_with("GPU") { "cuda" } else { "cpu" };
         let slot =
             |index| Slot { index, device: device.into(), name: (*model).into(), memory_bytes: 0, uuid: None };
+        let (interface_mbits, nvlink_groups) = links(name);
         let machine = Machine {
             hostname: (*name).into(),
             cpu: String::new(),
@@ -21,6 +27,8 @@ pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Candidates {
             version: String::new(),
             address: address.map(Into::into),
             interface: None,
+            interface_mbits,
+            nvlink_groups,
             // The part of the name before a dash is the machine.
             network_id: address.and_then(|_| name.split('-').next()).map(Into::into),
         };
@@ -46,9 +54,12 @@ pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Candidates {
 
 /// Names of the chosen machines, with how many slots of each.
 fn chosen(given: &[Given<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
-    let candidates = candidates(given);
+    chosen_of(&candidates(given), ranks, reserved)
+}
+
+fn chosen_of(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
     let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
-    let found = choose(&candidates, ranks, &reserved).unwrap_or_default();
+    let found = choose(candidates, ranks, &reserved).unwrap_or_default();
     found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect()
 }
 
@@ -148,4 +159,78 @@ fn a_launch_s_machines_keep_the_order_of_their_list() {
     let wanted: Vec<_> =
         names.iter().enumerate().map(|(n, name)| (name.clone(), slots(n) as usize)).collect();
     assert_eq!(found, wanted);
+}
+
+#[test]
+fn of_as_many_machines_those_whose_slowest_link_is_fastest() {
+    let given = [
+        ("a", Some("10.0.0.1"), 4, 0, CPU),
+        ("b", Some("10.0.0.2"), 4, 0, CPU),
+        ("c", Some("10.0.0.3"), 4, 1, CPU),
+        ("d", Some("10.0.0.4"), 4, 1, CPU),
+    ];
+    let speeds = |a, b, c, d| {
+        linked(&given, move |name| {
+            let speed = match name {
+                "a" => a,
+                "b" => b,
+                "c" => c,
+                _ => d,
+            };
+            (speed, Vec::new())
+        })
+    };
+    let slow_and_fast = speeds(Some(1000), Some(10_000), Some(100_000), Some(100_000));
+    assert_eq!(chosen_of(&slow_and_fast, 6, &[]), named(&[("c", 3), ("d", 3)]));
+    assert_eq!(chosen_of(&slow_and_fast, 7, &[]), named(&[("b", 4), ("c", 3)]), "the slowest counts");
+    assert_eq!(
+        chosen_of(&slow_and_fast, 8, &[]),
+        named(&[("a", 4), ("b", 4)]),
+        "rather than a third machine"
+    );
+    assert_eq!(chosen_of(&slow_and_fast, 9, &[]), named(&[("b", 4), ("c", 3), ("d", 2)]));
+    assert_eq!(chosen_of(&slow_and_fast, 6, &["c"]), named(&[("b", 4), ("d", 2)]), "one is kept");
+    // Nothing is known of b: it counts as the slowest that is known.
+    let unknown = speeds(Some(1000), None, Some(10_000), Some(10_000));
+    assert_eq!(chosen_of(&unknown, 6, &[]), named(&[("c", 3), ("d", 3)]));
+    let equal = speeds(Some(1000), None, Some(1000), Some(1000));
+    assert_eq!(chosen_of(&equal, 6, &[]), named(&[("a", 4), ("c", 2)]), "as if nothing were known");
+    // What waits is kept the same.
+    let kept = |candidates: &Candidates, ranks| {
+        let kept = reserve(candidates, ranks).unwrap();
+        kept.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(kept(&slow_and_fast, 8), ["c", "d"]);
+    assert_eq!(kept(&slow_and_fast, 12), ["b", "c", "d"]);
+}
+
+#[test]
+fn agents_of_one_machine_need_no_network() {
+    let given = [
+        ("m-1", Some("10.0.0.1"), 2, 0, CPU),
+        ("m-2", Some("10.0.0.1"), 2, 0, CPU),
+        ("n", Some("10.0.0.2"), 2, 0, CPU),
+        ("o", Some("10.0.0.3"), 2, 0, CPU),
+    ];
+    let links = |name: &str| (Some(if name.starts_with('m') { 100 } else { 100_000 }), Vec::new());
+    assert_eq!(chosen_of(&linked(&given, links), 4, &[]), named(&[("m-1", 2), ("m-2", 2)]));
+}
+
+#[test]
+fn gpus_that_nvlink_joins_are_taken_together() {
+    const GPU: &str = "GPU A";
+    let slots = |in_use: u32, groups: &[&[u32]], ranks| {
+        let groups: Vec<Vec<u32>> = groups.iter().map(|group| group.to_vec()).collect();
+        let candidates = linked(&[("a", Some("10.0.0.1"), 8, in_use, GPU)], |_| (None, groups.clone()));
+        choose(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1
+    };
+    let pairs: &[&[u32]] = &[&[0, 4], &[1, 5], &[2, 6], &[3, 7]];
+    assert_eq!(slots(0, pairs, 2), [0, 4]);
+    assert_eq!(slots(2, pairs, 2), [2, 6], "the halves of broken pairs stay");
+    assert_eq!(slots(2, pairs, 1), [4], "they are first for a job that needs one");
+    assert_eq!(slots(1, pairs, 4), [1, 5, 2, 6]);
+    assert_eq!(slots(2, pairs, 6), [2, 6, 3, 7, 4, 5]);
+    assert_eq!(slots(0, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [0, 1, 2, 3]);
+    assert_eq!(slots(1, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [4, 5, 6, 7]);
+    assert_eq!(slots(3, &[], 3), [3, 4, 5], "where nothing is known, in their order");
 }

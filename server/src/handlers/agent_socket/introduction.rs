@@ -6,6 +6,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, FromAgent, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION},
     unseen::first_unseen,
 };
+use std::collections::HashSet;
 
 /// Longest name of an agent, in bytes; its id alike.
 const NAME_BYTES: usize = 100;
@@ -62,6 +63,10 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
             text.truncate(text.floor_char_boundary(DESCRIPTION_BYTES));
         }
     }
+    // Each slot in one group at most, and no others.
+    let mut unseen: HashSet<u32> = slots.iter().map(|slot| slot.index).collect();
+    machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| unseen.remove(slot)));
+    machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
     Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
 }

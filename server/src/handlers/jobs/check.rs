@@ -207,20 +207,27 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     if most == 0 {
-        let (pointer, detail) = match (device, spec.parallel.device) {
-            (Device::Cuda, Device::Auto) => (
+        let counted = device.kind().filter(|kind| kind.is_counted);
+        let (pointer, detail) = match (counted, spec.parallel.device) {
+            (Some(kind), Device::Auto) => (
                 "/train/precision",
-                "no machine online has a GPU, and CPU ranks compute in fp32; use fp32 or auto",
+                format!(
+                    "no machine online has a {}, and CPU ranks compute in fp32; use fp32 or auto",
+                    kind.slot_name
+                ),
             ),
-            (Device::Cuda, _) => (
+            (Some(kind), _) => (
                 "/parallel/device",
-                "no machine online has a GPU (a cuda slot); \"auto\" takes what there is",
+                format!(
+                    "no machine online has a {} (a {} slot); \"auto\" takes what there is",
+                    kind.slot_name, kind.name
+                ),
             ),
-            _ => ("/parallel/device", "no machine online has a slot"),
+            _ => ("/parallel/device", "no machine online has a slot".into()),
         };
-        return Some(SpecError { pointer: pointer.into(), detail: detail.into() });
+        return Some(SpecError { pointer: pointer.into(), detail });
     }
-    let unit = if device == Device::Cuda { "GPU" } else { "slot" };
+    let unit = device.kind().map_or("slot", |kind| kind.slot_name);
     let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
     let ranks = spec.parallel.ranks;
     let detail = if sum.machines > 1 {

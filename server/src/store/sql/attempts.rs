@@ -1,13 +1,13 @@
 //! Attempts: claims, those that may write, and all there were.
 
 use super::{
-    Db, DbRow, SqlStore,
-    jobs::{change, load, read},
+    Connection, DbRow, SqlStore, events,
+    jobs::{change_row, load, read},
 };
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Claim, Claimed, Occupant, Place, Result, StoreError,
+        AttemptRow, Changed, Claim, Claimed, Occupant, Place, Result, StoreError,
         quarantine::{self, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
     },
@@ -18,7 +18,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
     reason::{Reason, ReasonCode},
 };
-use sqlx::{AssertSqlSafe, Row, Transaction};
+use sqlx::{AssertSqlSafe, Row};
 
 /// Jobs whose slots somebody may count on. In these words the index `jobs_yielding` has it, which SQLite compares.
 pub(super) const YIELDS: &str =
@@ -39,10 +39,11 @@ impl SqlStore {
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         reached("claim.begin")?;
-        let mut made = Vec::with_capacity(claims.len());
+        let (mut made, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
         for claim in claims {
-            made.push(make_attempt(&mut db, claim).await?);
+            made.push(make_attempt(&mut db, claim, &mut new).await?);
         }
+        events::insert(&mut db, &new).await?;
         reached("claim.commit")?;
         db.commit().await?;
         reached("claim.committed")?;
@@ -100,7 +101,12 @@ impl SqlStore {
     }
 }
 
-async fn make_attempt(db: &mut Transaction<'static, Db>, claim: &Claim) -> Result<Option<Claimed>> {
+/// Claims a job. Its events come behind `new`, still to be stored.
+async fn make_attempt(
+    db: &mut Connection,
+    claim: &Claim,
+    new: &mut Vec<events::New>,
+) -> Result<Option<Claimed>> {
     // The one statement that decides: of two claims only one finds the job still waiting.
     let claimed = sqlx::query(
         "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
@@ -108,7 +114,7 @@ async fn make_attempt(db: &mut Transaction<'static, Db>, claim: &Claim) -> Resul
     )
     .bind(claim.job.as_str())
     .bind(i64::from(claim.after_attempt))
-    .fetch_optional(&mut **db)
+    .fetch_optional(&mut *db)
     .await?;
     let Some(claimed) = claimed else { return Ok(None) };
     let attempt = small(claimed.try_get("attempt")?);
@@ -116,7 +122,7 @@ async fn make_attempt(db: &mut Transaction<'static, Db>, claim: &Claim) -> Resul
         "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
     )
     .bind(claim.job.as_str())
-    .fetch_optional(&mut **db)
+    .fetch_optional(&mut *db)
     .await?;
     let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
     // Its number is the database's.
@@ -131,7 +137,7 @@ async fn make_attempt(db: &mut Transaction<'static, Db>, claim: &Claim) -> Resul
     .bind(&resume)
     .bind(claim.at.as_millisecond())
     .bind(unnumbered.secret_text())
-    .fetch_one(&mut **db)
+    .fetch_one(&mut *db)
     .await?;
     let fencing_token = FencingToken { number: uint(number), ..unnumbered };
     let mut agents: Vec<String> = Vec::new();
@@ -141,12 +147,14 @@ async fn make_attempt(db: &mut Transaction<'static, Db>, claim: &Claim) -> Resul
         }
     }
     let row = load(db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
-    let changed = change(db, row, claim.at, |row| {
+    let (job, its) = change_row(db, row, claim.at, |row| {
         row.fencing_token = Some(fencing_token);
         row.job.agents = agents;
         lifecycle::started(row, claim.at)
     })
     .await?;
+    let changed = Changed { job, events: its.iter().map(|new| new.row.clone()).collect() };
+    new.extend(its);
     let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
     Ok(Some(Claimed { attempt, resume, changed }))
 }

@@ -4,7 +4,7 @@ use super::{Connection, Db, DbRow, SqlStore, datasets, events};
 use crate::{
     lifecycle,
     store::{
-        Annotation, Change, Changed, Created, JobRow, NewJob, Result, StoreError,
+        Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
         quarantine::{self, read_spec},
         values::{fencing, from_json, int, json, plain, reached, small, time, uint},
     },
@@ -249,15 +249,26 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
 
 pub(super) async fn change(
     db: &mut Transaction<'static, Db>,
-    mut row: JobRow,
+    row: JobRow,
     at: Timestamp,
     change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
 ) -> Result<Changed> {
+    let (job, new) = change_row(db, row, at, change).await?;
+    events::insert(db, &new).await?;
+    Ok(Changed { job, events: new.into_iter().map(|new| new.row).collect() })
+}
+
+/// As [`change`], with its events, which the same transaction is still to store.
+pub(super) async fn change_row(
+    db: &mut Connection,
+    mut row: JobRow,
+    at: Timestamp,
+    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
+) -> Result<(Job, Vec<events::New>)> {
     let bodies = change(&mut row)?;
     let new = append(db, &mut row, bodies, at).await?;
-    events::insert(db, &new).await?;
     save(db, &row, at).await?;
-    Ok(Changed { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
+    Ok((row.job, new))
 }
 
 /// The job that a request made which came with this key.
@@ -340,44 +351,5 @@ impl SqlStore {
 
     pub(super) async fn read_job(&self, id: &JobId) -> Result<Option<JobRow>> {
         load(&mut *self.reader.acquire().await?, id).await
-    }
-
-    pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
-        let mut db = self.begin().await?;
-        let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
-        if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
-            let detail =
-                format!("the job is {state:?}, a state of another version of lockstep; start that version");
-            return Err(lifecycle::Refused { state: row.job.state, detail }.into());
-        }
-        // Nobody removes the dataset of a job that is not over, so that one needs no check.
-        let over = row.job.state.is_final();
-        let changed = change(&mut db, row, crate::now(), |row| edit(row)).await?;
-        if over && !changed.job.state.is_final() {
-            datasets::require_dataset(&mut db, &changed.job.spec.data.dataset).await?;
-        }
-        db.commit().await?;
-        Ok(changed)
-    }
-
-    pub(super) async fn remove_job(&self, id: &JobId) -> Result<()> {
-        let mut db = self.begin().await?;
-        let row = load(&mut db, id).await?.ok_or(StoreError::NotFound("job"))?;
-        let state = row.job.state;
-        if !state.is_final() || row.fencing_token.is_some() {
-            let detail = format!("the job is {state}; cancel it before it is deleted");
-            return Err(lifecycle::Refused { state, detail }.into());
-        }
-        sqlx::query("UPDATE jobs SET deleted_at = $2 WHERE id = $1")
-            .bind(id.as_str())
-            .bind(crate::now().as_millisecond())
-            .execute(&mut *db)
-            .await?;
-        // What is found without its job goes at once; there is little of it.
-        for table in ["checkpoints", "annotations", "idempotency"] {
-            let query = format!("DELETE FROM {table} WHERE job_id = $1");
-            sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).execute(&mut *db).await?;
-        }
-        Ok(db.commit().await?)
     }
 }

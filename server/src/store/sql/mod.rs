@@ -13,6 +13,7 @@ mod audit;
 mod chunks;
 pub(in crate::store) mod copy;
 mod datasets;
+mod edits;
 mod events;
 mod history;
 mod ingest;
@@ -88,6 +89,9 @@ impl Store for SqlStore {
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>> {
         self.read_job(id).await
     }
+    async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
+        self.read_jobs(ids).await
+    }
     async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         self.list_jobs(filter).await
     }
@@ -123,6 +127,9 @@ impl Store for SqlStore {
     }
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
         self.edit_job(id, change).await
+    }
+    async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>> {
+        self.edit_jobs(changes).await
     }
     async fn delete_job(&self, id: &JobId) -> Result<()> {
         self.remove_job(id).await

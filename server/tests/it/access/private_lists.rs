@@ -1,5 +1,6 @@
 //! What is private to somebody shows in no list, count, project, metric, event, order or cursor of others.
 
+use super::{People, people};
 use crate::{
     agent::{Agent, info},
     document::a_job,
@@ -78,13 +79,7 @@ async fn pages(server: &TestServer, who: &Client, path: &str, key: &str) -> (Vec
 async fn no_list_shows_what_is_private_to_somebody_else() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
-        server.add_person(name, role).await;
-    }
-    let (mona, _) = server.client_of("mona", "submit").await;
-    let (otto, _) = server.client_of("otto", "submit").await;
-    let (vera, _) = server.client_of("vera", "read").await;
-    let (ada, _) = server.client_of("ada", "admin").await;
+    let People { vera, mona, otto, ada } = people(&server).await;
     let Made { open, secret } = made(&mut server, &mut agent, &mona, &otto).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
     let registered = server.as_who(&mona, "POST", "/datasets", Some(new));

@@ -1,5 +1,6 @@
 //! A private job in the queue of others: it has a place, and nothing else is told of it.
 
+use super::{People, people};
 use crate::{
     agent::Agent,
     test_server::{DEADLINE, TestServer, spec},
@@ -14,13 +15,7 @@ use tokio::time::Instant;
 async fn a_private_job_has_a_place_in_the_queue_of_others_and_no_name() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
-        server.add_person(name, role).await;
-    }
-    let (mona, _) = server.client_of("mona", "submit").await;
-    let (otto, _) = server.client_of("otto", "submit").await;
-    let (vera, _) = server.client_of("vera", "read").await;
-    let (ada, _) = server.client_of("ada", "admin").await;
+    let People { vera, mona, otto, ada } = people(&server).await;
     let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
         let mut spec = spec();
         spec["name"] = json!(name);
@@ -57,6 +52,12 @@ async fn a_private_job_has_a_place_in_the_queue_of_others_and_no_name() {
         };
         let queue = get("/queue?count=true").await;
         assert_eq!((&queue["total"], &queue["jobs"][1]["name"]), (&json!(2), &json!("open")), "{who}");
+        // The words are the same for all, also for those who see it.
+        assert_eq!(
+            queue["jobs"][1]["reason"]["words"],
+            "waits for 1 slot: 1 of 2 on \"a\" free, kept for another job",
+            "{who}"
+        );
         let kept = &queue["reservations"][0];
         assert_eq!((&kept["agent"], &kept["free"]), (&json!("a"), &json!([1])), "{who}");
         if sees {

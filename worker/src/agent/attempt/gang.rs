@@ -12,8 +12,8 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Longest wait for other machines' checks: reading a large dataset takes a while.
-const OTHERS: Duration = Duration::from_secs(3600);
+/// Longest wait for other machines' checks: one may have to copy a large dataset first.
+const OTHERS: Duration = Duration::from_secs(12 * 3600);
 
 /// What the agent's session and an attempt's task say to each other before the start.
 #[derive(Debug, Clone)]
@@ -54,8 +54,8 @@ impl Gang {
         match tokio::time::timeout(OTHERS, launch.wait_for(Option::is_some)).await {
             Ok(Ok(port)) => Ok(port.unwrap_or_default()),
             _ => Err(Refusal::other(format!(
-                "the job's other machines were not ready within {} min",
-                OTHERS.as_secs() / 60
+                "the job's other machines were not ready within {} h",
+                OTHERS.as_secs() / 3600
             ))),
         }
     }

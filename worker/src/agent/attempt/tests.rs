@@ -51,6 +51,7 @@ fn place(ranks: u32, script: &str) -> Place {
         check: |_, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),
         remote: None,
+        copies: None,
         devices: Arc::default(),
     };
     Place { dir, stored, around }

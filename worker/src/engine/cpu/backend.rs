@@ -23,13 +23,13 @@ pub(in crate::engine) struct Cpu;
 
 impl Backend for Cpu {
     fn name(&self) -> &'static str {
-        "cpu"
+        Device::Cpu.name()
     }
 
     /// As many places as there are cores, or as are asked for. They share the cores: an attempt's ranks get as many threads
     /// each as there are cores for one.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
-        if selection.device == Device::Cuda || selection.list.is_some() {
+        if selection.device.is_counted() || selection.list.is_some() {
             return Ok(Devices::default());
         }
         let cores = cores();
@@ -66,8 +66,9 @@ impl Backend for Cpu {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        if spec.parallel.device == Device::Cuda {
-            return Err("parallel.device = \"cuda\": this rank has no GPU; use cpu or auto".into());
+        if let Some(kind) = spec.parallel.device.kind().filter(|kind| kind.is_counted) {
+            let (name, slot) = (kind.name, kind.slot_name);
+            return Err(format!("parallel.device = \"{name}\": this rank has no {slot}; use cpu or auto"));
         }
         if matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16) {
             return Err("train.precision: CPU ranks compute in fp32; use fp32 or auto".into());

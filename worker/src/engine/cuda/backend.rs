@@ -37,12 +37,12 @@ pub(in crate::engine) struct Cuda;
 
 impl Backend for Cuda {
     fn name(&self) -> &'static str {
-        "cuda"
+        Device::Cuda.name()
     }
 
     /// A place a GPU, numbered as `nvidia-smi` numbers them.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
-        if selection.device == Device::Cpu || selection.cpu_slots.is_some() {
+        if selection.device.is_cores() || selection.cpu_slots.is_some() {
             return Ok(Devices::default());
         }
         let Usable { gpus, hindrance } = devices::usable(selection.list)?;
@@ -67,7 +67,7 @@ impl Backend for Cuda {
 
     /// A job may ask for the CPU on a machine that has GPUs.
     fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32> {
-        given.filter(|_| asked != Device::Cpu).map(|gpu| gpu.ordinal)
+        given.filter(|_| !asked.is_cores()).map(|gpu| gpu.ordinal)
     }
 
     fn device_name(&self, ordinal: i32) -> String {

@@ -1,0 +1,337 @@
+//! A dataset's files as agents copy them: their list, and their bytes. Nothing outside the dataset's folder is read, whatever links lie in
+//! it.
+
+use lockstep_protocol::{
+    agent::{DatasetEntry, DatasetPart, PART_FOLLOWS, PART_REFUSED},
+    pattern,
+};
+use rustix::fs::{Mode, OFlags};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File, Metadata},
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::MetadataExt,
+    path::{Component, Path, PathBuf},
+    vec,
+};
+
+/// Files of one dataset.
+pub(crate) const MOST_FILES: u64 = 100_000_000;
+/// Names of one pattern.
+const MOST_NAMES: usize = 100_000;
+/// Folders within folders.
+const DEPTH: usize = 32;
+/// What is made of a list at once.
+const LIST_BYTES: usize = 128 << 10;
+/// What is read of files at once.
+const READ_BYTES: usize = 1 << 20;
+
+/// Where a dataset's files are.
+#[derive(Debug, Clone)]
+pub(crate) struct Tree {
+    /// The folder that nothing leads out of, without links.
+    root: PathBuf,
+    /// Of a dataset that is a file or a pattern: the names there, and the files that they stand for. Else it is all of the folder.
+    names: Option<Vec<(String, PathBuf)>>,
+    /// What is to be opened, seen from the folder.
+    within: String,
+}
+
+/// What a path of a dataset leads to.
+enum Found {
+    Folder,
+    File(Metadata),
+}
+
+impl Tree {
+    /// The files of the dataset at `path`; none where there is no file.
+    ///
+    /// # Errors
+    /// It cannot be read or copied, in words.
+    pub(crate) fn open(path: &Path) -> Result<Option<Self>, String> {
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
+        match fs::metadata(path) {
+            Ok(found) if found.is_dir() => {
+                let root = path.canonicalize().map_err(failed)?;
+                let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
+                Ok((!is_empty).then_some(Self { root, names: None, within: String::new() }))
+            }
+            Ok(found) if found.is_file() => {
+                let real = path.canonicalize().map_err(failed)?;
+                let (Some(root), Some(name), Some(shown)) =
+                    (real.parent(), real.file_name(), path.file_name())
+                else {
+                    return Ok(None);
+                };
+                let shown = unicode(shown)?;
+                let names = Some(vec![(shown.clone(), PathBuf::from(name))]);
+                Ok(Some(Self { root: root.into(), names, within: shown }))
+            }
+            Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::of_pattern(path),
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    fn of_pattern(path: &Path) -> Result<Option<Self>, String> {
+        let has_brace = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
+        let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
+        let rest: PathBuf = path.iter().skip_while(|part| !has_brace(part)).collect();
+        let Ok(root) = fixed.canonicalize() else { return Ok(None) };
+        if rest.as_os_str().is_empty() {
+            return Ok(None);
+        }
+        let within = unicode(rest.as_os_str())?;
+        let names =
+            pattern::expand(&within, MOST_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
+        let names: Vec<_> = names
+            .into_iter()
+            .filter(|name| root.join(name).exists())
+            .map(|name| (name.clone(), PathBuf::from(name)))
+            .collect();
+        Ok((!names.is_empty()).then_some(Self { root, names: Some(names), within }))
+    }
+
+    /// What `path` leads to, which lies in a folder that was entered.
+    fn stat(&self, path: &Path) -> Result<Found, String> {
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
+        let full = self.root.join(path);
+        let mut found = fs::symlink_metadata(&full).map_err(failed)?;
+        if found.is_symlink() {
+            found = fs::metadata(self.root.join(self.real(path)?)).map_err(failed)?;
+        }
+        match found {
+            found if found.is_dir() => Ok(Found::Folder),
+            found if found.is_file() => Ok(Found::File(found)),
+            _ => Err(format!("{} is neither a file nor a folder; take it out", path.display())),
+        }
+    }
+
+    /// The path without links, seen from the root.
+    fn real(&self, path: &Path) -> Result<PathBuf, String> {
+        let real = self.root.join(path).canonicalize();
+        let real = real.map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+        real.strip_prefix(&self.root).map(Path::to_owned).map_err(|_| {
+            let detail = format!("{} is a link that leads out of the dataset's folder", path.display());
+            format!("{detail}; put what it leads to there")
+        })
+    }
+
+    /// Opens a file by the path that the list has. Links are followed before; what becomes one meanwhile is not opened.
+    fn file(&self, path: &str) -> Result<File, String> {
+        let path = match &self.names {
+            None => Path::new(path),
+            Some(names) => names
+                .iter()
+                .find_map(|(name, real)| (name == path).then_some(real.as_path()))
+                .ok_or_else(|| format!("{path} is none of the dataset's files"))?,
+        };
+        let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
+        if !is_below || path.as_os_str().is_empty() {
+            return Err(format!("{} is none of the dataset's files", path.display()));
+        }
+        let real = self.real(path)?;
+        let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
+        let folder = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut at = rustix::fs::open(&self.root, folder, Mode::empty()).map_err(failed)?;
+        let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
+        for part in real.parent().into_iter().flatten() {
+            at = rustix::fs::openat(&at, part, folder, Mode::empty()).map_err(failed)?;
+        }
+        // Neither waits for a pipe nor makes a terminal this process's own.
+        let regular = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        Ok(File::from(rustix::fs::openat(&at, name, regular, Mode::empty()).map_err(failed)?))
+    }
+}
+
+/// When a file was last written, or given other times or another owner, in nanoseconds since 1970.
+fn changed_ns(found: &Metadata) -> i64 {
+    let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
+}
+
+fn unicode(name: &std::ffi::OsStr) -> Result<String, String> {
+    let text = name.to_str().map(str::to_owned);
+    text.ok_or_else(|| format!("the name {name:?} is not UTF-8; rename it"))
+}
+
+/// The list of a dataset's files, made while it is sent: folders are read when it is their turn.
+pub(crate) struct List {
+    tree: Tree,
+    most: u64,
+    /// Folders that are not read to their end: the path of each, and the names that are left.
+    open: Vec<(PathBuf, vec::IntoIter<String>)>,
+    /// Of the files so far.
+    files: u64,
+    bytes: u64,
+    begun: bool,
+    ended: bool,
+}
+
+impl List {
+    /// At most `most` files.
+    pub(crate) fn of(tree: Tree, most: u64) -> Self {
+        Self { tree, most, open: Vec::new(), files: 0, bytes: 0, begun: false, ended: false }
+    }
+
+    /// The next lines; none at the end.
+    pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let mut text = Vec::new();
+        while !self.ended && text.len() < LIST_BYTES {
+            let entry = self.next().unwrap_or_else(DatasetEntry::Failed);
+            self.ended = matches!(entry, DatasetEntry::End(..) | DatasetEntry::Failed(_));
+            serde_json::to_writer(&mut text, &entry)?;
+            text.push(b'\n');
+        }
+        Ok((!text.is_empty()).then_some(text))
+    }
+
+    fn next(&mut self) -> Result<DatasetEntry, String> {
+        if !self.begun {
+            self.begun = true;
+            match &self.tree.names {
+                None => self.enter(PathBuf::new())?,
+                Some(names) => {
+                    let names: Vec<_> = names.iter().map(|(name, _)| name.clone()).collect();
+                    self.open.push((PathBuf::new(), names.into_iter()));
+                }
+            }
+            return Ok(DatasetEntry::Begin(self.tree.within.clone()));
+        }
+        loop {
+            let Some((folder, names)) = self.open.last_mut() else {
+                return Ok(DatasetEntry::End(self.files, self.bytes));
+            };
+            let Some(name) = names.next() else {
+                self.open.pop();
+                continue;
+            };
+            let path = folder.join(&name);
+            let shown = unicode(path.as_os_str())?;
+            let found = match &self.tree.names {
+                None => self.tree.stat(&path)?,
+                Some(_) => self.tree.file(&shown).and_then(|file| {
+                    let found = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
+                    if found.is_file() { Ok(Found::File(found)) } else { Err(format!("{shown} is no file")) }
+                })?,
+            };
+            return match found {
+                Found::Folder => {
+                    self.enter(path)?;
+                    Ok(DatasetEntry::Folder(shown))
+                }
+                Found::File(found) => {
+                    self.files += 1;
+                    self.bytes += found.len();
+                    if self.files > self.most {
+                        return Err(format!("it has more than {} files", self.most));
+                    }
+                    Ok(DatasetEntry::File(shown, found.len(), changed_ns(&found)))
+                }
+            };
+        }
+    }
+
+    fn enter(&mut self, path: PathBuf) -> Result<(), String> {
+        if self.open.len() > DEPTH {
+            let detail = format!("{} lies deeper than {DEPTH} folders", path.display());
+            return Err(format!("{detail}; is a link leading round in circles?"));
+        }
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
+        let mut names = Vec::new();
+        for entry in fs::read_dir(self.tree.root.join(&path)).map_err(failed)? {
+            names.push(unicode(&entry.map_err(failed)?.file_name())?);
+        }
+        names.sort_unstable();
+        self.open.push((path, names.into_iter()));
+        Ok(())
+    }
+}
+
+/// Parts of a dataset's files, read while they are sent.
+pub(crate) struct Parts {
+    tree: Tree,
+    parts: vec::IntoIter<DatasetPart>,
+    /// The file that is being read.
+    current: Option<Reading>,
+    ended: bool,
+}
+
+struct Reading {
+    part: DatasetPart,
+    file: File,
+    left: u64,
+    sum: Sha256,
+}
+
+impl Parts {
+    pub(crate) fn of(tree: Tree, parts: Vec<DatasetPart>) -> Self {
+        Self { tree, parts: parts.into_iter(), current: None, ended: false }
+    }
+
+    /// The next bytes; none at the end.
+    ///
+    /// # Errors
+    /// A file cannot be read to the end of its part, or has changed meanwhile: the answer is cut.
+    pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let mut out = Vec::new();
+        while !self.ended && out.len() < READ_BYTES {
+            if let Some(mut reading) = self.current.take() {
+                let from = out.len();
+                let size = reading.left.min((READ_BYTES - from) as u64);
+                out.resize(from + size as usize, 0);
+                reading.file.read_exact(&mut out[from..])?;
+                reading.sum.update(&out[from..]);
+                reading.left -= size;
+                if reading.left > 0 {
+                    self.current = Some(reading);
+                    continue;
+                }
+                if !is_as_listed(&reading.file.metadata()?, &reading.part) {
+                    return Err(io::Error::other("a file has changed while it was read"));
+                }
+                out.extend_from_slice(&reading.sum.finalize());
+                continue;
+            }
+            let Some(part) = self.parts.next() else {
+                self.ended = true;
+                break;
+            };
+            match self.begin(part) {
+                Ok(reading) => {
+                    out.push(PART_FOLLOWS);
+                    self.current = Some(reading);
+                }
+                Err(words) => {
+                    self.ended = true;
+                    out.push(PART_REFUSED);
+                    out.extend_from_slice(&u32::try_from(words.len()).unwrap_or(0).to_be_bytes());
+                    out.extend_from_slice(words.as_bytes());
+                }
+            }
+        }
+        Ok((!out.is_empty()).then_some(out))
+    }
+
+    fn begin(&self, part: DatasetPart) -> Result<Reading, String> {
+        let mut file = self.tree.file(&part.path)?;
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", part.path);
+        let found = file.metadata().map_err(failed)?;
+        if !found.is_file() {
+            return Err(format!("{} is no file", part.path));
+        }
+        if !is_as_listed(&found, &part) || part.offset.saturating_add(part.length) > found.len() {
+            return Err(format!("{} has changed since it was listed", part.path));
+        }
+        file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;
+        Ok(Reading { left: part.length, part, file, sum: Sha256::new() })
+    }
+}
+
+fn is_as_listed(found: &Metadata, part: &DatasetPart) -> bool {
+    found.len() == part.size_bytes && changed_ns(found) == part.changed_ns
+}
+
+#[cfg(test)]
+#[path = "dataset_files/tests.rs"]
+mod tests;

@@ -1,0 +1,196 @@
+use super::*;
+use std::os::unix::fs::symlink;
+
+fn tree(path: &Path) -> Tree {
+    Tree::open(path).unwrap().unwrap()
+}
+
+fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
+    let mut list = List::of(tree, most);
+    let mut text = Vec::new();
+    while let Some(chunk) = list.chunk().unwrap() {
+        text.extend(chunk);
+    }
+    let text = String::from_utf8(text).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Names of files and, with a slash behind them, of folders; and what is the last line.
+fn names(path: &Path) -> (Vec<String>, DatasetEntry) {
+    let mut all = listed(tree(path), MOST_FILES);
+    let last = all.pop().unwrap();
+    let names = all.into_iter().filter_map(|entry| match entry {
+        DatasetEntry::File(name, ..) => Some(name),
+        DatasetEntry::Folder(name) => Some(format!("{name}/")),
+        _ => None,
+    });
+    (names.collect(), last)
+}
+
+fn refused(path: &Path) -> String {
+    match names(path).1 {
+        DatasetEntry::Failed(why) => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn read(tree: Tree, parts: Vec<DatasetPart>) -> Vec<u8> {
+    let mut parts = Parts::of(tree, parts);
+    let mut all = Vec::new();
+    while let Some(chunk) = parts.chunk().unwrap() {
+        all.extend(chunk);
+    }
+    all
+}
+
+fn part(tree: &Tree, path: &str, offset: u64, length: u64) -> DatasetPart {
+    let listed = listed(tree.clone(), MOST_FILES);
+    let found = listed.into_iter().find_map(|entry| match entry {
+        DatasetEntry::File(name, size, changed) if name == path => Some((size, changed)),
+        _ => None,
+    });
+    let (size_bytes, changed_ns) = found.unwrap_or((1, 1));
+    DatasetPart { path: path.into(), size_bytes, changed_ns, offset, length }
+}
+
+fn sent(bytes: &[u8]) -> Vec<u8> {
+    [&[PART_FOLLOWS], bytes, &Sha256::digest(bytes)[..]].concat()
+}
+
+fn why(answer: &[u8]) -> String {
+    assert_eq!(answer[0], PART_REFUSED, "{answer:?}");
+    String::from_utf8(answer[5..].to_vec()).unwrap()
+}
+
+#[test]
+fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
+    let dir = tempfile::tempdir().unwrap();
+    for folder in ["train/cats", "train/none"] {
+        fs::create_dir_all(dir.path().join(folder)).unwrap();
+    }
+    assert!(Tree::open(&dir.path().join("train/none")).unwrap().is_none(), "an empty folder");
+    assert!(Tree::open(&dir.path().join("gone")).unwrap().is_none());
+    for (name, text) in [("train/cats/2", "b"), ("train/cats/1", "aa"), (".hidden", ""), ("z", "ccc")] {
+        fs::write(dir.path().join(name), text).unwrap();
+    }
+    // A link that stays inside is what it leads to, whether it says so by a short path or a long one.
+    symlink("../cats/1", dir.path().join("train/none/short")).unwrap();
+    symlink(dir.path().canonicalize().unwrap().join("train/cats"), dir.path().join("train/dogs")).unwrap();
+    let expected = [
+        ".hidden",
+        "train/",
+        "train/cats/",
+        "train/cats/1",
+        "train/cats/2",
+        "train/dogs/",
+        "train/dogs/1",
+        "train/dogs/2",
+        "train/none/",
+        "train/none/short",
+        "z",
+    ];
+    assert_eq!(names(dir.path()), (expected.map(str::to_owned).to_vec(), DatasetEntry::End(7, 11)));
+    // At the limit of files, and one past it.
+    let all = tree(dir.path());
+    assert_eq!(listed(all.clone(), 7).last(), Some(&DatasetEntry::End(7, 11)));
+    assert!(
+        matches!(listed(all, 6).last(), Some(DatasetEntry::Failed(why)) if why.contains("more than 6 files"))
+    );
+}
+
+#[test]
+fn folders_lie_in_folders_up_to_a_limit_and_links_do_not_lead_round() {
+    let dir = tempfile::tempdir().unwrap();
+    let deep: PathBuf = (0..DEPTH).map(|_| "d").collect();
+    fs::create_dir_all(dir.path().join(&deep)).unwrap();
+    fs::write(dir.path().join(&deep).join("x"), "one").unwrap();
+    assert_eq!(names(dir.path()).1, DatasetEntry::End(1, 3));
+    fs::create_dir(dir.path().join(&deep).join("d")).unwrap();
+    assert!(refused(dir.path()).contains("deeper than 32 folders"));
+    let round = tempfile::tempdir().unwrap();
+    fs::write(round.path().join("x"), "one").unwrap();
+    symlink(".", round.path().join("again")).unwrap();
+    assert!(refused(round.path()).contains("deeper than 32 folders"));
+}
+
+#[test]
+fn nothing_outside_the_folder_is_listed_or_read() {
+    let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    fs::write(outside.path().join("secret"), "secret").unwrap();
+    fs::write(dir.path().join("inside"), "inside").unwrap();
+    let all = tree(dir.path());
+    let link = dir.path().join("link");
+    for target in [outside.path().join("secret"), outside.path().to_owned(), "..".into(), "/etc".into()] {
+        symlink(&target, &link).unwrap();
+        let why_not = refused(dir.path());
+        assert!(why_not.contains("link is a link that leads out of the dataset's folder"), "{why_not}");
+        for path in ["link", "link/secret", "link/passwd"] {
+            let wanted = DatasetPart { size_bytes: 6, ..part(&all, path, 0, 6) };
+            let answer = why(&read(all.clone(), vec![wanted]));
+            assert!(answer.contains("leads out of") || answer.contains("cannot be read"), "{path}: {answer}");
+        }
+        fs::remove_file(&link).unwrap();
+    }
+    let secret = format!("{}/secret", outside.path().display());
+    for path in ["../inside", "/etc/passwd", "", ".", "a/../../x", &secret] {
+        assert!(
+            why(&read(all.clone(), vec![part(&all, path, 0, 1)])).contains("none of the dataset's files")
+        );
+    }
+    // Nor what is no file.
+    rustix::fs::mknodat(rustix::fs::CWD, &link, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
+    assert!(refused(dir.path()).contains("neither a file nor a folder"));
+    assert!(why(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("is no file"));
+}
+
+#[test]
+fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
+    let dir = tempfile::tempdir().unwrap();
+    let large: Vec<u8> = (0..3_000_000_u32).map(|n| n as u8).collect();
+    fs::write(dir.path().join("large"), &large).unwrap();
+    fs::write(dir.path().join("small"), "small").unwrap();
+    let all = tree(dir.path());
+    let wanted = vec![
+        part(&all, "small", 0, 5),
+        part(&all, "large", 0, 2_500_000),
+        part(&all, "large", 2_500_000, 500_000),
+    ];
+    let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
+    assert!(read(all.clone(), wanted) == expected);
+    let past = part(&all, "small", 1, 5);
+    assert!(why(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
+    let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
+    fs::write(dir.path().join("small"), "larger").unwrap();
+    let answer = read(all.clone(), vec![other.clone(), before, other]);
+    let (first, rest) = answer.split_at(34);
+    assert_eq!(first, sent(&large[..1]));
+    assert!(why(rest).contains("small has changed since it was listed"), "and nothing after it");
+}
+
+#[test]
+fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["train-0.tar", "train-1.tar", "other.tar"] {
+        fs::write(dir.path().join(name), name).unwrap();
+    }
+    let one = tree(&dir.path().join("train-0.tar"));
+    let begin = |entries: &[DatasetEntry]| entries[0].clone();
+    assert_eq!(begin(&listed(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
+    assert_eq!(names(&dir.path().join("train-0.tar")).0, ["train-0.tar"]);
+    assert!(why(&read(one.clone(), vec![part(&one, "other.tar", 0, 1)])).contains("none of the dataset's"));
+    assert_eq!(read(one.clone(), vec![part(&one, "train-0.tar", 0, 5)]), sent(b"train"));
+    let pattern = dir.path().join("train-{0..3}.tar");
+    assert_eq!(names(&pattern), (vec!["train-0.tar".into(), "train-1.tar".into()], DatasetEntry::End(2, 22)));
+    let several = tree(&pattern);
+    assert_eq!(begin(&listed(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
+    assert!(
+        why(&read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
+            .contains("none of the dataset's")
+    );
+    // A file that the dataset's path leads to by a link is the dataset; one that a name of the pattern leads to is not.
+    let outside = tempfile::tempdir().unwrap();
+    symlink(dir.path().join("other.tar"), outside.path().join("x.tar")).unwrap();
+    assert_eq!(names(&outside.path().join("x.tar")), (vec!["x.tar".into()], DatasetEntry::End(1, 9)));
+    assert!(refused(&outside.path().join("{x,y}.tar")).contains("leads out of the dataset's folder"));
+    assert!(Tree::open(&outside.path().join("{p,q}.tar")).unwrap().is_none());
+}

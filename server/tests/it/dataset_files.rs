@@ -1,0 +1,173 @@
+//! The routes by which an agent copies the dataset of an attempt that it holds: what is sent, to whom, and how much at once.
+
+use crate::{
+    agent::{Agent, hello, info, running},
+    test_server::{TestServer, client},
+};
+use lockstep_protocol::agent::{
+    AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, Ending,
+    Source,
+};
+use serde_json::{Value, json};
+use std::{fs, os::unix::fs::symlink, path::Path};
+
+/// An agent that asks for the files of its attempt's dataset.
+struct Asks<'a> {
+    server: &'a TestServer,
+    http: reqwest::Client,
+    agent_id: &'a str,
+    attempt: AttemptRef,
+}
+
+impl Asks<'_> {
+    async fn ask(&self, method: &str, body: &Value) -> (u16, Vec<u8>) {
+        let AttemptRef { job, attempt, fencing_token } = &self.attempt;
+        let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}/dataset/files"));
+        let request = self.http.request(method.parse().unwrap(), url).body(body.to_string());
+        let request = request.header("x-lockstep-agent", self.agent_id);
+        let answer =
+            request.header("x-lockstep-fencing-token", String::from(*fencing_token)).send().await.unwrap();
+        (answer.status().as_u16(), answer.bytes().await.unwrap().to_vec())
+    }
+
+    async fn list(&self) -> Vec<DatasetEntry> {
+        let (status, text) = self.ask("GET", &Value::Null).await;
+        let text = String::from_utf8(text).unwrap();
+        assert_eq!(status, 200, "{text}");
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    async fn parts(&self, parts: &[DatasetPart], copied: u64) -> (u16, Vec<u8>) {
+        self.ask("POST", &json!({"parts": parts, "copied_bytes": copied, "total_bytes": 10})).await
+    }
+
+    /// The status and the sentence of a refusal.
+    async fn refused(&self, method: &str, body: &Value) -> (u16, String) {
+        let (status, text) = self.ask(method, body).await;
+        let problem: Value = serde_json::from_slice(&text).unwrap_or_default();
+        (status, problem["detail"].as_str().unwrap_or_default().to_owned())
+    }
+}
+
+/// An agent with an attempt on the dataset at `path`.
+async fn starts(server: &TestServer, token: &str, path: &Path) -> (Agent, AttemptRef) {
+    let mut agent = Agent::greet_with(server, token, hello("a", 2, Vec::new())).await.unwrap();
+    let new = json!({"name": "pictures", "path": path});
+    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    assert_eq!(status, 201, "{body}");
+    server.submit(|_| {}).await;
+    let attempt = agent.started().await.attempt;
+    (agent, attempt)
+}
+
+#[tokio::test]
+async fn the_agent_of_an_attempt_gets_the_files_of_its_dataset_and_nothing_else() {
+    let server = TestServer::new().await;
+    let data = tempfile::tempdir().unwrap();
+    let path = data.path().join("pictures");
+    fs::create_dir_all(path.join("train")).unwrap();
+    fs::write(path.join("train/1"), "0123456789").unwrap();
+    fs::write(data.path().join("secret"), "secret").unwrap();
+    let token = server.agent_token("a").await;
+    let (mut agent, attempt) = starts(&server, &token, &path).await;
+    let other = server.agent_token("b").await;
+    let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    let asks = |token: &str, agent_id: &'static str| Asks {
+        server: &server,
+        http: client(token),
+        agent_id,
+        attempt: attempt.clone(),
+    };
+    let own = asks(&token, "id-a");
+    let list = own.list().await;
+    let DatasetEntry::File(name, 10, changed_ns) = &list[2] else { panic!("{list:?}") };
+    assert_eq!(name, "train/1");
+    assert_eq!(list[..2], [DatasetEntry::Begin(String::new()), DatasetEntry::Folder("train".into())]);
+    assert_eq!(list[3..], [DatasetEntry::End(1, 10)]);
+    let part = |path: &str, offset, length| DatasetPart {
+        path: path.into(),
+        size_bytes: 10,
+        changed_ns: *changed_ns,
+        offset,
+        length,
+    };
+    // From any byte on.
+    let (status, answer) = own.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
+    assert_eq!((status, answer.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
+    assert_eq!((&answer[1..11], &answer[44..47]), (&b"0123456789"[..], &b"456"[..]));
+    for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
+        let (status, answer) = own.parts(&[part(outside, 0, 1)], 0).await;
+        assert_eq!((status, answer[0]), (200, 1));
+        assert!(String::from_utf8_lossy(&answer).contains("is none of the dataset's files"));
+    }
+    symlink(data.path().join("secret"), path.join("train/2")).unwrap();
+    let refused = own.list().await;
+    assert!(
+        matches!(refused.last(), Some(DatasetEntry::Failed(why)) if why.contains("leads out of the dataset's folder"))
+    );
+    let (_, answer) = own.parts(&[part("train/2", 0, 1)], 0).await;
+    assert!(String::from_utf8_lossy(&answer).contains("leads out of the dataset's folder"));
+
+    // Others: an agent without the attempt, by its own name and by this one's, and another kind of token.
+    for wrong in
+        [asks(&other, "id-b"), asks(&other, "id-a"), asks(&token, "id-b"), asks(&server.token, "id-a")]
+    {
+        for method in ["GET", "POST"] {
+            assert_eq!(
+                wrong.refused(method, &json!({"parts": []})).await.0,
+                403,
+                "{method} {}",
+                wrong.agent_id
+            );
+        }
+    }
+    // When the attempt is over, its agent neither.
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(own.refused("GET", &Value::Null).await.0, 403);
+    assert_eq!(own.parts(&[part("train/1", 0, 10)], 0).await.0, 403);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_request_for_parts_has_limits_and_the_log_says_how_far_the_copy_is() {
+    let server = TestServer::new().await;
+    let data = tempfile::tempdir().unwrap();
+    fs::write(data.path().join("x"), "0123456789").unwrap();
+    let token = server.agent_token("a").await;
+    let (_agent, attempt) = starts(&server, &token, data.path()).await;
+    let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt: attempt.clone() };
+    let part = |length| DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length };
+    let full = usize::try_from(DATASET_PARTS_BYTES / DATASET_PART_BYTES).unwrap();
+    for (parts, status) in [
+        (vec![], 422),
+        (vec![part(DATASET_PART_BYTES)], 200),
+        (vec![part(DATASET_PART_BYTES + 1)], 422),
+        (vec![part(1); DATASET_PARTS], 200),
+        (vec![part(1); DATASET_PARTS + 1], 422),
+        (vec![part(DATASET_PART_BYTES); full], 200),
+        ([vec![part(DATASET_PART_BYTES); full], vec![part(1)]].concat(), 422),
+    ] {
+        assert_eq!(own.parts(&parts, 0).await.0, status, "{} parts", parts.len());
+    }
+    assert_eq!(own.refused("POST", &json!("x")).await.0, 400);
+    for copied in [0, 4, 5, 5, 9] {
+        own.parts(&[part(1)], copied).await;
+    }
+    let (_, logs) = server.get(&format!("/jobs/{}/logs", attempt.job)).await;
+    let logs = logs.to_string();
+    for (line, times) in [
+        ("a copies the dataset pictures (0.0 MB) from the server", 1),
+        ("a has copied 40 % of the dataset pictures", 1),
+        ("a has copied 50 % of the dataset pictures", 1),
+        ("a has copied 90 % of the dataset pictures", 1),
+    ] {
+        assert_eq!(logs.matches(line).count(), times, "{line}: {logs}");
+    }
+    // The server's machine has it no more: the agent says what is missing, as before.
+    fs::remove_file(data.path().join("x")).unwrap();
+    let (status, why) = own.refused("GET", &Value::Null).await;
+    assert!(status == 404 && why.contains("the server's machine has no files at"), "{status} {why}");
+    assert_eq!(own.parts(&[part(1)], 0).await.0, 404);
+    server.stop().await;
+}

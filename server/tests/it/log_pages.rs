@@ -1,0 +1,159 @@
+//! Logs, events and pictures are read in pages, as other lists are.
+
+use crate::{
+    agent::{Agent, line, losses, running},
+    test_server::TestServer,
+};
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest, Ending, FromAgent, Source, ToAgent},
+    inspect::{Pick, Sample, Samples},
+};
+use serde_json::Value;
+
+/// Texts of all pages, and how many pages there were.
+async fn walked(server: &TestServer, path: &str) -> (Vec<String>, usize) {
+    let (mut texts, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
+    loop {
+        let (status, page) = server.get(&format!("{path}{cursor}")).await;
+        assert_eq!(status, 200, "{path}{cursor}: {page}");
+        pages += 1;
+        texts.extend(page["lines"].as_array().unwrap().iter().map(|line| line["text"].to_string()));
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
+            None => return (texts, pages),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_log_is_read_in_pages_from_either_end() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id;
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    for n in 1..=7 {
+        // A report each, and so an event each.
+        let text = format!("line {n}");
+        agent.report(&attempt, Source::Rank(0), n, vec![line(0, n, &text)]).await;
+    }
+    let expected: Vec<String> = (1..=7).map(|n| format!("\"line {n}\"")).collect();
+    let reversed: Vec<String> = expected.iter().rev().cloned().collect();
+    let logs = format!("/jobs/{id}/logs");
+    for limit in [1, 3, 7, 8] {
+        for q in ["", "&q=line"] {
+            let (texts, pages) = walked(&server, &format!("{logs}?limit={limit}&sort=seq{q}")).await;
+            assert_eq!(texts, expected, "{limit}{q}");
+            assert!(pages >= 7_usize.div_ceil(limit), "{pages} pages of {limit}{q}");
+            assert_eq!(walked(&server, &format!("{logs}?limit={limit}{q}")).await.0, expected, "{limit}{q}");
+            let newest = walked(&server, &format!("{logs}?limit={limit}&sort=-seq{q}")).await;
+            assert_eq!(newest.0, reversed, "{limit}{q}");
+        }
+    }
+    // Filters hold on every page.
+    let (_, all) = server.get(&logs).await;
+    let seq = |n: usize| all["lines"][n]["seq"].as_u64().unwrap();
+    let between = format!("after={}&before={}", seq(1), seq(5));
+    for (sort, expected) in [("seq", &expected[2..5]), ("-seq", &reversed[2..5])] {
+        assert_eq!(walked(&server, &format!("{logs}?limit=1&sort={sort}&{between}")).await.0, expected);
+    }
+    // As the last version asked.
+    let (_, tail) = server.get(&format!("{logs}?tail=2")).await;
+    assert_eq!((&tail["lines"][0]["text"], &tail["lines"][1]["text"]), (&"line 6".into(), &"line 7".into()));
+    let (_, before) = server.get(&format!("{logs}?tail=2&before={}", tail["next"])).await;
+    assert_eq!(before["lines"][1]["text"], "line 5");
+    let (_, first) = server.get(&format!("{logs}?limit=2")).await;
+    let (_, after) = server.get(&format!("{logs}?limit=2&after={}", first["next"])).await;
+    assert_eq!(after["lines"][0]["text"], "line 3");
+    // What a log does not have.
+    let cursor = first["next_cursor"].as_str().unwrap();
+    for (query, words) in [
+        ("sort=sec".to_owned(), "did you mean \"seq\"?"),
+        ("sort=seq&tail=3".to_owned(), "tail is of the last version"),
+        (format!("sort=-seq&cursor={cursor}"), "the cursor is of another sort"),
+        ("cursor=x".to_owned(), "the cursor is none of this list"),
+        (format!("format=text&cursor={cursor}"), "leave sort and cursor out"),
+    ] {
+        let (status, body) = server.get(&format!("{logs}?{query}")).await;
+        assert_eq!(status, 400, "{query}: {body}");
+        assert!(body["detail"].as_str().unwrap().contains(words), "{query}: {body}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn events_are_read_in_pages_by_their_types() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=5)]).await;
+    agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+    let stored = server.stored(&id).await;
+    for limit in [1, 2, 100] {
+        let (mut events, mut cursor) = (Vec::new(), String::new());
+        loop {
+            let (status, page) = server.get(&format!("/jobs/{id}/events?limit={limit}{cursor}")).await;
+            assert_eq!(status, 200, "{page}");
+            events.extend(page["events"].as_array().unwrap().iter().cloned());
+            match page["next_cursor"].as_str() {
+                Some(next) => cursor = format!("&cursor={next}"),
+                None => break,
+            }
+        }
+        assert_eq!(events, stored, "by {limit}");
+    }
+    let (_, page) = server.get(&format!("/jobs/{id}/events?type=state,metrics&fields=type")).await;
+    let wanted: Vec<_> =
+        stored.iter().map(|e| e["type"].clone()).filter(|t| t == "state" || t == "metrics").collect();
+    let found: Vec<_> = page["events"].as_array().unwrap().iter().map(|e| e["type"].clone()).collect();
+    assert_eq!(found, wanted);
+    let (status, problem) = server.get(&format!("/jobs/{id}/events?type=stat")).await;
+    assert!(status == 400 && problem["detail"].as_str().unwrap().contains("\"state\""), "{problem}");
+    server.stop().await;
+}
+
+/// Answers requests for pictures as an agent does whose dataset has five.
+async fn show_pictures(mut agent: Agent) {
+    while let Some(message) = agent.next().await {
+        let ToAgent::Request { id, request: AgentRequest::Samples { pick, .. } } = message else { continue };
+        let places: Vec<u64> = match pick {
+            Pick::Stored { offset, limit, .. } => (offset..5.min(offset + u64::from(limit))).collect(),
+            Pick::Seen { places, .. } => places,
+        };
+        let sample = |index| Sample { index, label: 0, epoch: None, file: None, png: String::new() };
+        let samples = places.into_iter().map(sample).collect();
+        let samples = Samples { total: 5, classes: vec!["cat".into()], samples };
+        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Samples(samples)) }).await;
+    }
+}
+
+#[tokio::test]
+async fn a_dataset_s_pictures_are_read_in_pages() {
+    let server = TestServer::new().await;
+    let agent = tokio::spawn(show_pictures(Agent::with_pictures(&server, 2).await));
+    let path = "/datasets/pictures/samples?limit=2";
+    let mut indices: Vec<Value> = Vec::new();
+    let mut cursors = vec![String::new()];
+    loop {
+        let (status, page) = server.get(&format!("{path}{}", cursors[cursors.len() - 1])).await;
+        assert_eq!((status, &page["total"]), (200, &5.into()), "{page}");
+        indices.extend(page["samples"].as_array().unwrap().iter().map(|sample| sample["index"].clone()));
+        match page["next_cursor"].as_str() {
+            Some(next) => cursors.push(format!("&cursor={next}")),
+            None => break,
+        }
+    }
+    assert_eq!((Value::from(indices), cursors.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
+    for (more, words) in [
+        ("&offset=2", "leave one of them out"),
+        ("&split=val", "the cursor is of another sort"),
+        ("&shuffle=1", "the cursor is of another sort"),
+    ] {
+        let (status, body) = server.get(&format!("{path}{}{more}", cursors[1])).await;
+        assert_eq!(status, 400, "{more}: {body}");
+        assert!(body["detail"].as_str().unwrap().contains(words), "{more}: {body}");
+    }
+    agent.abort();
+    server.stop().await;
+}

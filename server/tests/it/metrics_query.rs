@@ -1,0 +1,50 @@
+//! A metric of several jobs in one request.
+
+use crate::{
+    agent::{Agent, losses, running},
+    test_server::TestServer,
+};
+use lockstep_protocol::agent::{Ending, Source};
+use serde_json::json;
+
+#[tokio::test]
+async fn one_request_answers_a_metric_of_several_jobs() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut ids = Vec::new();
+    for steps in [3, 40] {
+        let id = server.submit(|_| {}).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=steps)]).await;
+        agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
+        ids.push(id);
+    }
+    let query = |rest: &str| format!("/metrics/query?jobs={}&{rest}", ids.join(","));
+    for points in [4, 500] {
+        let (status, found) = server.get(&query(&format!("name=loss&points={points}"))).await;
+        assert_eq!(status, 200, "{found}");
+        for (id, mut one) in ids.iter().zip(found["jobs"].as_array().unwrap().iter().cloned()) {
+            let (_, alone) = server.get(&format!("/jobs/{id}/metrics?name=loss&points={points}")).await;
+            assert_eq!(one.as_object_mut().unwrap().remove("job"), Some(json!(id)));
+            assert_eq!(one, alone);
+            assert!(!one["series"].as_array().unwrap().is_empty());
+        }
+    }
+    let many = |count: usize| vec!["j00000000000000000000000000"; count].join(",");
+    let different = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
+    for (path, expected, words) in [
+        (query("name=losss"), 400, "no metric is called"),
+        (query("name=loss&points=10001"), 400, "1 to 10000"),
+        ("/metrics/query?jobs=&name=loss".to_owned(), 400, "1 to 50"),
+        // The same one often is one.
+        (format!("/metrics/query?jobs={}&name=loss", many(60)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2000", different(50)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2001", different(50)), 400, "at most 2000"),
+        (format!("/metrics/query?jobs={}&name=loss", different(51)), 400, "1 to 50"),
+    ] {
+        let (status, problem) = server.get(&path).await;
+        assert_eq!(status, expected, "{path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+    }
+    server.stop().await;
+}

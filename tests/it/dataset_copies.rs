@@ -1,0 +1,208 @@
+//! Machines that have neither the server's disk nor the dataset: they copy it from the server, once, and keep it up to a limit.
+
+use crate::{
+    elsewhere::{Machine, log, online, server, stored},
+    pictures,
+    server::{Agents, Server, turn},
+    specs,
+};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt, symlink},
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+const COPIES: &str = "copies the dataset fashion";
+/// Enough to be killed meanwhile.
+const FILLER_BYTES: u64 = 192 << 20;
+
+const STEPS: u64 = 40;
+
+fn spec(name: &str) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, STEPS),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 20, "keep": 3}}),
+    )
+}
+
+/// Where the dataset of [`server`] is.
+fn dataset(server: &Server) -> PathBuf {
+    server.folder().path().join("fashion-640-64")
+}
+
+fn size(folder: &Path) -> u64 {
+    fs::read_dir(folder)
+        .expect("a folder")
+        .map(|entry| entry.expect("a file").metadata().expect("its size").len())
+        .sum()
+}
+
+/// The copies of a machine.
+fn copies(machine: &Machine, server: &Server) -> Vec<PathBuf> {
+    let all = fs::read_dir(machine.dir(server).join("datasets")).into_iter().flatten().flatten();
+    let all = all.filter(|entry| !entry.file_name().to_string_lossy().starts_with('.'));
+    all.map(|entry| entry.path()).collect()
+}
+
+async fn refused(server: &Server, spec: &Value) -> String {
+    let job = server.ended(&server.submit(spec).await).await;
+    assert_eq!(job["state"], "failed", "{job:#}");
+    job["reason"].as_str().expect("a reason").to_owned()
+}
+
+/// The last weights, once they are on the server.
+async fn weights(server: &Server, id: &str) -> Vec<u8> {
+    server.succeeded(id).await;
+    server.until("it is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
+    server.last_model(id).await
+}
+
+#[tokio::test]
+async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_weights() {
+    let _turn = turn().await;
+    let server = server().await;
+    let data = dataset(&server);
+    // A folder of its own that has nothing in it is part of a dataset, too.
+    fs::create_dir(data.join("empty")).expect("a folder");
+    let mut a = Machine::start_without(&server, "machine-a", 2, &[], &[]);
+    online(&server, 3).await;
+    let id = server.submit(&spec("there")).await;
+    let expected = weights(&server, &id).await;
+    assert!(!log(&server, &id).await.contains(COPIES), "its files are there");
+    a.kill();
+    online(&server, 1).await;
+
+    let mut b = Machine::start_without(&server, "machine-b", 4, &[&data], &[]);
+    online(&server, 5).await;
+    // Two jobs want it at once: one of them copies.
+    let (first, second) = (server.submit(&spec("first")).await, server.submit(&spec("second")).await);
+    assert_eq!(weights(&server, &first).await, expected, "the same bytes");
+    assert_eq!(weights(&server, &second).await, expected, "the same bytes");
+    let logs = [log(&server, &first).await, log(&server, &second).await];
+    let copied = logs.iter().filter(|log| log.contains(&format!("machine-b {COPIES}"))).count();
+    assert_eq!(copied, 1, "{logs:?}");
+    let kept = copies(&b, &server);
+    let [copy] = kept.as_slice() else { panic!("{kept:?}") };
+    assert!(copy.join("data/empty").is_dir());
+    // Nor does a later one, also of the next agent there.
+    b.kill();
+    b.again(&server);
+    online(&server, 5).await;
+    let id = server.submit(&spec("later")).await;
+    assert_eq!(weights(&server, &id).await, expected, "the same bytes");
+    assert!(!log(&server, &id).await.contains(COPIES));
+    // A file that is gone from the copy comes again.
+    let labels = copy.join("data/train-labels-idx1-ubyte");
+    fs::remove_file(&labels).expect("a file of the copy");
+    let id = server.submit(&spec("mended")).await;
+    assert_eq!(weights(&server, &id).await, expected, "the same bytes");
+    assert!(log(&server, &id).await.contains("% of the dataset fashion") && labels.exists());
+    // The dataset changes on the server: it is copied anew, and what it was before goes.
+    let labels = data.join("train-labels-idx1-ubyte");
+    let mut changed = fs::read(&labels).expect("labels");
+    let last = changed.len() - 1;
+    changed[last] = (changed[last] + 1) % 10;
+    fs::write(&labels, &changed).expect("other labels");
+    let id = server.submit(&spec("changed")).await;
+    server.succeeded(&id).await;
+    assert!(log(&server, &id).await.contains(COPIES));
+    let now = copies(&b, &server);
+    assert!(now.len() == 1 && now != kept, "{now:?}");
+    assert_eq!(fs::read(now[0].join("data/train-labels-idx1-ubyte")).expect("labels"), changed);
+}
+
+#[tokio::test]
+async fn a_copy_continues_where_its_agent_and_then_its_server_were_killed() {
+    let _turn = turn().await;
+    let mut server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
+    let data = pictures::idx_dataset(server.folder().path(), 640, 64);
+    let filler = fs::File::create(data.join("filler")).expect("a file");
+    filler.set_len(FILLER_BYTES).expect("a sparse file");
+    server.register("fashion", &data).await;
+    let mut a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
+    online(&server, 3).await;
+    let id = server.submit(&spec("interrupted")).await;
+    let begun = more_than(&a, &server, 0);
+    a.kill();
+    assert!(!begun.parent().expect("part").with_file_name("data").exists(), "it was killed meanwhile");
+    let part = fs::metadata(&begun).expect("a part");
+    assert!((1..FILLER_BYTES).contains(&part.len()), "{}", part.len());
+    a.again(&server);
+    // The server next.
+    more_than(&a, &server, part.len());
+    server.kill_serve();
+    server.serve_again().await;
+    server.succeeded(&id).await;
+    let kept = copies(&a, &server);
+    let [copy] = kept.as_slice() else { panic!("{kept:?}") };
+    let whole = fs::metadata(copy.join("data/filler")).expect("all of it");
+    assert_eq!((whole.ino(), whole.len()), (part.ino(), FILLER_BYTES), "the same file, continued");
+}
+
+/// The filler in a machine's copy, once more of it is there than so many bytes.
+fn more_than(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
+    let began = Instant::now();
+    loop {
+        for copy in copies(machine, server) {
+            for folder in ["part", "data"] {
+                let filler = copy.join(folder).join("filler");
+                if fs::metadata(&filler).is_ok_and(|found| found.len() > bytes) {
+                    return filler;
+                }
+            }
+        }
+        assert!(began.elapsed() < Duration::from_secs(60), "nothing of the filler has come");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[tokio::test]
+async fn a_dataset_is_copied_up_to_the_limit_and_nothing_from_outside_its_folder() {
+    let _turn = turn().await;
+    let server = server().await;
+    let data = dataset(&server);
+    let (limit, less) = (size(&data).to_string(), (size(&data) - 1).to_string());
+    let start = |name, limit: &str| {
+        Machine::start_without(&server, name, 2, &[&data], &["--dataset-cache-limit", limit])
+    };
+    // One byte less than it has.
+    let mut a = start("machine-a", &less);
+    online(&server, 3).await;
+    let why = refused(&server, &spec("too large")).await;
+    assert!(why.contains("machine-a") && why.contains("--dataset-cache-limit"), "{why}");
+    assert!(copies(&a, &server).is_empty());
+    a.kill();
+    online(&server, 1).await;
+    // Without copies it is as ever.
+    let mut b = start("machine-b", "0");
+    online(&server, 3).await;
+    let why = refused(&server, &spec("missing")).await;
+    assert!(why.contains("machine-b") && why.contains("--dataset NAME=PATH"), "{why}");
+    b.kill();
+    online(&server, 1).await;
+    // A mapping that leads nowhere is a mistake, and no reason to copy.
+    let nowhere = format!("fashion={}", server.folder().path().join("nowhere").display());
+    let mut c = Machine::start_without(&server, "machine-c", 2, &[&data], &["--dataset", &nowhere]);
+    online(&server, 3).await;
+    let why = refused(&server, &spec("mapped")).await;
+    assert!(why.contains("machine-c") && why.contains("nowhere"), "{why}");
+    assert!(copies(&c, &server).is_empty());
+    c.kill();
+    online(&server, 1).await;
+    // Exactly what it has; but first there is a link out of it.
+    let d = start("machine-d", &limit);
+    online(&server, 3).await;
+    let secret = server.folder().write("secret", "not for others");
+    symlink(secret, data.join("link")).expect("a link");
+    let why = refused(&server, &spec("leads out")).await;
+    assert!(why.contains("link is a link that leads out of the dataset's folder"), "{why}");
+    assert!(copies(&d, &server).is_empty());
+    fs::remove_file(data.join("link")).expect("no link");
+    let id = server.submit(&spec("fits")).await;
+    server.succeeded(&id).await;
+    assert!(log(&server, &id).await.contains(&format!("machine-d {COPIES}")));
+    assert_eq!(copies(&d, &server).len(), 1);
+}

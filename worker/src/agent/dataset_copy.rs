@@ -1,0 +1,163 @@
+//! A dataset that this machine does not have is copied from the server before ranks start, once, and kept up to a limit.
+
+mod cache;
+mod list;
+mod pull;
+
+pub(super) use cache::Copies;
+
+use super::{
+    preflight::Refusal,
+    remote::{Failed, Remote},
+    state_dir::StoredAttempt,
+};
+use crate::data;
+use cache::About;
+use lockstep_protocol::reason::ReasonCode;
+use reqwest::StatusCode;
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Pauses before trying again, the first and the longest.
+const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
+/// How often a copy is begun anew because the dataset changes meanwhile, or tried again because what comes is damaged.
+const IN_VAIN: u32 = 3;
+/// How a machine is told where it has a dataset.
+pub(super) const HINT: &str =
+    "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
+
+/// Why a try has failed.
+#[derive(Debug)]
+enum Trouble {
+    Server(Failed),
+    Disk(PathBuf, io::Error),
+    /// A file is not as it was listed.
+    Changed(String),
+    /// Sums are wrong.
+    Damaged(String),
+    Refused(ReasonCode, String),
+}
+
+impl From<Failed> for Trouble {
+    fn from(failed: Failed) -> Self {
+        Self::Server(failed)
+    }
+}
+
+fn on_disk(path: &Path) -> impl Fn(io::Error) -> Trouble + '_ {
+    move |error| Trouble::Disk(path.into(), error)
+}
+
+/// Does what may take long off the threads that serve others.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
+) -> Result<T, Trouble> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|e| Err(Trouble::Disk(PathBuf::new(), io::Error::other(e))))
+}
+
+/// Makes sure that an attempt's dataset is on this machine, if the server has it. Where neither has it, the check before the start says so.
+/// A server that is away is waited for; whoever does not want to wait drops this.
+///
+/// # Errors
+/// It cannot be had.
+pub(super) async fn have(
+    stored: &mut StoredAttempt,
+    remote: &Remote,
+    copies: &Copies,
+) -> Result<(), Refusal> {
+    let path = PathBuf::from(&stored.start.dataset_path);
+    // A file system that does not respond is the check's to report.
+    let is_here = tokio::task::spawn_blocking(move || is_here(&path)).await;
+    if is_here.unwrap_or(true) {
+        return Ok(());
+    }
+    let (mut pause, mut in_vain) = (RETRY.0, 0);
+    loop {
+        let why = match copy(stored, remote, copies).await {
+            Ok(Some(here)) => {
+                stored.start.dataset_path = here.to_string_lossy().into_owned();
+                return Ok(());
+            }
+            Ok(None) => return Ok(()),
+            Err(Trouble::Server(Failed::Later(why))) => why,
+            Err(Trouble::Changed(why) | Trouble::Damaged(why)) if in_vain < IN_VAIN => {
+                in_vain += 1;
+                why
+            }
+            Err(trouble) => return Err(refusal(stored, remote, trouble)),
+        };
+        tracing::warn!(why, "the dataset is not copied yet; trying again");
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(RETRY.1);
+    }
+}
+
+/// Whether the dataset is there. A folder without anything in it is where one is mounted on other machines.
+fn is_here(path: &Path) -> bool {
+    let is_empty = || fs::read_dir(path).is_ok_and(|mut inside| inside.next().is_none());
+    data::exists(path) && !is_empty()
+}
+
+/// One try, which gives the path of the copy; none where the server has no such files either. What has come stays for the next.
+async fn copy(stored: &StoredAttempt, remote: &Remote, copies: &Copies) -> Result<Option<PathBuf>, Trouble> {
+    let start = &stored.start;
+    let talk = remote.talk(&start.attempt)?;
+    let list = match list::fetch(&talk, copies.dir(), &start.dataset_path).await {
+        Err(Trouble::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
+            tracing::info!(why, "the server has not the dataset either");
+            return Ok(None);
+        }
+        other => other?,
+    };
+    let about = About {
+        dataset: start.spec.data.dataset.clone(),
+        path: start.dataset_path.clone(),
+        within: list.within.clone(),
+        files: list.files,
+        bytes: list.bytes,
+    };
+    let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
+    blocking(move || cache::remove(&gone)).await?;
+    // Of several jobs one pulls, and the others find it done.
+    let turn = copies.turn(&entry);
+    let _turn = turn.lock().await;
+    pull::complete(&talk, &entry, &about, copies).await?;
+    Ok(Some(match about.within.as_str() {
+        "" => entry.data(),
+        within => entry.data().join(within),
+    }))
+}
+
+fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal {
+    let (on, dataset) = (&remote.name, &stored.start.spec.data.dataset);
+    let unusable = |why: &str| Refusal {
+        code: ReasonCode::DatasetUnusable,
+        detail: format!(
+            "on the machine {on}: the dataset {dataset} is not there and cannot be copied from the server: {why} ({HINT})"
+        ),
+    };
+    match trouble {
+        Trouble::Server(failed) => unusable(failed.words()),
+        Trouble::Changed(why) => {
+            unusable(&format!("{why}; it changes while it is copied: retry the job when it stays as it is"))
+        }
+        Trouble::Damaged(why) => unusable(&why),
+        Trouble::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),
+        Trouble::Refused(code, why) => Refusal { code, detail: format!("on the machine {on}: {why}") },
+        Trouble::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
+            code: ReasonCode::DiskFull,
+            detail: format!(
+                "on the machine {on}: {}: {error}; free some space, or give its agent another folder for copies of datasets with \
+                 --dataset-cache, and retry the job",
+                path.display()
+            ),
+        },
+        Trouble::Disk(path, error) => {
+            Refusal::other(format!("on the machine {on}: {}: {error}", path.display()))
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! The folder with copies of datasets: which are there, who uses them, and which go when there is no room.
+//!
+//! A copy is a folder named by its list: `about.json`, `list`, `used` (when it was last), `uses/` with a file for each attempt, and the files
+//! themselves in `part/` until all have come, then in `data/`. All of it is on disk, as ranks outlive their agent.
+
+use super::{Trouble, list::List, on_disk};
+use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::HashMap,
+    fs::{self, File, TryLockError},
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// Before the name of what is to be removed, or not whole.
+const HIDDEN: &str = ".";
+
+/// Why there can be no copies.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::agent) enum CacheError {
+    #[error("{}: another agent keeps its copies of datasets there; give this one a folder of its own with --dataset-cache", .0.display())]
+    Taken(PathBuf),
+    #[error("the folder for copies of datasets, {}: {}", .0.display(), .1)]
+    Io(PathBuf, io::Error),
+}
+
+/// The copies of this machine.
+#[derive(Debug)]
+pub(in crate::agent) struct Copies {
+    dir: PathBuf,
+    limit_bytes: u64,
+    /// Held while copies come or go.
+    changes: Mutex<()>,
+    /// Who pulls, by copy.
+    turns: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
+    /// Locked while this agent is there.
+    _lock: File,
+}
+
+/// What a copy is of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct About {
+    /// The dataset's name.
+    pub(super) dataset: String,
+    /// On the server.
+    pub(super) path: String,
+    /// What is to be opened, seen from the copy's files.
+    pub(super) within: String,
+    pub(super) files: u64,
+    pub(super) bytes: u64,
+}
+
+/// A copy, whole or not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Entry {
+    dir: PathBuf,
+}
+
+impl Entry {
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The files, once all are there.
+    pub(super) fn data(&self) -> PathBuf {
+        self.dir.join("data")
+    }
+
+    /// The files that have come.
+    pub(super) fn part(&self) -> PathBuf {
+        self.dir.join("part")
+    }
+
+    pub(super) fn list(&self) -> PathBuf {
+        self.dir.join("list")
+    }
+
+    fn use_of(&self, attempt: &AttemptRef) -> PathBuf {
+        self.dir.join("uses").join(use_name(attempt))
+    }
+
+    /// The attempts that use it.
+    pub(super) fn uses(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.dir.join("uses")).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    }
+
+    fn about(&self) -> Option<About> {
+        serde_json::from_slice(&fs::read(self.dir.join("about.json")).ok()?).ok()
+    }
+
+    fn note_used(&self) -> io::Result<()> {
+        crate::host::write_whole(
+            &self.dir.join("used"),
+            jiff::Timestamp::now().as_nanosecond().to_string().as_bytes(),
+        )
+    }
+
+    fn used(&self) -> i128 {
+        let text = fs::read_to_string(self.dir.join("used")).unwrap_or_default();
+        text.trim().parse().unwrap_or_default()
+    }
+}
+
+fn use_name(attempt: &AttemptRef) -> String {
+    format!("{}-{}", attempt.job, attempt.attempt)
+}
+
+impl Copies {
+    /// Opens or makes the folder. Only attempts in `live` still use what is there.
+    ///
+    /// # Errors
+    /// It cannot be used.
+    pub(in crate::agent) fn open(
+        dir: &Path,
+        limit_bytes: u64,
+        live: &[&AttemptRef],
+    ) -> Result<Self, CacheError> {
+        let failed = |error: io::Error| CacheError::Io(dir.into(), error);
+        fs::create_dir_all(dir).map_err(failed)?;
+        let dir = dir.canonicalize().map_err(failed)?;
+        let lock = File::options().write(true).create(true).truncate(false).open(dir.join(".lock"));
+        let lock = lock.map_err(failed)?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(CacheError::Taken(dir)),
+            Err(TryLockError::Error(error)) => return Err(failed(error)),
+        }
+        let copies =
+            Self { dir, limit_bytes, changes: Mutex::default(), turns: Mutex::default(), _lock: lock };
+        let live: Vec<_> = live.iter().map(|attempt| use_name(attempt)).collect();
+        for (entry, _) in copies.entries().map_err(failed)? {
+            for left in entry.uses().iter().filter(|name| !live.contains(name)) {
+                fs::remove_file(entry.dir.join("uses").join(left)).map_err(failed)?;
+            }
+        }
+        // The limit may have been lowered. What else is hidden was about to be removed, or had not come.
+        let mut gone = copies.evict(0, None).map_err(failed)?.0;
+        for found in fs::read_dir(&copies.dir).map_err(failed)?.flatten() {
+            let name = found.file_name();
+            if name.to_string_lossy().starts_with(HIDDEN) && name != ".lock" {
+                gone.push(found.path());
+            }
+        }
+        // Large folders take a while, and nobody needs to wait for it.
+        std::thread::spawn(move || {
+            if let Err(error) = remove(&gone) {
+                tracing::warn!(?error, "an old copy of a dataset cannot be removed");
+            }
+        });
+        Ok(copies)
+    }
+
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Of the jobs that want a copy one at a time pulls.
+    pub(super) fn turn(&self, entry: &Entry) -> Arc<tokio::sync::Mutex<()>> {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+        turns.entry(entry.dir.clone()).or_default().clone()
+    }
+
+    fn entries(&self) -> io::Result<Vec<(Entry, About)>> {
+        let mut all = Vec::new();
+        for found in fs::read_dir(&self.dir)? {
+            let found = found?;
+            let entry = Entry { dir: found.path() };
+            if let Some(about) = entry.about()
+                && !found.file_name().to_string_lossy().starts_with(HIDDEN)
+            {
+                all.push((entry, about));
+            }
+        }
+        Ok(all)
+    }
+
+    /// Gives an attempt the copy of a list, for which there is room under the limit; and what has to be removed for it, already out of
+    /// sight.
+    ///
+    /// # Errors
+    /// There is no room, and what to change.
+    pub(super) fn reserve(
+        &self,
+        list: List,
+        about: &About,
+        attempt: &AttemptRef,
+    ) -> Result<(Entry, Vec<PathBuf>), Trouble> {
+        let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let failed = on_disk(&self.dir);
+        self.forget(attempt).map_err(&failed)?;
+        let entry = Entry { dir: self.dir.join(&list.key) };
+        let mut gone = Vec::new();
+        // The same dataset as it was before.
+        for (old, of) in self.entries().map_err(&failed)? {
+            if old != entry && of.path == about.path && of.dataset == about.dataset && old.uses().is_empty() {
+                gone.push(self.hide(&old).map_err(&failed)?);
+            }
+        }
+        if !entry.data().exists() {
+            let refused = |why: String| Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
+            let (bytes, limit) = (megabytes(about.bytes), megabytes(self.limit_bytes));
+            if about.bytes > self.limit_bytes {
+                return refused(format!(
+                    "it has {bytes}, and copies of datasets may have {limit} there: raise the agent's --dataset-cache-limit"
+                ));
+            }
+            let (removed, kept) = self.evict(about.bytes, Some(&entry)).map_err(&failed)?;
+            gone.extend(removed);
+            if kept.saturating_add(about.bytes) > self.limit_bytes {
+                return refused(format!(
+                    "it has {bytes}, and of the {limit} that copies of datasets may have there running jobs use {}: raise the \
+                     agent's --dataset-cache-limit, or retry the job when they are over",
+                    megabytes(kept)
+                ));
+            }
+        }
+        let made = || -> io::Result<()> {
+            if entry.about().is_none() {
+                let new = self.dir.join(format!("{HIDDEN}new-{}", uuid::Uuid::new_v4().simple()));
+                fs::create_dir_all(new.join("uses"))?;
+                list.file.persist(new.join("list"))?;
+                crate::host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
+                if entry.dir.exists() {
+                    gone.push(self.hide(&entry)?);
+                }
+                fs::rename(&new, &entry.dir)?;
+            }
+            fs::write(entry.use_of(attempt), "")?;
+            entry.note_used()
+        };
+        made().map_err(&failed)?;
+        Ok((entry, gone))
+    }
+
+    /// Takes those that were not used for longest away until `bytes` more have room, `but` for one. What they had, out of sight, and the
+    /// bytes of what is left.
+    fn evict(&self, bytes: u64, but: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
+        let mut all = self.entries()?;
+        all.retain(|(entry, _)| Some(entry) != but);
+        all.sort_by_key(|(entry, _)| entry.used());
+        let mut kept = all.iter().fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes));
+        let mut gone = Vec::new();
+        for (entry, about) in all {
+            if kept.saturating_add(bytes) <= self.limit_bytes {
+                break;
+            }
+            if entry.uses().is_empty() {
+                gone.push(self.hide(&entry)?);
+                kept -= about.bytes;
+            }
+        }
+        Ok((gone, kept))
+    }
+
+    /// Takes the one away that was not used for longest, where the disk has no room; none where all are in use.
+    pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
+        let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.entries()?;
+        let unused = all.into_iter().map(|(entry, _)| entry).filter(|entry| entry.uses().is_empty());
+        unused.min_by_key(Entry::used).map(|entry| self.hide(&entry)).transpose()
+    }
+
+    /// Takes a copy out of sight at once; its files are removed later.
+    fn hide(&self, entry: &Entry) -> io::Result<PathBuf> {
+        let hidden = self.dir.join(format!("{HIDDEN}gone-{}", uuid::Uuid::new_v4().simple()));
+        fs::rename(&entry.dir, &hidden)?;
+        tracing::info!(path = %entry.dir.display(), "a copy of a dataset makes room");
+        Ok(hidden)
+    }
+
+    /// An attempt is over, and no rank of it is left.
+    pub(in crate::agent) fn release(&self, attempt: &AttemptRef) {
+        let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = self.forget(attempt) {
+            tracing::warn!(%error, job = %attempt.job, "a copy of a dataset counts as used until the agent's next start");
+        }
+    }
+
+    fn forget(&self, attempt: &AttemptRef) -> io::Result<()> {
+        for (entry, _) in self.entries()? {
+            match fs::remove_file(entry.use_of(attempt)) {
+                Ok(()) => entry.note_used()?,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Removes what is out of sight.
+pub(super) fn remove(gone: &[PathBuf]) -> Result<(), Trouble> {
+    for path in gone {
+        let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        match removed {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(on_disk(path)(error)),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn megabytes(bytes: u64) -> String {
+    format!("{:.1} MB", bytes as f64 / 1e6)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+use super::*;
+use lockstep_protocol::job::JobId;
+use std::io::Write;
+
+fn attempt() -> AttemptRef {
+    AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() }
+}
+
+fn about(path: &str, bytes: u64) -> About {
+    About {
+        dataset: path.trim_start_matches('/').into(),
+        path: path.into(),
+        within: String::new(),
+        files: 1,
+        bytes,
+    }
+}
+
+/// Asks for the copy of `key`, which is whole at once; its name, or why there is no room.
+fn have(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
+    let mut file = tempfile::NamedTempFile::with_prefix_in(".list-", copies.dir()).unwrap();
+    file.write_all(b"list").unwrap();
+    let list = List { file, key: key.into(), within: String::new(), files: 1, bytes: about.bytes };
+    match copies.reserve(list, about, attempt) {
+        Ok((entry, gone)) => {
+            remove(&gone).unwrap();
+            assert_eq!(fs::read(entry.list()).unwrap(), b"list");
+            fs::create_dir_all(entry.data()).unwrap();
+            Ok(entry)
+        }
+        Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)) => Err(why),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let all = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut all: Vec<_> = all.filter(|name| !name.starts_with('.')).collect();
+    all.sort();
+    all
+}
+
+#[test]
+fn the_copy_that_was_not_used_for_longest_makes_room_and_none_that_a_job_uses() {
+    let dir = tempfile::tempdir().unwrap();
+    let copies = Copies::open(dir.path(), 100, &[]).unwrap();
+    let [a, b, c, d] = [attempt(), attempt(), attempt(), attempt()];
+    have(&copies, "a", &about("/a", 40), &a).unwrap();
+    have(&copies, "b", &about("/b", 60), &b).unwrap();
+    assert_eq!(names(dir.path()), ["a", "b"], "the limit is reached");
+    // One past the limit, and both are in use.
+    let why = have(&copies, "c", &about("/c", 1), &c).unwrap_err();
+    assert!(why.contains("running jobs use") && why.contains("--dataset-cache-limit"), "{why}");
+    copies.release(&b);
+    copies.release(&a);
+    have(&copies, "c", &about("/c", 1), &c).unwrap();
+    assert_eq!(names(dir.path()), ["a", "c"], "b was released first");
+    // Used again, and released: now c is the oldest, but in use.
+    have(&copies, "a", &about("/a", 40), &d).unwrap();
+    copies.release(&d);
+    have(&copies, "b", &about("/b", 99), &b).unwrap();
+    assert_eq!(names(dir.path()), ["b", "c"]);
+    // As large as the limit, and one byte larger.
+    copies.release(&b);
+    copies.release(&c);
+    have(&copies, "e", &about("/e", 100), &a).unwrap();
+    assert_eq!(names(dir.path()), ["e"]);
+    let why = have(&copies, "f", &about("/f", 101), &b).unwrap_err();
+    assert!(why.contains("may have") && why.contains("--dataset-cache-limit"), "{why}");
+    assert_eq!(names(dir.path()), ["e"], "nothing goes for what cannot be had");
+}
+
+#[test]
+fn what_a_dataset_was_before_goes_when_no_job_uses_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let copies = Copies::open(dir.path(), 100, &[]).unwrap();
+    let [a, b, c] = [attempt(), attempt(), attempt()];
+    have(&copies, "old", &about("/a", 10), &a).unwrap();
+    have(&copies, "other", &about("/b", 10), &b).unwrap();
+    copies.release(&b);
+    have(&copies, "new", &about("/a", 10), &c).unwrap();
+    assert_eq!(names(dir.path()), ["new", "old", "other"], "a job uses the old one");
+    copies.release(&a);
+    have(&copies, "new", &about("/a", 10), &b).unwrap();
+    assert_eq!(names(dir.path()), ["new", "other"]);
+    // A job whose dataset changes while it is copied uses the new one alone.
+    have(&copies, "newest", &about("/a", 10), &b).unwrap();
+    copies.release(&c);
+    have(&copies, "newest", &about("/a", 10), &b).unwrap();
+    assert_eq!(names(dir.path()), ["newest", "other"]);
+}
+
+#[test]
+fn the_next_agent_finds_the_copies_and_who_uses_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b, c] = [attempt(), attempt(), attempt()];
+    let copies = Copies::open(dir.path(), 100, &[]).unwrap();
+    have(&copies, "a", &about("/a", 50), &a).unwrap();
+    have(&copies, "b", &about("/b", 50), &b).unwrap();
+    let why = Copies::open(dir.path(), 100, &[]).unwrap_err().to_string();
+    assert!(why.contains("another agent") && why.contains("--dataset-cache"), "{why}");
+    drop(copies);
+    // The ranks of one outlived the agent.
+    let copies = Copies::open(dir.path(), 100, &[&a]).unwrap();
+    have(&copies, "c", &about("/c", 50), &c).unwrap();
+    assert_eq!(names(dir.path()), ["a", "c"]);
+    drop(copies);
+    // A lower limit holds at once, but not for what is in use.
+    let _copies = Copies::open(dir.path(), 49, &[&a]).unwrap();
+    assert_eq!(names(dir.path()), ["a"]);
+}

@@ -1,0 +1,183 @@
+//! The list of a dataset's files, as the server sends it and a copy keeps it.
+
+use super::{super::remote::Talk, Trouble, on_disk};
+use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, BufWriter, Write},
+    path::{Component, Path},
+};
+use tempfile::NamedTempFile;
+
+/// The longest line: paths have at most 4096 bytes.
+const LINE_BYTES: usize = 64 << 10;
+
+/// A list that has come.
+pub(super) struct List {
+    pub(super) file: NamedTempFile,
+    /// Another one for other files, times of change or another path on the server.
+    pub(super) key: String,
+    /// See [`DatasetEntry::Begin`].
+    pub(super) within: String,
+    pub(super) files: u64,
+    pub(super) bytes: u64,
+}
+
+/// Fetches the list of the dataset that the server has at `path` into a file in `dir`.
+///
+/// # Errors
+/// It did not come whole, or the server says why there is none.
+pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str) -> Result<List, Trouble> {
+    let mut download = talk.dataset_list().await?;
+    let mut file = NamedTempFile::with_prefix_in(".list-", dir).map_err(on_disk(dir))?;
+    let mut reading = Reading::new(path);
+    let mut out = BufWriter::new(file.as_file_mut());
+    while let Some(chunk) = download.next().await? {
+        reading.take(&chunk)?;
+        out.write_all(&chunk).map_err(on_disk(dir))?;
+    }
+    out.flush().map_err(on_disk(dir))?;
+    drop(out);
+    reading.done(file)
+}
+
+/// What is known of a list while it comes.
+struct Reading {
+    sum: Sha256,
+    /// Of a line whose end has not come.
+    line: Vec<u8>,
+    within: Option<String>,
+    files: u64,
+    bytes: u64,
+    ended: bool,
+}
+
+impl Reading {
+    fn new(path: &str) -> Self {
+        let mut sum = Sha256::new();
+        sum.update(path.as_bytes());
+        sum.update([0]);
+        Self { sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+    }
+
+    fn take(&mut self, chunk: &[u8]) -> Result<(), Trouble> {
+        self.sum.update(chunk);
+        for piece in chunk.split_inclusive(|byte| *byte == b'\n') {
+            self.line.extend_from_slice(piece);
+            if self.line.len() > LINE_BYTES {
+                return Err(Trouble::Damaged(format!("a line of the list has more than {LINE_BYTES} bytes")));
+            }
+            if piece.ends_with(b"\n") {
+                let entry = serde_json::from_slice(&self.line);
+                self.line.clear();
+                self.note(entry.map_err(|e| Trouble::Damaged(format!("the list of its files: {e}")))?)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn note(&mut self, entry: DatasetEntry) -> Result<(), Trouble> {
+        let odd = |what: String| Err(Trouble::Damaged(format!("the list of its files {what}")));
+        if self.ended {
+            return odd("goes on after its end".into());
+        }
+        match entry {
+            DatasetEntry::Begin(within) if self.within.is_none() => {
+                if !within.is_empty() && !is_below(&within) {
+                    return odd(format!("begins with {within:?}"));
+                }
+                self.within = Some(within);
+            }
+            DatasetEntry::Folder(path) if is_below(&path) => {}
+            DatasetEntry::File(path, size, _) if is_below(&path) => {
+                self.files += 1;
+                self.bytes = self.bytes.saturating_add(size);
+            }
+            DatasetEntry::End(files, bytes) if (files, bytes) == (self.files, self.bytes) => {
+                self.ended = true;
+            }
+            DatasetEntry::Failed(why) => return Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)),
+            entry => return odd(format!("has {entry:?}")),
+        }
+        Ok(())
+    }
+
+    fn done(self, file: NamedTempFile) -> Result<List, Trouble> {
+        let (Some(within), true) = (self.within, self.ended) else {
+            return Err(Trouble::Server(super::Failed::Later("the list of its files is cut off".into())));
+        };
+        let key = self.sum.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+        Ok(List { file, key, within, files: self.files, bytes: self.bytes })
+    }
+}
+
+/// Whether a path leads down from the folder that it is in.
+fn is_below(path: &str) -> bool {
+    !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+/// The files and folders of a list that is kept.
+pub(super) struct Entries(io::Lines<BufReader<File>>);
+
+impl Entries {
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        Ok(Self(BufReader::new(File::open(path)?).lines()))
+    }
+}
+
+impl Iterator for Entries {
+    type Item = io::Result<DatasetEntry>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let entry = self.0.next()?.and_then(|line| Ok(serde_json::from_str(&line)?));
+        // What was noted when it came was checked then; the file is this agent's own, and may be damaged all the same.
+        Some(entry.and_then(|entry| match &entry {
+            DatasetEntry::Folder(path) | DatasetEntry::File(path, ..) if !is_below(path) => {
+                Err(io::Error::other(format!("{path:?} leads out of the copy")))
+            }
+            _ => Ok(entry),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(chunks: &[&str]) -> Result<List, Trouble> {
+        let mut reading = Reading::new("/data/x");
+        for chunk in chunks {
+            reading.take(chunk.as_bytes())?;
+        }
+        reading.done(NamedTempFile::new().unwrap())
+    }
+
+    #[test]
+    fn a_list_is_taken_whole_or_not_at_all() {
+        let list = "{\"begin\":\"\"}\n{\"folder\":\"a\"}\n{\"file\":[\"a/b\",5,1]}\n{\"end\":[1,5]}\n";
+        let whole = read(&[list]).unwrap();
+        assert_eq!((whole.files, whole.bytes, whole.within.as_str()), (1, 5, ""));
+        for cut in 0..list.len() {
+            let (first, rest) = list.split_at(cut);
+            assert_eq!(read(&[first, rest]).unwrap().key, whole.key, "wherever it is cut on its way");
+            assert!(
+                matches!(read(&[first]), Err(Trouble::Server(super::super::Failed::Later(_)))),
+                "{first}"
+            );
+        }
+        assert_ne!(read(&[&list.replace("5,1", "5,2")]).unwrap().key, whole.key, "another time");
+        for (from, to) in
+            [("a/b", "../b"), ("a/b", "/b"), ("a/b", ""), ("[1,5]", "[2,5]"), ("\"\"", "\"..\"")]
+        {
+            assert!(matches!(read(&[&list.replace(from, to)]), Err(Trouble::Damaged(_))), "{to}");
+        }
+        assert!(matches!(read(&[list, "{\"folder\":\"b\"}\n"]), Err(Trouble::Damaged(_))));
+        let failed = read(&["{\"begin\":\"\"}\n{\"failed\":\"x is a link\"}\n"]);
+        assert!(matches!(failed, Err(Trouble::Refused(_, why)) if why == "x is a link"));
+        let long = format!("{{\"begin\":\"{}\"}}\n", "x".repeat(LINE_BYTES - 13));
+        assert_eq!(long.len(), LINE_BYTES);
+        assert!(read(&[&long, "{\"end\":[0,0]}\n"]).is_ok());
+        assert!(matches!(read(&[&long.replacen('x', "xx", 1)]), Err(Trouble::Damaged(_))));
+    }
+}

@@ -1,0 +1,396 @@
+//! The files of a copy come from the server, several small ones or a part of a large one at a time. What is there stays when it is cut off:
+//! the next try continues at the byte where this one ended.
+
+use super::{
+    Failed, Trouble, blocking,
+    cache::{self, About, Copies, Entry, megabytes},
+    list::Entries,
+    on_disk,
+};
+use crate::{
+    agent::remote::{Download, Talk},
+    host,
+};
+use bytes::BytesMut;
+use lockstep_protocol::{
+    agent::{
+        DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
+        PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
+    },
+    reason::ReasonCode,
+};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+/// Of the names in one request, so that it stays below what a server takes.
+const NAMES_BYTES: usize = 256 << 10;
+/// Parts that are held until they are written together.
+const HELD_BYTES: usize = 4 << 20;
+/// How much may have to come again after the machine has lost power.
+const SYNC_BYTES: u64 = 1 << 30;
+/// What a disk needs for a file, and what is to be left on it.
+const BLOCK_BYTES: u64 = 4096;
+const SPARE_BYTES: u64 = 64 << 20;
+/// The longest reason for which a part does not come.
+const WORDS_BYTES: usize = 64 << 10;
+
+/// A part that has come, and the sum that came with it.
+type Came = (DatasetPart, BytesMut, BytesMut);
+
+/// Pulls what is missing of a copy, and gives it its name.
+///
+/// # Errors
+/// It did not come, or has no room.
+pub(super) async fn complete(
+    talk: &Talk<'_>,
+    entry: &Entry,
+    about: &About,
+    copies: &Copies,
+) -> Result<(), Trouble> {
+    let missing = {
+        let entry = entry.clone();
+        blocking(move || begin(&entry)).await?
+    };
+    let Some(missing) = missing else { return Ok(()) };
+    check_disk(entry, about, &missing, copies).await?;
+    tracing::info!(dataset = about.dataset, files = about.files, bytes = missing.bytes, "copying it");
+    let mut copied_bytes = about.bytes.saturating_sub(missing.bytes);
+    let mut work = Work::new(entry)?;
+    let mut unsynced = 0;
+    loop {
+        let (back, parts) = blocking(move || {
+            let parts = work.next();
+            Ok((work, parts))
+        })
+        .await?;
+        work = back;
+        let parts = parts?;
+        if parts.is_empty() {
+            break;
+        }
+        let bytes: u64 = parts.iter().map(|part| part.length).sum();
+        let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes };
+        let incoming = Incoming { download: talk.dataset_parts(&wanted).await?, bytes: BytesMut::new() };
+        receive(incoming, wanted.parts, &entry.part()).await?;
+        copied_bytes += bytes;
+        unsynced += bytes;
+        if unsynced >= SYNC_BYTES {
+            let (entry, lines) = (entry.clone(), work.done());
+            blocking(move || sync(&entry).and_then(|()| Synced::here(lines).note(&entry))).await?;
+            unsynced = 0;
+        }
+    }
+    let entry = entry.clone();
+    blocking(move || finish(&entry)).await?;
+    tracing::info!(dataset = about.dataset, "copied");
+    Ok(())
+}
+
+/// What is missing of a copy.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Missing {
+    files: u64,
+    bytes: u64,
+    /// What that needs of the disk.
+    disk_bytes: u64,
+}
+
+/// How far a copy is that will not be lost with the machine's power.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Synced {
+    /// Since when more than these lines of the list are there, too.
+    boot_id: String,
+    lines: u64,
+}
+
+impl Synced {
+    fn here(lines: u64) -> Self {
+        Self { boot_id: host::boot_id(), lines }
+    }
+
+    fn path(entry: &Entry) -> PathBuf {
+        entry.dir().join("synced.json")
+    }
+
+    fn of(entry: &Entry) -> Self {
+        let read = fs::read(Self::path(entry)).ok();
+        read.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
+    }
+
+    fn note(&self, entry: &Entry) -> Result<(), Trouble> {
+        let text = serde_json::to_vec(self).unwrap_or_default();
+        host::write_whole(&Self::path(entry), &text).map_err(on_disk(entry.dir()))
+    }
+}
+
+/// Makes the copy ready to be continued; none when it is whole.
+fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
+    let (data, part) = (entry.data(), entry.part());
+    if data.exists() {
+        if look(entry, &data)? == Missing::default() {
+            return Ok(None);
+        }
+        // Somebody has removed files, or written into them.
+        if entry.uses().len() > 1 {
+            let why = format!(
+                "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
+                entry.dir().display()
+            );
+            return Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
+        }
+        fs::rename(&data, &part).map_err(on_disk(&data))?;
+    }
+    fs::create_dir_all(&part).map_err(on_disk(&part))?;
+    let synced = Synced::of(entry);
+    if synced.boot_id != host::boot_id() {
+        // The machine was off: what was not synced may have its size and not its content.
+        for (line, found) in (1..).zip(entries(entry)?) {
+            if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
+                && line > synced.lines
+            {
+                cache::remove(&[part.join(path)])?;
+            }
+        }
+        Synced::here(synced.lines).note(entry)?;
+    }
+    look(entry, &part).map(Some)
+}
+
+fn entries(entry: &Entry) -> Result<Entries, Trouble> {
+    let list = entry.list();
+    Entries::open(&list).map_err(on_disk(&list))
+}
+
+/// The bytes that are there of a file; none: there is no file, or one that is too long.
+fn there(path: &Path, size: u64) -> Option<u64> {
+    fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len()).filter(|len| *len <= size)
+}
+
+fn look(entry: &Entry, folder: &Path) -> Result<Missing, Trouble> {
+    let mut missing = Missing::default();
+    for found in entries(entry)? {
+        match found.map_err(on_disk(entry.dir()))? {
+            DatasetEntry::File(path, size, _) => {
+                let there = there(&folder.join(path), size);
+                if there != Some(size) {
+                    let left = size - there.unwrap_or(0);
+                    missing.files += 1;
+                    missing.bytes += left;
+                    missing.disk_bytes += left.next_multiple_of(BLOCK_BYTES);
+                }
+            }
+            DatasetEntry::Folder(path) if !folder.join(&path).is_dir() => missing.files += 1,
+            _ => {}
+        }
+    }
+    Ok(missing)
+}
+
+async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Copies) -> Result<(), Trouble> {
+    let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
+    loop {
+        let found = rustix::fs::statvfs(entry.dir()).map_err(|e| on_disk(entry.dir())(e.into()))?;
+        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        if free >= needed {
+            return Ok(());
+        }
+        let Some(gone) = copies.evict_oldest().map_err(on_disk(entry.dir()))? else {
+            let why = format!(
+                "the disk of {} has {} free, and the copy of the dataset {} needs {} more: free some space, or give the agent \
+                 another folder with --dataset-cache, and retry the job",
+                copies.dir().display(),
+                megabytes(free),
+                about.dataset,
+                megabytes(needed)
+            );
+            return Err(Trouble::Refused(ReasonCode::DiskFull, why));
+        };
+        blocking(move || cache::remove(&[gone])).await?;
+    }
+}
+
+/// What is to be asked for next.
+struct Work {
+    list: PathBuf,
+    entries: Entries,
+    part: PathBuf,
+    /// Lines that were read.
+    lines: u64,
+    /// The file of which more is missing, and where that begins.
+    current: Option<(DatasetEntry, u64)>,
+}
+
+impl Work {
+    fn new(entry: &Entry) -> Result<Self, Trouble> {
+        let entries = entries(entry)?;
+        Ok(Self { list: entry.list(), entries, part: entry.part(), lines: 0, current: None })
+    }
+
+    /// Lines of the list of which all is there.
+    fn done(&self) -> u64 {
+        self.lines - u64::from(self.current.is_some())
+    }
+
+    /// The next parts, of up to the most for one request; none at the end. Makes folders, and files without content.
+    fn next(&mut self) -> Result<Vec<DatasetPart>, Trouble> {
+        let (mut parts, mut bytes, mut names) = (Vec::new(), 0, 0);
+        while parts.len() < DATASET_PARTS && bytes < DATASET_PARTS_BYTES && names < NAMES_BYTES {
+            let (entry, offset) = match self.current.take() {
+                Some(current) => current,
+                None => {
+                    let Some(entry) = self.entries.next() else { break };
+                    self.lines += 1;
+                    let entry = entry.map_err(on_disk(&self.list))?;
+                    let offset = self.prepare(&entry)?;
+                    (entry, offset)
+                }
+            };
+            let DatasetEntry::File(path, size_bytes, changed_ns) = entry else { continue };
+            let length = (size_bytes - offset).min(DATASET_PART_BYTES).min(DATASET_PARTS_BYTES - bytes);
+            if length == 0 {
+                continue;
+            }
+            bytes += length;
+            names += path.len();
+            if offset + length < size_bytes {
+                let rest = DatasetEntry::File(path.clone(), size_bytes, changed_ns);
+                self.current = Some((rest, offset + length));
+            }
+            parts.push(DatasetPart { path, size_bytes, changed_ns, offset, length });
+        }
+        Ok(parts)
+    }
+
+    /// How much of an entry is there.
+    fn prepare(&self, entry: &DatasetEntry) -> Result<u64, Trouble> {
+        match entry {
+            DatasetEntry::Folder(path) => {
+                let path = self.part.join(path);
+                fs::create_dir_all(&path).map_err(on_disk(&path)).map(|()| 0)
+            }
+            DatasetEntry::File(path, size, _) => {
+                let path = self.part.join(path);
+                let there = there(&path, *size);
+                if there.is_none() {
+                    // A pattern's names may have folders that the list does not.
+                    if let Some(folder) = path.parent() {
+                        fs::create_dir_all(folder).map_err(on_disk(folder))?;
+                    }
+                    cache::remove(std::slice::from_ref(&path))?;
+                    File::create_new(&path).map_err(on_disk(&path))?;
+                }
+                Ok(there.unwrap_or(0))
+            }
+            _ => Ok(0),
+        }
+    }
+}
+
+/// An answer with parts, as it comes.
+struct Incoming {
+    download: Download,
+    bytes: BytesMut,
+}
+
+impl Incoming {
+    async fn take(&mut self, count: usize) -> Result<BytesMut, Failed> {
+        while self.bytes.len() < count {
+            match self.download.next().await? {
+                Some(more) => self.bytes.extend_from_slice(&more),
+                None => return Err(Failed::Later("the files are cut off".into())),
+            }
+        }
+        Ok(self.bytes.split_to(count))
+    }
+
+    /// The next part, and the sum that comes with it.
+    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), Trouble> {
+        match self.take(1).await?[..] {
+            [PART_FOLLOWS] => {
+                let bytes = self.take(length as usize).await?;
+                Ok((bytes, self.take(SUM_BYTES).await?))
+            }
+            [PART_REFUSED] => {
+                let size = self.take(4).await?;
+                let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
+                if size > WORDS_BYTES {
+                    return Err(Trouble::Damaged(
+                        "what comes from the server is not what was asked for".into(),
+                    ));
+                }
+                let words = self.take(size).await?;
+                Err(Trouble::Changed(String::from_utf8_lossy(&words).into_owned()))
+            }
+            _ => Err(Trouble::Damaged("what comes from the server is not what was asked for".into())),
+        }
+    }
+}
+
+/// Writes parts as they come; those that came before it fails, too.
+async fn receive(mut incoming: Incoming, parts: Vec<DatasetPart>, folder: &Path) -> Result<(), Trouble> {
+    let (mut held, mut held_bytes) = (Vec::new(), 0);
+    for part in parts {
+        match incoming.part(part.length).await {
+            Ok((bytes, sum)) => {
+                held_bytes += bytes.len();
+                held.push((part, bytes, sum));
+            }
+            Err(trouble) => {
+                store(std::mem::take(&mut held), folder).await?;
+                return Err(trouble);
+            }
+        }
+        if held_bytes >= HELD_BYTES {
+            store(std::mem::take(&mut held), folder).await?;
+            held_bytes = 0;
+        }
+    }
+    store(held, folder).await?;
+    // Read to its end, the connection serves the next request. Nothing that is wanted comes any more.
+    let _ = incoming.download.next().await;
+    Ok(())
+}
+
+async fn store(held: Vec<Came>, folder: &Path) -> Result<(), Trouble> {
+    let folder = folder.to_owned();
+    blocking(move || held.iter().try_for_each(|came| write(came, &folder))).await
+}
+
+/// Where a part belongs; somebody else may write the same there at the same moment.
+fn write((part, bytes, sum): &Came, folder: &Path) -> Result<(), Trouble> {
+    if Sha256::digest(bytes)[..] != sum[..] {
+        return Err(Trouble::Damaged(format!("{} came damaged from the server", part.path)));
+    }
+    let path = folder.join(&part.path);
+    let file = File::options().write(true).open(&path).map_err(on_disk(&path))?;
+    file.write_all_at(bytes, part.offset).map_err(on_disk(&path))
+}
+
+/// All of the copy's file system: a dataset may have a million files.
+fn sync(entry: &Entry) -> Result<(), Trouble> {
+    let part = entry.part();
+    let folder = File::open(&part).map_err(on_disk(&part))?;
+    rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
+}
+
+/// Checks what has come, and gives it its name.
+fn finish(entry: &Entry) -> Result<(), Trouble> {
+    let part = entry.part();
+    let missing = look(entry, &part)?;
+    if missing != Missing::default() {
+        return Err(Trouble::Damaged(format!("{} files of its copy are not whole", missing.files)));
+    }
+    sync(entry)?;
+    fs::rename(&part, entry.data()).map_err(on_disk(&part))?;
+    let folder = File::open(entry.dir()).and_then(|folder| folder.sync_all());
+    folder.map_err(on_disk(entry.dir()))
+}
+
+#[cfg(test)]
+mod tests;

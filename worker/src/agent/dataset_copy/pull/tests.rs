@@ -1,0 +1,129 @@
+use super::{super::list::List, *};
+use lockstep_protocol::{agent::AttemptRef, job::JobId};
+use std::io::Write;
+
+/// A copy of these files, of which nothing has come.
+fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
+    let copies = Copies::open(dir, u64::MAX, &[]).unwrap();
+    let mut file = tempfile::NamedTempFile::new_in(copies.dir()).unwrap();
+    writeln!(file, "{{\"begin\":\"\"}}").unwrap();
+    for (name, size) in files {
+        match name.strip_suffix('/') {
+            Some(folder) => writeln!(file, "{{\"folder\":\"{folder}\"}}").unwrap(),
+            None => writeln!(file, "{{\"file\":[\"{name}\",{size},7]}}").unwrap(),
+        }
+    }
+    let bytes = files.iter().map(|(_, size)| size).sum();
+    writeln!(file, "{{\"end\":[{},{bytes}]}}", files.iter().filter(|(name, _)| !name.ends_with('/')).count())
+        .unwrap();
+    let about = About {
+        dataset: "x".into(),
+        path: "/x".into(),
+        within: String::new(),
+        files: files.len() as u64,
+        bytes,
+    };
+    let list = List { file, key: "x".into(), within: String::new(), files: about.files, bytes };
+    let attempt = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+    let (entry, _) = copies.reserve(list, &about, &attempt).unwrap();
+    (copies, entry)
+}
+
+fn asked(work: &mut Work) -> Vec<(String, u64, u64)> {
+    work.next().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
+}
+
+fn came(path: &str, offset: u64, bytes: &[u8]) -> Came {
+    let part =
+        DatasetPart { path: path.into(), size_bytes: 0, changed_ns: 7, offset, length: bytes.len() as u64 };
+    (part, BytesMut::from(bytes), BytesMut::from(&Sha256::digest(bytes)[..]))
+}
+
+#[test]
+fn small_files_come_together_and_a_large_one_in_parts() {
+    let dir = tempfile::tempdir().unwrap();
+    let large = DATASET_PARTS_BYTES + 5;
+    let (_copies, entry) = entry(dir.path(), &[("a/", 0), ("a/1", 3), ("a/2", 0), ("b", large), ("c", 2)]);
+    assert_eq!(begin(&entry).unwrap().unwrap().files, 5);
+    let mut work = Work::new(&entry).unwrap();
+    let first = asked(&mut work);
+    assert_eq!(first[..2], [("a/1".into(), 0, 3), ("b".into(), 0, DATASET_PART_BYTES)]);
+    assert_eq!(first.iter().map(|(_, _, length)| length).sum::<u64>(), DATASET_PARTS_BYTES);
+    assert_eq!(work.done(), 4, "b is not done");
+    let at = DATASET_PARTS_BYTES - 3;
+    assert_eq!(asked(&mut work), [("b".into(), at, 8), ("c".into(), 0, 2)]);
+    assert!(asked(&mut work).is_empty());
+    assert!(entry.part().join("a/2").is_file(), "one without content is made");
+
+    let many: Vec<_> = (0..=DATASET_PARTS).map(|n| format!("{n:05}")).collect();
+    let many: Vec<_> = many.iter().map(|name| (name.as_str(), 1)).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let (_copies, entry) = self::entry(dir.path(), &many);
+    begin(&entry).unwrap();
+    let mut work = Work::new(&entry).unwrap();
+    assert_eq!(asked(&mut work).len(), DATASET_PARTS);
+    assert_eq!(asked(&mut work).len(), 1);
+}
+
+#[test]
+fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_copies, entry) = entry(dir.path(), &[("a", 5), ("b", 4), ("c", 3)]);
+    begin(&entry).unwrap();
+    let mut work = Work::new(&entry).unwrap();
+    assert_eq!(asked(&mut work).len(), 3);
+    let part = entry.part();
+    write(&came("a", 0, b"aaaaa"), &part).unwrap();
+    write(&came("b", 0, b"bb"), &part).unwrap();
+    let mut wrong = came("c", 0, b"cc");
+    wrong.1[0] ^= 1;
+    assert!(matches!(write(&wrong, &part), Err(Trouble::Damaged(why)) if why.contains("c came damaged")));
+    // One that is longer than it can be.
+    fs::write(part.join("c"), "cccc").unwrap();
+    let missing = begin(&entry).unwrap().unwrap();
+    assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
+    assert!(matches!(finish(&entry), Err(Trouble::Damaged(why)) if why.starts_with("2 files")));
+    let mut work = Work::new(&entry).unwrap();
+    assert_eq!(asked(&mut work), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
+    write(&came("b", 2, b"BB"), &part).unwrap();
+    write(&came("c", 0, b"ccc"), &part).unwrap();
+    finish(&entry).unwrap();
+    assert_eq!(fs::read(entry.data().join("b")).unwrap(), b"bbBB");
+    assert_eq!(begin(&entry).unwrap(), None);
+    // A file that is gone from it comes again, and no other.
+    fs::remove_file(entry.data().join("a")).unwrap();
+    assert_eq!(begin(&entry).unwrap().unwrap().bytes, 5);
+    let mut work = Work::new(&entry).unwrap();
+    assert_eq!(asked(&mut work), [("a".into(), 0, 5)]);
+}
+
+#[test]
+fn after_the_machine_was_off_what_was_not_synced_comes_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_copies, entry) = entry(dir.path(), &[("a", 1), ("b", 1)]);
+    begin(&entry).unwrap();
+    let mut work = Work::new(&entry).unwrap();
+    asked(&mut work);
+    write(&came("a", 0, b"a"), &entry.part()).unwrap();
+    write(&came("b", 0, b"b"), &entry.part()).unwrap();
+    // Its line is the second, after that of the beginning.
+    Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
+    assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
+    assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
+    assert_eq!(Synced::of(&entry), Synced::here(2));
+    Synced { boot_id: "none was synced".into(), lines: 0 }.note(&entry).unwrap();
+    assert_eq!(begin(&entry).unwrap().unwrap().bytes, 2);
+}
+
+#[tokio::test]
+async fn a_disk_without_room_is_said_with_what_to_change() {
+    let dir = tempfile::tempdir().unwrap();
+    let (copies, entry) = entry(dir.path(), &[("a", 1)]);
+    let about = About { dataset: "x".into(), path: "/x".into(), within: String::new(), files: 1, bytes: 1 };
+    let missing = Missing { files: 1, bytes: 1, disk_bytes: 1 << 60 };
+    match check_disk(&entry, &about, &missing, &copies).await {
+        Err(Trouble::Refused(ReasonCode::DiskFull, why)) => assert!(why.contains("--dataset-cache"), "{why}"),
+        other => panic!("{other:?}"),
+    }
+    assert!(entry.list().exists(), "what is in use stays");
+}

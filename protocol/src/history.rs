@@ -74,6 +74,9 @@ pub enum What {
         checkpoint: Option<String>,
         /// Names of the agents that had its ranks.
         agents: Vec<String>,
+        /// With how many ranks and why, where it had fewer than the job.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reason: Option<Reason>,
     },
     /// An attempt ended.
     Ended {

@@ -1,6 +1,10 @@
 //! A job as the server knows it: its id, its states and the moves between them.
 
-use crate::{labels::DEFAULT_PROJECT, reason::Reason, spec::JobSpec};
+use crate::{
+    labels::DEFAULT_PROJECT,
+    reason::{Reason, ReasonCode},
+    spec::JobSpec,
+};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
@@ -291,6 +295,13 @@ impl Job {
         self.reason = reason.as_ref().map(|r| r.words().to_owned());
         self.failure = Failure::of(self.state, self.reason.as_deref(), reason.as_ref());
         self.cause = reason;
+    }
+
+    /// Ranks of the attempt that runs, which may be fewer than the job's.
+    pub fn ranks_now(&self) -> u32 {
+        let fewer =
+            self.cause.as_ref().filter(|why| self.state.is_active() && *why.code() == ReasonCode::FewerRanks);
+        fewer.and_then(|why| why.facts().ranks).unwrap_or(self.ranks)
     }
 }
 

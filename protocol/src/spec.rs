@@ -7,6 +7,7 @@ mod check;
 mod data;
 mod device;
 mod document;
+mod fewer_ranks;
 mod image_size;
 mod keys;
 mod mistake;
@@ -111,6 +112,12 @@ pub struct RecoverySpec {
     pub max_restarts: u32,
     /// A rank with no progress for this long is dead.
     pub stall_timeout_secs: u32,
+    /// With how many ranks at least the job continues when it has lost an attempt and there is no place for all of them. Without it, it
+    /// waits for all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_ranks: Option<u32>,
+    /// How long it waits for a place for all of them first. Without `min_ranks` it means nothing.
+    pub wait_seconds: u32,
 }
 
 /// When validation runs. A run's last step is always followed by one.
@@ -175,7 +182,7 @@ impl Default for CheckpointSpec {
 
 impl Default for RecoverySpec {
     fn default() -> Self {
-        Self { max_restarts: 3, stall_timeout_secs: 120 }
+        Self { max_restarts: 3, stall_timeout_secs: 120, min_ranks: None, wait_seconds: 60 }
     }
 }
 

@@ -82,6 +82,8 @@ pub struct Parts {
     pub stopping: CancellationToken,
     /// Websockets and the server's own tasks.
     pub(crate) tasks: TaskTracker,
+    /// When this server started.
+    pub(crate) started_at: jiff::Timestamp,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
     /// Since when jobs wait for checkpoints that other machines upload.
@@ -112,6 +114,7 @@ impl App {
         oidc: Option<Oidc>,
     ) -> App {
         App(Arc::new(Parts {
+            started_at: crate::now(),
             access: Access::new(!config.no_auth),
             token_limit: RateLimiter::new(config.token_requests_per_second),
             job_owners: JobOwners::default(),

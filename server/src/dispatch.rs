@@ -21,6 +21,7 @@ use std::{sync::Arc, time::Duration};
 
 mod candidates;
 mod ends;
+mod fewer;
 mod gang;
 mod needs;
 mod place;

@@ -116,11 +116,12 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     events
 }
 
-/// The next attempt was claimed: the caller has set attempt, fencing token and agents.
-pub fn started(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+/// The next attempt was claimed: the caller has set attempt, fencing token and agents. `fewer`: with how many ranks and why, where it has
+/// fewer than the job.
+pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
     row.progress.ends.clear();
-    Ok(vec![go(row, JobState::Starting, None, None, at)?])
+    Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
 }
 
 /// Whether a waiting job says why it waits, and not how its last attempt ended, which is more useful to a user who can only wait.

@@ -103,7 +103,13 @@ fn lines(job: &Job) -> Vec<(String, String)> {
     if let Some(parent) = &job.parent {
         lines.push(("forked from", format!("job {}, checkpoint {}", parent.job, parent.checkpoint)));
     }
-    lines.push(("ranks", job.ranks.to_string()));
+    lines.push((
+        "ranks",
+        match job.ranks_now() {
+            now if now < job.ranks => format!("{now} of {}", job.ranks),
+            all => all.to_string(),
+        },
+    ));
     if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = if job.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", job.ranks) };

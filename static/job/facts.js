@@ -9,6 +9,9 @@ const QUIET_MS = 15_000;
 
 export const isFinal = (state) => FINAL.includes(state);
 
+/** As `Job::ranks_now` in protocol/src/job.rs. */
+const ranksNow = (job) => (job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
+
 /** Pictures of the steps 1 to `n`, over all ranks, as a function: `pictures_until` of protocol/src/throughput.rs. */
 export function pictures({ batch, spec: { train, parallel } }) {
   const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : (train.batch_size ?? 32) * train.accumulate * parallel.ranks);
@@ -61,7 +64,7 @@ export class Facts {
       fact("left", left === null ? "–" : clock(left), "");
     }
     const speed = job.images_per_second;
-    fact("speed", speed ? rate(speed) : "–", speed && job.ranks > 1 ? `${rate(speed / job.ranks)} a rank` : "");
+    fact("speed", speed ? rate(speed) : "–", speed && ranksNow(job) > 1 ? `${rate(speed / ranksNow(job))} a rank` : "");
     const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
     fact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);
@@ -96,7 +99,7 @@ export class Facts {
     text(state, job.state);
     state.dataset.state = job.state;
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
-    text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${plural(job.ranks, "rank")}${where}`,
+    text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${ranksNow(job) < job.ranks ? `${ranksNow(job)} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
@@ -146,9 +149,9 @@ export class Facts {
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
     const quiet = now - this.#movedAt;
-    const busy = [...Array(job.ranks).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
+    const busy = [...Array(ranksNow(job)).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
     if (this.live && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
-      const reports = [...Array(job.ranks).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
+      const reports = [...Array(ranksNow(job)).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,

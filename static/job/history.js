@@ -13,7 +13,7 @@ function described(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
     case "forked": return ["Forked", from(entry.checkpoint)];
-    case "started": return [`Attempt ${entry.attempt} started`, `${from(entry.checkpoint)}${entry.agents.length ? ` on ${entry.agents.join(", ")}` : ""}`];
+    case "started": return [`Attempt ${entry.attempt} started`, `${from(entry.checkpoint)}${entry.agents.length ? ` on ${entry.agents.join(", ")}` : ""}${entry.reason ? `; ${entry.reason.words}` : ""}`];
     case "ended": return [`Attempt ${entry.attempt} ${entry.state}`, ended(entry)];
     case "pause_requested": return ["Pause requested"];
     case "cancel_requested": return ["Cancel requested"];

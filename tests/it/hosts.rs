@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-const STEPS: u64 = 200;
+pub(crate) const STEPS: u64 = 200;
 /// For a job of so many steps, also when it starts twice.
 const PATIENCE: Duration = Duration::from_secs(240);
 /// What the ranks' connections wait for.
@@ -228,10 +228,16 @@ impl Site {
 
     /// As [`Site::submit`], for agents that a launch will start.
     pub(crate) async fn submit_ranks(&self, ranks: u32, steps: u64) -> String {
+        self.submit_with(ranks, steps, json!({})).await
+    }
+
+    /// As [`Site::submit_ranks`], with changes.
+    pub(crate) async fn submit_with(&self, ranks: u32, steps: u64, changes: Value) -> String {
         let spec = specs::with(
             specs::short("hosts", "pictures", ranks, steps),
             json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}}),
         );
+        let spec = specs::with(spec, changes);
         let jobs = format!("{}/api/v1/jobs?launched=true", self.url);
         let answer = self.http.post(jobs).json(&spec).send().await;
         let job: Value = answer.expect("an answer").json().await.expect("JSON");

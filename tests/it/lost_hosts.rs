@@ -1,8 +1,9 @@
 //! Hosts that are lost with all that runs on them, one and two at a time, and one that is cut off for longer than its lease.
 
 use crate::{
-    hosts::{MENDED, Site},
-    server::{signal, turn},
+    hosts::{MENDED, STEPS, Site},
+    server::{number, signal, turn},
+    world_size::weights,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -91,4 +92,30 @@ async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for
     let (job, same) = site.succeeded(&id).await;
     assert_eq!((&job["attempt"], job["agents"].as_array().map(Vec::len)), (&json!(2), Some(4)));
     assert!(same == model, "the same weights after it was cut off for longer than its lease");
+}
+
+#[tokio::test]
+async fn a_job_that_lost_a_host_for_good_ends_on_fewer_ranks_with_the_same_weights() {
+    let _turn = turn().await;
+    let (mut site, model) = Site::measured(2).await;
+    site.join(1, "h1", 2);
+    site.join(2, "h2", 2);
+    site.online(&["h1", "h2"]).await;
+    let recovery = json!({"recovery": {"min_ranks": 1, "wait_seconds": 3}});
+    let id = site.submit_with(4, STEPS, recovery).await;
+    site.at_step(&id, 45).await;
+    let job = site.get(&format!("/jobs/{id}")).await;
+    assert_eq!(job["agents"], json!(["h1", "h2"]));
+    site.network.kill(2);
+    let (_, from) = site.next_step(&id, 2).await;
+    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
+    let (job, same) = site.succeeded(&id).await;
+    assert_eq!((&job["attempt"], &job["agents"]), (&json!(2), &json!(["h1"])));
+    let history = site.get(&format!("/jobs/{id}/history")).await;
+    let entries = history["entries"].as_array().expect("entries");
+    let second = entries.iter().find(|entry| entry["what"] == "started" && entry["attempt"] == 2);
+    let why = &second.expect("the second attempt")["reason"];
+    assert_eq!((&why["code"], number(&why["ranks"])), (&json!("fewer_ranks"), 2), "{history:#}");
+    // The file also describes the job, with its number of ranks.
+    assert!(weights(&same) == weights(&model), "two ranks end with the weights of four");
 }

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 const STEPS: u64 = 50;
 
 /// Names and bytes of all tensors; the rest of the file describes the job, with its number of ranks.
-fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
     let tensors = safetensors::SafeTensors::deserialize(model).expect("safetensors");
     tensors.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
 }

@@ -118,7 +118,10 @@ impl JobTemplate<'_> {
         if job.attempt > 0 {
             parts.push(format!("attempt {}", job.attempt));
         }
-        let ranks = plural(job.ranks.into(), "rank");
+        let ranks = match job.ranks_now() {
+            now if now < job.ranks => format!("{now} of {} ranks", job.ranks),
+            _ => plural(job.ranks.into(), "rank"),
+        };
         parts.push(if job.agents.is_empty() {
             ranks
         } else {
@@ -266,7 +269,7 @@ impl Facts {
             },
             speed: job.images_per_second.map_or_else(
                 || (dash(), none()),
-                |all| (rate(all), format!("{} a rank", rate(all / f64::from(job.ranks.max(1))))),
+                |all| (rate(all), format!("{} a rank", rate(all / f64::from(job.ranks_now().max(1))))),
             ),
             loss: (job.last.loss.map_or_else(dash, value), none()),
             accuracy: (

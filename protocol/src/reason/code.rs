@@ -125,6 +125,8 @@ codes! {
     WaitingForCheckpoint = "waiting_for_checkpoint",
     /// Waits until slots are free.
     WaitingForSlots = "waiting_for_slots",
+    /// The attempt has fewer ranks than the job, as there was no place for all of them.
+    FewerRanks = "fewer_ranks",
     /// Given in words alone.
     Unspecified = "unspecified",
 }

@@ -92,11 +92,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("needs {}, and no machine that is online has one", facts.slots(facts.slots_needed))
         }
         TooFewSlots if facts.machines.is_some() => format!(
-            "needs {}; {} machines online have {} in all, {} of them free",
+            "needs {}; {} machines online have {} in all, {} of them free{}",
             facts.slots(facts.slots_needed),
             facts.machines.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
-            facts.slots_free.unwrap_or(0)
+            facts.slots_free.unwrap_or(0),
+            more("; ")
         ),
         MachinesApart => format!(
             "needs {}; the machines online have as many, but {detail} can be reached from {} alone: start the agents with \
@@ -118,10 +119,11 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             more("; ")
         ),
         TooFewSlots => format!(
-            "needs {} on one machine; the largest, {:?}, has {}",
+            "needs {} on one machine; the largest, {:?}, has {}{}",
             facts.slots(facts.slots_needed),
             facts.agent.as_deref().unwrap_or_default(),
-            facts.slots_total.unwrap_or(0)
+            facts.slots_total.unwrap_or(0),
+            more("; ")
         ),
         WaitingForSlots => format!(
             "waits for {}: {} of {} on {:?} free{}{}",
@@ -131,6 +133,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.agent.as_deref().unwrap_or_default(),
             facts.kept(),
             more("; ")
+        ),
+        FewerRanks => format!(
+            "trains with {} of {} ranks: for {secs} s there was no place for all{}",
+            facts.ranks.unwrap_or(0),
+            facts.slots_needed.unwrap_or(0),
+            more(" after the last attempt: ")
         ),
         // Whatever a rank says of itself, in its own words.
         _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),

@@ -4,6 +4,7 @@
 use super::{
     DataSpec, ImageSize, JobSpec, Recipe,
     document::toml_document,
+    fewer_ranks,
     keys::{KEYS, MAX_LR, Section, nearest},
     mistake::{SpecError, shortened, type_of},
     renamed,
@@ -300,6 +301,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     }
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
     check_sizes(spec, &mut mistake);
+    if let Some(detail) = fewer_ranks::mistake(spec) {
+        mistake("/recovery/min_ranks", detail);
+    }
     // The default keeps the best by val_accuracy, which is harmless without validation.
     if no_validation && spec.checkpoint.keep_best == "val_loss" {
         mistake(

@@ -192,7 +192,12 @@ pub const KEYS: &[Section] = &[
     },
     Section {
         name: "recovery",
-        keys: &[("max_restarts", whole(0, 1000)), ("stall_timeout_secs", whole(5, 86_400))],
+        keys: &[
+            ("max_restarts", whole(0, 1000)),
+            ("stall_timeout_secs", whole(5, 86_400)),
+            ("min_ranks", whole(1, 1024)),
+            ("wait_seconds", whole(0, 86_400)),
+        ],
     },
     Section { name: "evaluate", keys: &[("every_epochs", whole(0, 100_000))] },
     Section {

@@ -1,5 +1,6 @@
 //! What a person sees who writes a specification, with and without mistakes.
 
+mod fewer_ranks;
 mod limits;
 
 use lockstep_protocol::{

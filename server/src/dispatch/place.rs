@@ -1,6 +1,8 @@
 //! Placement: finds agents with enough free slots for a job.
 
 use super::{
+    candidates::Candidates,
+    fewer::Fewer,
     gang::{choose, reserve},
     needs::fail,
     preempt::{self, Room},
@@ -36,7 +38,9 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         round.waits(row, Reason::new(ReasonCode::UnreadableSpec, facts));
         return Ok(Placed::Waits);
     }
-    let kind = round.kind(job);
+    let fewer = Fewer::of(app, row);
+    // One that does with less is of no kind.
+    let kind = round.kind(job).filter(|_| fewer.is_none());
     if let Some(known) = kind.as_ref().and_then(|kind| round.does_not_fit(kind)) {
         round.waits(row, known.why);
         return Ok(if known.is_kept { Placed::Kept } else { Placed::Waits });
@@ -45,21 +49,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     let device = device_for(&job.spec);
     let candidates = round.candidates(&job.id, device);
     if let Some(chosen) = choose(&candidates, ranks, round.reserved()) {
-        let chosen: Vec<_> =
-            chosen.into_iter().map(|(c, slots)| (Arc::clone(&candidates[c].agent), slots)).collect();
-        // Nobody else has it when slots are taken, so that it is not copied.
-        drop(candidates);
-        // Rank 0 reads the checkpoint, and sends the others what is in it.
-        let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-        if let Some(why) = artifacts::coming(app, job, reader).await? {
-            round.waits(row, why);
-            return Ok(Placed::Waits);
-        }
-        for (agent, slots) in &chosen {
-            round.take(&agent.row.id, slots);
-        }
-        round.starts.push(Start { row: Arc::clone(row), chosen });
-        return Ok(Placed::Starts);
+        return start(app, row, round, candidates, (chosen, None)).await;
     }
     match preempt::make_room(app, job, &candidates, round).await? {
         Room::Waits(why) => {
@@ -73,8 +63,17 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         Room::NotNow => return Ok(Placed::Waits),
         Room::None => {}
     }
-    let kept = reserve(&candidates, ranks);
-    let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
+    if let Some((chosen, why)) =
+        fewer.as_ref().and_then(|fewer| fewer.choose(job, &candidates, round.reserved()))
+    {
+        return start(app, row, round, candidates, (chosen, Some(why))).await;
+    }
+    let mut kept = reserve(&candidates, ranks);
+    let mut why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
+    if let Some(fewer) = &fewer {
+        kept = kept.or_else(|| fewer.reserve(&candidates));
+        why = fewer.told(job, why);
+    }
     for c in kept.iter().flatten() {
         round.reserve(job, &candidates[*c]);
     }
@@ -85,4 +84,29 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     }
     round.waits(row, why);
     Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })
+}
+
+/// Gives a job its slots, unless it waits for a checkpoint. `fewer`: what it says where they are fewer than its ranks.
+async fn start(
+    app: &App,
+    row: &Arc<JobRow>,
+    round: &mut Round,
+    candidates: Arc<Candidates>,
+    (chosen, fewer): (Vec<(usize, Vec<u32>)>, Option<Reason>),
+) -> Result<Placed> {
+    let chosen: Vec<_> =
+        chosen.into_iter().map(|(c, slots)| (Arc::clone(&candidates[c].agent), slots)).collect();
+    // Nobody else has it when slots are taken, so that it is not copied.
+    drop(candidates);
+    // Rank 0 reads the checkpoint, and sends the others what is in it.
+    let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
+    if let Some(why) = artifacts::coming(app, &row.job, reader).await? {
+        round.waits(row, why);
+        return Ok(Placed::Waits);
+    }
+    for (agent, slots) in &chosen {
+        round.take(&agent.row.id, slots);
+    }
+    round.starts.push(Start { row: Arc::clone(row), chosen, fewer });
+    Ok(Placed::Starts)
 }

@@ -60,6 +60,8 @@ pub(super) struct DoesNotFit {
 pub(super) struct Start {
     pub(super) row: Arc<JobRow>,
     pub(super) chosen: Vec<(Arc<Online>, Vec<u32>)>,
+    /// With how many ranks and why, where these are fewer than the job's.
+    pub(super) fewer: Option<Reason>,
 }
 
 /// A job that runs, and its slots: agent and slot.

@@ -123,7 +123,7 @@ async fn prepare_all(app: &App, starts: Vec<Start>) -> Result<(Vec<Prepared>, Re
 /// What an attempt needs before it is claimed; none where its job has failed for want of it.
 async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -> Result<Option<Prepared>> {
     let job = &start.row.job;
-    let needs = match needs(app, job, datasets).await? {
+    let mut needs = match needs(app, job, datasets).await? {
         Ok(needs) => needs,
         Err(why) => return fail(app, &job.id, why).await.map(|()| None),
     };
@@ -135,15 +135,24 @@ async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -
     }
     let mut files = start_files(app, job).await;
     files.pretrained.clone_from(&needs.pretrained);
+    if let Some(ranks) = start.fewer.as_ref().and_then(|fewer| fewer.facts().ranks) {
+        needs.spec = needs.spec.on_ranks(ranks);
+    }
     // Ranks are numbered machine by machine.
-    let mut ranks = 0..job.ranks;
+    let mut ranks = 0..needs.spec.parallel.ranks;
     let place = |(agent, slots): &(Arc<Online>, Vec<u32>)| Place {
         agent_id: agent.row.id.clone(),
         agent: agent.row.name.clone(),
         ranks: slots.iter().filter_map(|slot| Some((ranks.next()?, *slot))).collect(),
     };
     let places = start.chosen.iter().map(place).collect();
-    let claim = Claim { job: job.id.clone(), after_attempt: job.attempt, places, at: crate::now() };
+    let claim = Claim {
+        job: job.id.clone(),
+        after_attempt: job.attempt,
+        places,
+        fewer: start.fewer.clone(),
+        at: crate::now(),
+    };
     Ok(Some(Prepared { start, needs, files, claim }))
 }
 
@@ -229,16 +238,16 @@ struct Ordered {
 
 /// Notifies the agents of a job that was claimed: they start it.
 fn order(app: &App, prepared: Prepared, claimed: Claimed) -> Ordered {
-    let Prepared { start: Start { row, chosen }, needs, files, claim: Claim { places, .. } } = prepared;
+    let Prepared { start: Start { row, chosen, .. }, needs, files, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     app.coming.forget(&job.id);
     app.reservations.forget(&job.id);
     app.announce(&claimed.changed);
     let mut start = StartAttempt {
         attempt: attempt.clone(),
+        world_size: needs.spec.parallel.ranks,
         spec: needs.spec,
         dataset_path: needs.dataset_path,
-        world_size: job.ranks,
         ranks: Vec::new(),
         // Ranks of one machine meet on its own loopback. The agent of rank 0 finds a free port.
         master_addr: master_address(&chosen).unwrap_or("127.0.0.1").into(),

@@ -18,7 +18,7 @@ use lockstep_protocol::{
     attempt::Attempt,
     history::{Entry, History, Relative, What},
     job::{Job, JobState, Waiting},
-    reason::ReasonCode,
+    reason::{Reason, ReasonCode},
     stream::{Event, EventBody},
 };
 use serde::Deserialize;
@@ -67,7 +67,7 @@ pub(crate) async fn show(
     let rows = app.store.history(&job, may_see_who).await?;
     let attempts = app.store.attempts(&job.id).await?;
     let mut entries = of_states(&job, &rows.states, &rows.requests);
-    entries.extend(of_attempts(&attempts));
+    entries.extend(of_attempts(&attempts, &rows.states));
     // Stable: what was asked for stands before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
     let parent = match &job.parent {
@@ -114,13 +114,26 @@ fn sees(caller: &Caller, job: &Job) -> bool {
     caller.sees(job.spec.private, job.owner.as_deref())
 }
 
-fn of_attempts(attempts: &[Attempt]) -> Vec<Entry> {
+/// With how many ranks an attempt began and why, where it had fewer than the job.
+fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
+    states.iter().find_map(|event| match &event.body {
+        EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: of, .. }
+            if *of == attempt && *cause.code() == ReasonCode::FewerRanks =>
+        {
+            Some(cause.clone())
+        }
+        _ => None,
+    })
+}
+
+fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
     let mut entries = Vec::new();
     for (n, attempt) in attempts.iter().enumerate() {
         let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
             attempt;
         let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
-        let what = What::Started { attempt: *number, checkpoint, agents };
+        let what =
+            What::Started { attempt: *number, checkpoint, agents, reason: fewer_ranks(states, *number) };
         entries.push(Entry { at: *started_at, what, who: None });
         if let Some(at) = *ended_at {
             let what = What::Ended {

@@ -181,7 +181,7 @@ pub(crate) async fn job(
         .find(|a| a.attempt.job == id)
         .map(|a| a.places)
         .unwrap_or_default();
-    let ranks = (0..job.ranks)
+    let ranks = (0..job.ranks_now())
         .map(|rank| {
             let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
             job_views::RankSeat {

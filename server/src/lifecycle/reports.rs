@@ -56,8 +56,10 @@ pub fn report(
             row.progress.trained = Some(true);
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
-                let cancelling = row.stop.as_ref().and(row.job.cause.clone());
-                events.push(go(row, JobState::Running, cancelling, None, at)?);
+                // That it is being cancelled, or has fewer ranks than usual.
+                let stays = |cause: &Reason| row.stop.is_some() || *cause.code() == ReasonCode::FewerRanks;
+                let cause = row.job.cause.clone().filter(stays);
+                events.push(go(row, JobState::Running, cause, None, at)?);
             }
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events

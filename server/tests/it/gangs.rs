@@ -33,7 +33,7 @@ async fn pictures(server: &TestServer) {
 }
 
 /// Two machines of two slots that reach each other.
-async fn machines(server: &TestServer) -> (Agent, Agent) {
+pub async fn machines(server: &TestServer) -> (Agent, Agent) {
     pictures(server).await;
     let a = Agent::greet(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
     let b = Agent::greet(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
@@ -51,7 +51,7 @@ async fn launched(agent: &mut Agent) -> u16 {
     }
 }
 
-async fn stopped(agent: &mut Agent) -> bool {
+pub async fn stopped(agent: &mut Agent) -> bool {
     match agent.next().await {
         Some(ToAgent::Stop { patient, .. }) => patient,
         other => panic!("{other:?}"),
@@ -73,7 +73,7 @@ pub async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
     first.attempt
 }
 
-fn killed(rank: u32) -> Ending {
+pub fn killed(rank: u32) -> Ending {
     let facts = Facts { rank: Some(rank), step: Some(3), signal: Some(9), ..Facts::default() };
     Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
 }
@@ -85,7 +85,7 @@ fn lost_contact(rank: u32) -> Ending {
 }
 
 /// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
-async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
+pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
     let (code, retriable, secondary) = (None, true, true);
     let failed =

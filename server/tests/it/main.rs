@@ -17,6 +17,7 @@ mod deletion;
 mod dispatching;
 mod document;
 mod fair_share;
+mod fewer_ranks;
 mod fits;
 mod gangs;
 mod groups;

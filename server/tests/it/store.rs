@@ -65,6 +65,7 @@ async fn scenario(store: &dyn Store) {
         job: id.clone(),
         after_attempt: 0,
         places: vec![Place { agent_id: "a".into(), agent: "name".into(), ranks: vec![(0, 3)] }],
+        fewer: None,
         at,
     };
     let (one, two) = tokio::join!(store.claim(claim()), store.claim(claim()));
@@ -209,6 +210,7 @@ async fn many_at_once(store: &dyn Store) {
         job: job.clone(),
         after_attempt,
         places: vec![Place { agent_id: "a".into(), agent: "name".into(), ranks: vec![(0, 3)] }],
+        fewer: None,
         at,
     };
     let claims = [claim(&jobs[0], 0), claim(&jobs[1], 1), claim(&jobs[0], 0), claim(&jobs[2], 0)];

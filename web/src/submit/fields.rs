@@ -191,6 +191,13 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             ),
             more("recovery.max_restarts", "Restarts", Kind::Integer, "at most"),
             more("recovery.stall_timeout_secs", "Stall time-out", Kind::Integer, "seconds without progress"),
+            more(
+                "recovery.min_ranks",
+                "Continue with",
+                Kind::Integer,
+                "ranks at least; empty: waits for all",
+            ),
+            more("recovery.wait_seconds", "after waiting for all", Kind::Integer, "seconds"),
         ],
     ),
     (

@@ -29,6 +29,8 @@ pub struct Claim {
     pub after_attempt: u32,
     /// Where.
     pub places: Vec<Place>,
+    /// With how many ranks and why, where these are fewer than the job's.
+    pub fewer: Option<Reason>,
     /// Now.
     pub at: Timestamp,
 }

@@ -150,7 +150,7 @@ async fn make_attempt(
     let (job, its) = change_row(db, row, claim.at, |row| {
         row.fencing_token = Some(fencing_token);
         row.job.agents = agents;
-        lifecycle::started(row, claim.at)
+        lifecycle::started(row, claim.fewer.clone(), claim.at)
     })
     .await?;
     let changed = Changed { job, events: its.iter().map(|new| new.row.clone()).collect() };

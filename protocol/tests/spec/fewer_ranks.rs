@@ -1,0 +1,79 @@
+//! Jobs that may continue with fewer ranks.
+
+use super::*;
+
+fn job(parallel: &str, recovery: &str, train: &str) -> String {
+    format!("[data]\ndataset = \"d\"\n[train]\n{train}\n[parallel]\n{parallel}\n[recovery]\n{recovery}\n")
+}
+
+#[test]
+fn fewer_ranks_and_the_wait_before_are_taken_up_to_their_limits() {
+    for (parallel, line) in [
+        ("ranks = 2", "min_ranks = 1"),
+        ("ranks = 1024", "min_ranks = 1024"),
+        ("ranks = 1", "wait_seconds = 0"),
+        ("ranks = 1", "wait_seconds = 86400"),
+    ] {
+        let spec = from_toml(&job(parallel, line, "")).unwrap_or_else(|e| panic!("{line}: {e:?}"));
+        assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");
+    }
+    let recovery = from_toml("[data]\ndataset = \"d\"").expect("defaults").recovery;
+    assert_eq!((recovery.min_ranks, recovery.wait_seconds), (None, 60));
+    let none = from_toml(&job("ranks = 8", "", "")).expect("no min_ranks");
+    assert_eq!(none.fewer_ranks(), [0; 0], "it waits for all");
+
+    for (parallel, line, key, words) in [
+        ("ranks = 2", "min_ranks = 0", "min_ranks", "from 1 to 1,024"),
+        ("ranks = 1024", "min_ranks = 1025", "min_ranks", "from 1 to 1,024"),
+        ("ranks = 2", "wait_seconds = -1", "wait_seconds", "from 0 to 86,400"),
+        ("ranks = 2", "wait_seconds = 86401", "wait_seconds", "from 0 to 86,400"),
+        ("ranks = 2", "min_ranks = 3", "min_ranks", "3 is more than parallel.ranks = 2: give 2 or less"),
+        (
+            "ranks = 2\nsync_batch_norm = false",
+            "min_ranks = 1",
+            "min_ranks",
+            "set parallel.sync_batch_norm = true, or leave min_ranks out",
+        ),
+        (
+            "ranks = 2\ngradients_mean = false",
+            "min_ranks = 1",
+            "min_ranks",
+            "set parallel.gradients_mean = true, or leave min_ranks out",
+        ),
+    ] {
+        one_mistake(&job(parallel, line, ""), &format!("/recovery/{key}"), &[words]);
+    }
+}
+
+#[test]
+fn pictures_of_a_step_are_the_same_on_fewer_ranks() {
+    for train in ["batch_size = 6\naccumulate = 5", "global_batch_size = 240\naccumulate = 5"] {
+        let whole = from_toml(&job("ranks = 8", "min_ranks = 2", train)).expect("valid");
+        assert_eq!((whole.micro_batch_size(), whole.global_batch_size()), (6, 240));
+        // 48 pictures of a micro-batch come out even on these.
+        assert_eq!(whole.fewer_ranks(), [6, 4, 3, 2], "{train}");
+        for ranks in whole.fewer_ranks() {
+            let fewer = whole.clone().on_ranks(ranks);
+            assert_eq!((fewer.parallel.ranks, fewer.train.accumulate), (ranks, 5));
+            assert_eq!(
+                (fewer.micro_batch_size(), fewer.global_batch_size()),
+                (48 / ranks, 240),
+                "{train} on {ranks} ranks"
+            );
+            assert_eq!(fewer.steps_per_epoch(1000), whole.steps_per_epoch(1000));
+        }
+    }
+    // The default of 32 a rank.
+    let fewer = from_toml(&job("ranks = 4", "min_ranks = 1", "")).expect("valid").on_ranks(1);
+    assert_eq!((fewer.micro_batch_size(), fewer.global_batch_size()), (128, 128));
+    one_mistake(
+        &job("ranks = 8", "min_ranks = 5", "batch_size = 1"),
+        "/recovery/min_ranks",
+        &["the 8 pictures of a micro-batch cannot be divided over 5 to 7 ranks: give 4 or less"],
+    );
+    one_mistake(
+        &job("ranks = 4", "min_ranks = 3", "batch_size = 1"),
+        "/recovery/min_ranks",
+        &["cannot be divided over 3 ranks: give 2 or less"],
+    );
+}

@@ -1,0 +1,78 @@
+//! Fewer ranks than a job has: how a job continues that has lost an attempt, and for all ranks of which there is no place.
+
+use super::{
+    candidates::Candidates,
+    gang::{choose, reserve},
+};
+use crate::{app::App, store::JobRow};
+use lockstep_protocol::{
+    job::{Job, JobState},
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::collections::HashSet;
+
+/// What a job may do that waits for a place for all its ranks.
+pub(super) struct Fewer {
+    /// Ranks that it may have instead, most first.
+    ranks: Vec<u32>,
+    /// It has waited for long enough.
+    now: bool,
+}
+
+/// Whether the job's last attempt ended because something was lost: not on request, and not for a job of higher priority.
+fn has_lost_attempt(job: &Job) -> bool {
+    let left = |why: &Reason| matches!(why.code(), ReasonCode::AgentStopped | ReasonCode::AgentLeft);
+    match job.state {
+        JobState::Restarting => true,
+        JobState::Queued => job.attempt > 0 && job.cause.as_ref().is_some_and(left),
+        _ => false,
+    }
+}
+
+impl Fewer {
+    /// None where the job waits for all its ranks, however long that takes.
+    pub(super) fn of(app: &App, row: &JobRow) -> Option<Self> {
+        let ranks = if has_lost_attempt(&row.job) { row.job.spec.fewer_ranks() } else { Vec::new() };
+        // A server that has just started does not know yet which agents are there.
+        let since = row.waiting_since.unwrap_or(row.job.created_at).max(app.started_at);
+        let waited = crate::now().duration_since(since).as_secs();
+        let now = waited >= i64::from(row.job.spec.recovery.wait_seconds);
+        (!ranks.is_empty()).then_some(Self { ranks, now })
+    }
+
+    /// The agents to start the job on now, with the slots to take there, and what it says of that.
+    pub(super) fn choose(
+        &self,
+        job: &Job,
+        candidates: &Candidates,
+        reserved: &HashSet<String>,
+    ) -> Option<(Vec<(usize, Vec<u32>)>, Reason)> {
+        let tried = self.ranks.iter().filter(|_| self.now);
+        let found = |ranks: &u32| Some((*ranks, choose(candidates, *ranks as usize, reserved)?));
+        let (ranks, chosen) = tried.into_iter().find_map(found)?;
+        // Without what was to follow from it.
+        let lost = job.cause.as_ref().map(|why| Reason::new(why.code().clone(), why.facts().clone()));
+        let facts = Facts {
+            ranks: Some(ranks),
+            slots_needed: Some(job.ranks),
+            secs: Some(job.spec.recovery.wait_seconds.into()),
+            detail: lost.map(|why| why.words().to_owned()),
+            ..Facts::default()
+        };
+        Some((chosen, Reason::new(ReasonCode::FewerRanks, facts)))
+    }
+
+    /// The agents to keep for the job, where none have room for all its ranks.
+    pub(super) fn reserve(&self, candidates: &Candidates) -> Option<Vec<usize>> {
+        self.ranks.iter().find_map(|ranks| reserve(candidates, *ranks as usize))
+    }
+
+    /// Why the job waits, and what it does not wait for.
+    pub(super) fn told(&self, job: &Job, why: Reason) -> Reason {
+        let may_tell = matches!(why.code(), ReasonCode::WaitingForSlots | ReasonCode::TooFewSlots);
+        let (Some(least), true) = (self.ranks.last(), may_tell) else { return why };
+        let secs = job.spec.recovery.wait_seconds;
+        let detail = format!("after {secs} s it takes fewer, {least} at least");
+        Reason::new(why.code().clone(), Facts { detail: Some(detail), ..why.facts().clone() })
+    }
+}

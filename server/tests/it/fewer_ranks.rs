@@ -1,0 +1,169 @@
+//! Jobs that continue with fewer ranks when machines are lost, as the messages to their agents make it.
+
+use crate::{
+    agent::{Agent, losses, running},
+    gangs::{again, hello_at, killed, loses_contact, machines, stopped},
+    test_server::{TestServer, spec},
+};
+use lockstep_protocol::{
+    agent::{AttemptRef, Ending, FromAgent, Source},
+    job::JobState,
+};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// No message in so long, which is many rounds of dispatch.
+const QUIET: Duration = Duration::from_millis(1500);
+
+async fn server() -> TestServer {
+    TestServer::with(|c| {
+        c.lease = Duration::from_secs(30);
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await
+}
+
+/// Heartbeats of an agent, as it waits to be told something for up to `limit`.
+async fn quiet(agent: &mut Agent, limit: Duration) {
+    let mut beats = tokio::time::interval(Duration::from_millis(200));
+    let end = tokio::time::sleep(limit);
+    tokio::pin!(end);
+    loop {
+        tokio::select! {
+            _ = beats.tick() => agent.heartbeat(&[]).await,
+            said = agent.next() => panic!("{said:?}"),
+            () = &mut end => return,
+        }
+    }
+}
+
+/// Four ranks that two machines have started.
+async fn started(
+    server: &TestServer,
+    a: &mut Agent,
+    b: &mut Agent,
+    change: impl FnOnce(&mut Value),
+) -> (String, AttemptRef) {
+    let four = |s: &mut Value| {
+        s["parallel"]["ranks"] = json!(4);
+        change(s);
+    };
+    let id = server.submit(four).await.id.to_string();
+    let attempt = again(a, b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    (id, attempt)
+}
+
+/// Four ranks on two machines train; the second machine is lost for good.
+async fn lost(server: &TestServer, a: &mut Agent, mut b: Agent, recovery: Value) -> (String, AttemptRef) {
+    let (id, attempt) = started(server, a, &mut b, |s| s["recovery"] = recovery).await;
+    b.vanish();
+    loses_contact(a, &attempt, 1, vec![2]).await;
+    server.until(&id, JobState::Restarting).await;
+    (id, attempt)
+}
+
+#[tokio::test]
+async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after_the_next_attempt() {
+    let server = server().await;
+    let (mut a, b) = machines(&server).await;
+    let recovery = json!({"min_ranks": 1, "wait_seconds": 1});
+    let began = tokio::time::Instant::now();
+    let (id, _) = lost(&server, &mut a, b, recovery).await;
+    let start = a.started().await;
+    assert!(began.elapsed() >= Duration::from_secs(1), "it waits for all ranks first");
+    // The most that are free, and the same pictures a step.
+    assert_eq!((start.attempt.attempt, start.world_size, &start.ranks), (2, 2, &vec![(0, 0), (1, 1)]));
+    assert_eq!((start.spec.parallel.ranks, start.spec.train.accumulate), (2, 1));
+    assert_eq!((start.spec.micro_batch_size(), start.spec.global_batch_size()), (20, 40));
+    assert!(start.network.is_none(), "its ranks are on one machine");
+    let words = "trains with 2 of 4 ranks: for 1 s there was no place for all after the last attempt: agent \"b\" was silent";
+    let job = server.job(&id).await;
+    assert_eq!((job.state, job.ranks, job.ranks_now()), (JobState::Starting, 4, 2));
+    assert!(job.reason.unwrap().starts_with(words));
+    a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 3), losses(0, 4..=5)]).await;
+    let job = server.job(&id).await;
+    assert_eq!((job.state, job.ranks_now(), job.step), (JobState::Running, 2, 5));
+    let reason = job.reason.unwrap();
+    assert!(reason.starts_with(words) && !reason.contains("starts from"), "{reason}");
+    let (_, history) = server.get(&format!("/jobs/{id}/history")).await;
+    let begun = history["entries"].as_array().unwrap().iter().filter(|entry| entry["what"] == "started");
+    let begun: Vec<_> = begun.map(|entry| entry["reason"].clone()).collect();
+    assert_eq!((begun.len(), &begun[0]), (2, &Value::Null), "{history:#}");
+    assert_eq!((&begun[1]["code"], &begun[1]["ranks"]), (&json!("fewer_ranks"), &json!(2)), "{history:#}");
+    assert_eq!(begun[1]["words"], json!(reason));
+
+    // It does not grow by itself. Its next attempt has all ranks again.
+    let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    quiet(&mut b, QUIET).await;
+    assert_eq!(server.job(&id).await.state, JobState::Running);
+    a.end(&start.attempt, killed(1)).await;
+    let attempt = again(&mut a, &mut b).await;
+    assert_eq!(attempt.attempt, 3);
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 5)]).await;
+    let job = server.job(&id).await;
+    assert_eq!((job.state, job.ranks_now(), job.reason), (JobState::Running, 4, None));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
+    for (recovery, says) in [
+        (json!({"wait_seconds": 0}), ""),
+        (json!({"min_ranks": 4, "wait_seconds": 0}), ""),
+        // The machine that is left has two slots.
+        (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it takes fewer, 3 at least"),
+    ] {
+        let server = server().await;
+        let (mut a, mut b) = machines(&server).await;
+        let (id, attempt) = started(&server, &mut a, &mut b, |s| {
+            (s["recovery"], s["train"]["batch_size"]) = (recovery.clone(), json!(12));
+        })
+        .await;
+        b.vanish();
+        loses_contact(&mut a, &attempt, 1, vec![2]).await;
+        server.until(&id, JobState::Restarting).await;
+        quiet(&mut a, QUIET).await;
+        let (_, queue) = server.get("/queue").await;
+        let waits = queue["jobs"][0]["reason"]["words"].as_str().unwrap_or_default();
+        assert!(waits.contains("needs 4 slots") && waits.contains(says), "{recovery}: {queue:#}");
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_machine_that_leaves_in_order_counts_as_lost_and_a_pause_does_not() {
+    let server = server().await;
+    let (mut a, mut b) = machines(&server).await;
+    let recovery = json!({"min_ranks": 2, "wait_seconds": 1});
+    let (id, attempt) = started(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
+    b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
+    assert!(stopped(&mut a).await, "with a checkpoint");
+    b.end(&attempt, Ending::Stopped).await;
+    a.end(&attempt, Ending::Stopped).await;
+    b.vanish();
+    let start = a.started().await;
+    assert_eq!((start.attempt.attempt, start.world_size), (2, 2));
+    a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was stopped in order"));
+
+    server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
+    assert!(stopped(&mut a).await);
+    a.end(&start.attempt, Ending::Stopped).await;
+    server.until(&id, JobState::Paused).await;
+    server.post(&format!("/jobs/{id}/resume"), &json!({})).await;
+    quiet(&mut a, QUIET).await;
+    assert_eq!(server.job(&id).await.state, JobState::Queued, "who resumes it wants all its ranks");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_that_could_never_have_fewer_ranks_is_refused() {
+    let server = server().await;
+    let mut job = spec();
+    job["recovery"] = json!({"min_ranks": 3});
+    let (status, body) = server.post("/jobs", &job).await;
+    assert_eq!(status, 422, "{body}");
+    assert!(body.to_string().contains("3 is more than parallel.ranks = 2"), "{body}");
+    server.stop().await;
+}

@@ -31,8 +31,8 @@ const READ_BYTES: usize = 1 << 20;
 pub(crate) struct Tree {
     /// The folder that nothing leads out of, without links.
     root: PathBuf,
-    /// Of a dataset that is a file or a pattern: the names there, and the files that they stand for. Else it is all of the folder.
-    names: Option<Vec<(String, PathBuf)>>,
+    /// Of a dataset that is a file or a pattern: the names there. Else it is all of the folder.
+    names: Option<Vec<String>>,
     /// What is to be opened, seen from the folder.
     within: String,
 }
@@ -44,7 +44,7 @@ enum Found {
 }
 
 impl Tree {
-    /// The files of the dataset at `path`; none where there is no file.
+    /// The files of the dataset that was registered at `path`; none where there is no file.
     ///
     /// # Errors
     /// It cannot be read or copied, in words.
@@ -52,20 +52,17 @@ impl Tree {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         match fs::metadata(path) {
             Ok(found) if found.is_dir() => {
-                let root = path.canonicalize().map_err(failed)?;
+                let root = without_links(path)?;
                 let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
                 Ok((!is_empty).then_some(Self { root, names: None, within: String::new() }))
             }
             Ok(found) if found.is_file() => {
-                let real = path.canonicalize().map_err(failed)?;
-                let (Some(root), Some(name), Some(shown)) =
-                    (real.parent(), real.file_name(), path.file_name())
-                else {
+                let real = without_links(path)?;
+                let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
                     return Ok(None);
                 };
-                let shown = unicode(shown)?;
-                let names = Some(vec![(shown.clone(), PathBuf::from(name))]);
-                Ok(Some(Self { root: root.into(), names, within: shown }))
+                let name = unicode(name)?;
+                Ok(Some(Self { root: root.into(), names: Some(vec![name.clone()]), within: name }))
             }
             Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::of_pattern(path),
@@ -77,18 +74,14 @@ impl Tree {
         let has_brace = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
         let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
         let rest: PathBuf = path.iter().skip_while(|part| !has_brace(part)).collect();
-        let Ok(root) = fixed.canonicalize() else { return Ok(None) };
-        if rest.as_os_str().is_empty() {
+        if rest.as_os_str().is_empty() || !fixed.exists() {
             return Ok(None);
         }
+        let root = without_links(&fixed)?;
         let within = unicode(rest.as_os_str())?;
         let names =
             pattern::expand(&within, MOST_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
-        let names: Vec<_> = names
-            .into_iter()
-            .filter(|name| root.join(name).exists())
-            .map(|name| (name.clone(), PathBuf::from(name)))
-            .collect();
+        let names: Vec<_> = names.into_iter().filter(|name| root.join(name).exists()).collect();
         Ok((!names.is_empty()).then_some(Self { root, names: Some(names), within }))
     }
 
@@ -119,29 +112,36 @@ impl Tree {
 
     /// Opens a file by the path that the list has. Links are followed before; what becomes one meanwhile is not opened.
     fn file(&self, path: &str) -> Result<File, String> {
-        let path = match &self.names {
-            None => Path::new(path),
-            Some(names) => names
-                .iter()
-                .find_map(|(name, real)| (name == path).then_some(real.as_path()))
-                .ok_or_else(|| format!("{path} is none of the dataset's files"))?,
-        };
+        let is_one = self.names.as_ref().is_none_or(|names| names.iter().any(|name| name == path));
+        let path = Path::new(path);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
-        if !is_below || path.as_os_str().is_empty() {
+        if !is_one || !is_below || path.as_os_str().is_empty() {
             return Err(format!("{} is none of the dataset's files", path.display()));
         }
         let real = self.real(path)?;
         let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
-        let folder = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let mut at = rustix::fs::open(&self.root, folder, Mode::empty()).map_err(failed)?;
         let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
-        for part in real.parent().into_iter().flatten() {
+        // From the top on, as a folder above the root may become a link, too. Those need not be readable.
+        let folder = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut at = rustix::fs::open("/", folder, Mode::empty()).map_err(failed)?;
+        for part in self.root.iter().skip(1).chain(real.parent().into_iter().flatten()) {
             at = rustix::fs::openat(&at, part, folder, Mode::empty()).map_err(failed)?;
         }
         // Neither waits for a pipe nor makes a terminal this process's own.
         let regular = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         Ok(File::from(rustix::fs::openat(&at, name, regular, Mode::empty()).map_err(failed)?))
     }
+}
+
+/// A path as it was registered, which had no links then: whatever leads elsewhere by now was never allowed.
+fn without_links(path: &Path) -> Result<PathBuf, String> {
+    let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+    if real == path {
+        return Ok(real);
+    }
+    let detail =
+        "is not what was registered: it, or a folder above it, is a link on the server's machine by now";
+    Err(format!("{} {detail}; register the dataset where its files are", path.display()))
 }
 
 /// When a file was last written, or given other times or another owner, in nanoseconds since 1970.
@@ -192,8 +192,7 @@ impl List {
             match &self.tree.names {
                 None => self.enter(PathBuf::new())?,
                 Some(names) => {
-                    let names: Vec<_> = names.iter().map(|(name, _)| name.clone()).collect();
-                    self.open.push((PathBuf::new(), names.into_iter()));
+                    self.open.push((PathBuf::new(), names.clone().into_iter()));
                 }
             }
             return Ok(DatasetEntry::Begin(self.tree.within.clone()));

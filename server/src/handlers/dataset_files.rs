@@ -103,7 +103,7 @@ async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
     let Some(tree) = found.map_err(wrong)? else {
         return Err(Error::NotFound(format!("the server's machine has no files at {}", dataset.path)));
     };
-    // The folder may have become a link since it was registered.
+    // The server may have other roots since it was registered. That no link leads elsewhere, the tree says.
     app.dataset_roots.check_found(&dataset.path).map_err(wrong)?;
     Ok((dataset, tree))
 }

@@ -23,7 +23,7 @@ const MOST_NAMES: usize = 100_000;
 const DEPTH: usize = 32;
 /// What is made of a list at once.
 const LIST_BYTES: usize = 128 << 10;
-/// What is read of files at once.
+/// Parts that are smaller are read together.
 const READ_BYTES: usize = 1 << 20;
 
 /// Where a dataset's files are.
@@ -251,79 +251,56 @@ impl List {
 pub(crate) struct Parts {
     tree: Tree,
     parts: vec::IntoIter<DatasetPart>,
-    /// The file that is being read.
-    current: Option<Reading>,
     ended: bool,
-}
-
-struct Reading {
-    part: DatasetPart,
-    file: File,
-    left: u64,
-    sum: Sha256,
 }
 
 impl Parts {
     pub(crate) fn of(tree: Tree, parts: Vec<DatasetPart>) -> Self {
-        Self { tree, parts: parts.into_iter(), current: None, ended: false }
+        Self { tree, parts: parts.into_iter(), ended: false }
     }
 
-    /// The next bytes; none at the end.
-    ///
-    /// # Errors
-    /// A file cannot be read to the end of its part, or has changed meanwhile: the answer is cut.
+    /// The next parts, whole; none at the end.
     pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut out = Vec::new();
         while !self.ended && out.len() < READ_BYTES {
-            if let Some(mut reading) = self.current.take() {
-                let from = out.len();
-                let size = reading.left.min((READ_BYTES - from) as u64);
-                out.resize(from + size as usize, 0);
-                reading.file.read_exact(&mut out[from..])?;
-                reading.sum.update(&out[from..]);
-                reading.left -= size;
-                if reading.left > 0 {
-                    self.current = Some(reading);
-                    continue;
-                }
-                if !is_as_listed(&reading.file.metadata()?, &reading.part) {
-                    return Err(io::Error::other("a file has changed while it was read"));
-                }
-                out.extend_from_slice(&reading.sum.finalize());
-                continue;
-            }
-            let Some(part) = self.parts.next() else {
+            let Some(part) = self.parts.next() else { break };
+            // Read before it is announced: what cannot be read is told, where a cut answer would be asked for again and again.
+            let begin = out.len();
+            out.push(PART_FOLLOWS);
+            if let Err(words) = self.read(&part, &mut out) {
                 self.ended = true;
-                break;
-            };
-            match self.begin(part) {
-                Ok(reading) => {
-                    out.push(PART_FOLLOWS);
-                    self.current = Some(reading);
-                }
-                Err(words) => {
-                    self.ended = true;
-                    out.push(PART_REFUSED);
-                    out.extend_from_slice(&u32::try_from(words.len()).unwrap_or(0).to_be_bytes());
-                    out.extend_from_slice(words.as_bytes());
-                }
+                out.truncate(begin);
+                out.push(PART_REFUSED);
+                out.extend_from_slice(&u32::try_from(words.len()).unwrap_or(0).to_be_bytes());
+                out.extend_from_slice(words.as_bytes());
             }
         }
         Ok((!out.is_empty()).then_some(out))
     }
 
-    fn begin(&self, part: DatasetPart) -> Result<Reading, String> {
+    /// A part's bytes and their sum.
+    fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), String> {
         let mut file = self.tree.file(&part.path)?;
         let failed = |e: io::Error| format!("{} cannot be read: {e}", part.path);
+        let changed = || format!("{} has changed since it was listed", part.path);
         let found = file.metadata().map_err(failed)?;
         if !found.is_file() {
             return Err(format!("{} is no file", part.path));
         }
-        if !is_as_listed(&found, &part) || part.offset.saturating_add(part.length) > found.len() {
-            return Err(format!("{} has changed since it was listed", part.path));
+        if !is_as_listed(&found, part) || part.offset.saturating_add(part.length) > found.len() {
+            return Err(changed());
         }
         file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;
-        Ok(Reading { left: part.length, part, file, sum: Sha256::new() })
+        let begin = out.len();
+        // A request asks for parts of at most 4 MiB.
+        out.resize(begin + part.length as usize, 0);
+        file.read_exact(&mut out[begin..]).map_err(failed)?;
+        if !is_as_listed(&file.metadata().map_err(failed)?, part) {
+            return Err(changed());
+        }
+        let sum = Sha256::digest(&out[begin..]);
+        out.extend_from_slice(&sum);
+        Ok(())
     }
 }
 

@@ -201,6 +201,16 @@ fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
 }
 
 #[test]
+fn what_cannot_be_read_to_its_end_is_told_and_nothing_of_it_sent() {
+    // Of the kernel: it has fewer bytes than it says.
+    let online = tree(Path::new("/sys/devices/system/cpu/online"));
+    let wanted = part(&online, "online", 0, 4096);
+    assert_eq!(wanted.size_bytes, 4096);
+    let answer = why(&read(online, vec![wanted.clone(), wanted]));
+    assert!(answer.contains("online cannot be read"), "{answer}");
+}
+
+#[test]
 fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["train-0.tar", "train-1.tar", "other.tar"] {

@@ -1,6 +1,6 @@
 //! The list of a dataset's files, as the server sends it and a copy keeps it.
 
-use super::{super::remote::Talk, Trouble, cache::LISTED, on_disk};
+use super::{super::remote::Talk, Came, Trouble, cache::LISTED, on_disk};
 use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
 use sha2::{Digest, Sha256};
 use std::{
@@ -28,8 +28,9 @@ pub(super) struct List {
 ///
 /// # Errors
 /// It did not come whole, or the server says why there is none.
-pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str) -> Result<List, Trouble> {
+pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str, came: &mut Came) -> Result<List, Trouble> {
     let mut download = talk.dataset_list().await?;
+    came.any = true;
     let mut file = NamedTempFile::with_prefix_in(LISTED, dir).map_err(on_disk(dir))?;
     let mut reading = Reading::new(path);
     let mut out = BufWriter::new(file.as_file_mut());

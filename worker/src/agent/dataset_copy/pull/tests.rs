@@ -1,5 +1,11 @@
-use super::{super::list::List, *};
+use super::{
+    super::list::List,
+    incoming::{Part, write},
+    *,
+};
+use bytes::BytesMut;
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
+use sha2::{Digest, Sha256};
 use std::io::Write;
 
 /// A copy of these files, of which nothing has come.
@@ -33,7 +39,7 @@ fn asked(work: &mut Work) -> Vec<(String, u64, u64)> {
     work.next().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
 }
 
-fn came(path: &str, offset: u64, bytes: &[u8]) -> Came {
+fn came(path: &str, offset: u64, bytes: &[u8]) -> Part {
     let part =
         DatasetPart { path: path.into(), size_bytes: 0, changed_ns: 7, offset, length: bytes.len() as u64 };
     (part, BytesMut::from(bytes), BytesMut::from(&Sha256::digest(bytes)[..]))

@@ -2,7 +2,7 @@
 //! it.
 
 use lockstep_protocol::{
-    agent::{DatasetEntry, DatasetPart, PART_FOLLOWS, PART_REFUSED},
+    agent::{DatasetEntry, DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED},
     pattern,
 };
 use rustix::fs::{Mode, OFlags};
@@ -35,6 +35,14 @@ pub(crate) struct Tree {
     names: Option<Vec<String>>,
     /// What is to be opened, seen from the folder.
     within: String,
+}
+
+/// Why a part is not sent.
+#[derive(Debug)]
+enum Unsent {
+    /// Its file is not as it was listed.
+    Changed(String),
+    Refused(String),
 }
 
 /// What a path of a dataset leads to.
@@ -110,9 +118,29 @@ impl Tree {
         })
     }
 
+    /// Whether it may be one of the dataset's files.
+    fn has(&self, path: &str) -> bool {
+        self.names.as_ref().is_none_or(|names| names.iter().any(|name| name == path))
+    }
+
+    /// Whether nothing is there any more. Links are not followed for it.
+    fn is_gone(&self, path: &str) -> bool {
+        let mut at = self.root.clone();
+        for part in Path::new(path).components() {
+            let Component::Normal(part) = part else { return false };
+            at.push(part);
+            match fs::symlink_metadata(&at) {
+                Err(error) => return error.kind() == io::ErrorKind::NotFound,
+                Ok(found) if found.is_symlink() => return false,
+                Ok(_) => {}
+            }
+        }
+        false
+    }
+
     /// Opens a file by the path that the list has. Links are followed before; what becomes one meanwhile is not opened.
     fn file(&self, path: &str) -> Result<File, String> {
-        let is_one = self.names.as_ref().is_none_or(|names| names.iter().any(|name| name == path));
+        let is_one = self.has(path);
         let path = Path::new(path);
         let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
         if !is_one || !is_below || path.as_os_str().is_empty() {
@@ -267,10 +295,14 @@ impl Parts {
             // Read before it is announced: what cannot be read is told, where a cut answer would be asked for again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
-            if let Err(words) = self.read(&part, &mut out) {
+            if let Err(unsent) = self.read(&part, &mut out) {
+                let (code, words) = match unsent {
+                    Unsent::Changed(words) => (PART_CHANGED, words),
+                    Unsent::Refused(words) => (PART_REFUSED, words),
+                };
                 self.ended = true;
                 out.truncate(begin);
-                out.push(PART_REFUSED);
+                out.push(code);
                 out.extend_from_slice(&u32::try_from(words.len()).unwrap_or(0).to_be_bytes());
                 out.extend_from_slice(words.as_bytes());
             }
@@ -279,15 +311,23 @@ impl Parts {
     }
 
     /// A part's bytes and their sum.
-    fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), String> {
-        let mut file = self.tree.file(&part.path)?;
-        let failed = |e: io::Error| format!("{} cannot be read: {e}", part.path);
-        let changed = || format!("{} has changed since it was listed", part.path);
+    fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), Unsent> {
+        let changed = || Unsent::Changed(format!("{} has changed since it was listed", part.path));
+        let failed = |e: io::Error| match e.kind() {
+            io::ErrorKind::UnexpectedEof => changed(),
+            _ => Unsent::Refused(format!("{} cannot be read: {e}", part.path)),
+        };
+        let mut file = match self.tree.file(&part.path) {
+            Ok(file) => file,
+            // Removed since; the next list says what there is.
+            Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
+            Err(words) => return Err(Unsent::Refused(words)),
+        };
         let found = file.metadata().map_err(failed)?;
-        if !found.is_file() {
-            return Err(format!("{} is no file", part.path));
-        }
-        if !is_as_listed(&found, part) || part.offset.saturating_add(part.length) > found.len() {
+        if !found.is_file()
+            || !is_as_listed(&found, part)
+            || part.offset.saturating_add(part.length) > found.len()
+        {
             return Err(changed());
         }
         file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;

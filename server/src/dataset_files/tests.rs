@@ -57,8 +57,18 @@ fn sent(bytes: &[u8]) -> Vec<u8> {
     [&[PART_FOLLOWS], bytes, &Sha256::digest(bytes)[..]].concat()
 }
 
+/// Why a file cannot be read.
 fn why(answer: &[u8]) -> String {
-    assert_eq!(answer[0], PART_REFUSED, "{answer:?}");
+    words(answer, PART_REFUSED)
+}
+
+/// Why it is not as it was listed.
+fn changed(answer: &[u8]) -> String {
+    words(answer, PART_CHANGED)
+}
+
+fn words(answer: &[u8], code: u8) -> String {
+    assert_eq!(answer[0], code, "{answer:?}");
     String::from_utf8(answer[5..].to_vec()).unwrap()
 }
 
@@ -140,7 +150,7 @@ fn nothing_outside_the_folder_is_listed_or_read() {
     // Nor what is no file.
     rustix::fs::mknodat(rustix::fs::CWD, &link, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
     assert!(refused(dir.path()).contains("neither a file nor a folder"));
-    assert!(why(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("is no file"));
+    assert!(changed(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("has changed"));
 }
 
 #[test]
@@ -191,13 +201,16 @@ fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
     let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
     assert!(read(all.clone(), wanted) == expected);
     let past = part(&all, "small", 1, 5);
-    assert!(why(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
+    assert!(changed(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
     let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
     fs::write(dir.path().join("small"), "larger").unwrap();
     let answer = read(all.clone(), vec![other.clone(), before, other]);
     let (first, rest) = answer.split_at(34);
     assert_eq!(first, sent(&large[..1]));
-    assert!(why(rest).contains("small has changed since it was listed"), "and nothing after it");
+    assert!(changed(rest).contains("small has changed since it was listed"), "and nothing after it");
+    let before = part(&all, "small", 0, 5);
+    fs::remove_file(dir.path().join("small")).unwrap();
+    assert!(changed(&read(all, vec![before])).contains("small has changed since it was listed"));
 }
 
 #[test]
@@ -206,8 +219,8 @@ fn what_cannot_be_read_to_its_end_is_told_and_nothing_of_it_sent() {
     let online = tree(Path::new("/sys/devices/system/cpu/online"));
     let wanted = part(&online, "online", 0, 4096);
     assert_eq!(wanted.size_bytes, 4096);
-    let answer = why(&read(online, vec![wanted.clone(), wanted]));
-    assert!(answer.contains("online cannot be read"), "{answer}");
+    let answer = changed(&read(online, vec![wanted.clone(), wanted]));
+    assert!(answer.contains("online has changed"), "{answer}");
 }
 
 #[test]

@@ -3,7 +3,10 @@
 use super::super::{Came, Failed, Trouble, blocking, on_disk};
 use crate::agent::remote::Download;
 use bytes::BytesMut;
-use lockstep_protocol::agent::{DatasetPart, PART_FOLLOWS, PART_REFUSED, SUM_BYTES};
+use lockstep_protocol::{
+    agent::{DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES},
+    reason::ReasonCode,
+};
 use sha2::{Digest, Sha256};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
@@ -39,20 +42,25 @@ impl Incoming {
                 let bytes = self.take(length as usize).await?;
                 Ok((bytes, self.take(SUM_BYTES).await?))
             }
-            [PART_REFUSED] => {
-                let size = self.take(4).await?;
-                let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
-                if size > WORDS_BYTES {
-                    return Err(Trouble::Damaged(
-                        "what comes from the server is not what was asked for".into(),
-                    ));
-                }
-                let words = self.take(size).await?;
-                Err(Trouble::Changed(String::from_utf8_lossy(&words).into_owned()))
-            }
-            _ => Err(Trouble::Damaged("what comes from the server is not what was asked for".into())),
+            [PART_CHANGED] => Err(Trouble::Changed(self.words().await?)),
+            [PART_REFUSED] => Err(Trouble::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
+            _ => Err(odd()),
         }
     }
+
+    /// Why a part does not come.
+    async fn words(&mut self) -> Result<String, Trouble> {
+        let size = self.take(4).await?;
+        let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
+        if size > WORDS_BYTES {
+            return Err(odd());
+        }
+        Ok(String::from_utf8_lossy(&self.take(size).await?).into_owned())
+    }
+}
+
+fn odd() -> Trouble {
+    Trouble::Damaged("what comes from the server is not what was asked for".into())
 }
 
 /// Writes parts as they come; those that came before it fails, too.

@@ -31,10 +31,17 @@ const READ_BYTES: usize = 1 << 20;
 pub(crate) struct Tree {
     /// The folder that nothing leads out of, without links.
     root: PathBuf,
-    /// Of a dataset that is a file or a pattern: the names there. Else it is all of the folder.
-    names: Option<Vec<String>>,
+    kind: Kind,
     /// What is to be opened, seen from the folder.
     within: String,
+}
+
+/// What a dataset is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Folder,
+    File,
+    Pattern,
 }
 
 /// Why a part is not sent.
@@ -52,7 +59,7 @@ enum Found {
 }
 
 impl Tree {
-    /// The files of the dataset that was registered at `path`; none where there is no file.
+    /// The files of the dataset that was registered at `path`; none where there is no file. Of a pattern, its list says so.
     ///
     /// # Errors
     /// It cannot be read or copied, in words.
@@ -62,15 +69,14 @@ impl Tree {
             Ok(found) if found.is_dir() => {
                 let root = without_links(path)?;
                 let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
-                Ok((!is_empty).then_some(Self { root, names: None, within: String::new() }))
+                Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, within: String::new() }))
             }
             Ok(found) if found.is_file() => {
                 let real = without_links(path)?;
                 let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
                     return Ok(None);
                 };
-                let name = unicode(name)?;
-                Ok(Some(Self { root: root.into(), names: Some(vec![name.clone()]), within: name }))
+                Ok(Some(Self { root: root.into(), kind: Kind::File, within: unicode(name)? }))
             }
             Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::of_pattern(path),
@@ -87,10 +93,17 @@ impl Tree {
         }
         let root = without_links(&fixed)?;
         let within = unicode(rest.as_os_str())?;
-        let names =
-            pattern::expand(&within, MOST_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
-        let names: Vec<_> = names.into_iter().filter(|name| root.join(name).exists()).collect();
-        Ok((!names.is_empty()).then_some(Self { root, names: Some(names), within }))
+        Ok(Some(Self { root, kind: Kind::Pattern, within }))
+    }
+
+    /// The names of a dataset that is no folder, of those files that are there.
+    fn names(&self) -> Result<Vec<String>, String> {
+        let within = &self.within;
+        if self.kind == Kind::File {
+            return Ok(vec![within.clone()]);
+        }
+        let names = pattern::expand(within, MOST_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
+        Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
     }
 
     /// What `path` leads to, which lies in a folder that was entered.
@@ -120,7 +133,11 @@ impl Tree {
 
     /// Whether it may be one of the dataset's files.
     fn has(&self, path: &str) -> bool {
-        self.names.as_ref().is_none_or(|names| names.iter().any(|name| name == path))
+        match self.kind {
+            Kind::Folder => true,
+            Kind::File => path == self.within,
+            Kind::Pattern => pattern::names(&self.within, path),
+        }
     }
 
     /// Whether nothing is there any more. Links are not followed for it.
@@ -197,9 +214,20 @@ pub(crate) struct List {
 }
 
 impl List {
-    /// At most `most` files.
-    pub(crate) fn of(tree: Tree, most: u64) -> Self {
-        Self { tree, most, open: Vec::new(), files: 0, bytes: 0, begun: false, ended: false }
+    /// At most `most` files; no list where a pattern has none.
+    ///
+    /// # Errors
+    /// The pattern is wrong, in words.
+    pub(crate) fn open(tree: Tree, most: u64) -> Result<Option<Self>, String> {
+        let mut open = Vec::new();
+        if tree.kind != Kind::Folder {
+            let names = tree.names()?;
+            if names.is_empty() {
+                return Ok(None);
+            }
+            open.push((PathBuf::new(), names.into_iter()));
+        }
+        Ok(Some(Self { tree, most, open, files: 0, bytes: 0, begun: false, ended: false }))
     }
 
     /// The next lines; none at the end.
@@ -217,11 +245,8 @@ impl List {
     fn next(&mut self) -> Result<DatasetEntry, String> {
         if !self.begun {
             self.begun = true;
-            match &self.tree.names {
-                None => self.enter(PathBuf::new())?,
-                Some(names) => {
-                    self.open.push((PathBuf::new(), names.clone().into_iter()));
-                }
+            if self.tree.kind == Kind::Folder {
+                self.enter(PathBuf::new())?;
             }
             return Ok(DatasetEntry::Begin(self.tree.within.clone()));
         }
@@ -235,9 +260,9 @@ impl List {
             };
             let path = folder.join(&name);
             let shown = unicode(path.as_os_str())?;
-            let found = match &self.tree.names {
-                None => self.tree.stat(&path)?,
-                Some(_) => self.tree.file(&shown).and_then(|file| {
+            let found = match self.tree.kind {
+                Kind::Folder => self.tree.stat(&path)?,
+                Kind::File | Kind::Pattern => self.tree.file(&shown).and_then(|file| {
                     let found = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
                     if found.is_file() { Ok(Found::File(found)) } else { Err(format!("{shown} is no file")) }
                 })?,

@@ -6,7 +6,7 @@ fn tree(path: &Path) -> Tree {
 }
 
 fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
-    let mut list = List::of(tree, most);
+    let mut list = List::open(tree, most).unwrap().unwrap();
     let mut text = Vec::new();
     while let Some(chunk) = list.chunk().unwrap() {
         text.extend(chunk);
@@ -247,5 +247,7 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     let outside = tempfile::tempdir().unwrap();
     symlink(dir.path().join("other.tar"), outside.path().join("x.tar")).unwrap();
     assert!(refused(&outside.path().join("{x,y}.tar")).contains("leads out of the dataset's folder"));
-    assert!(Tree::open(&outside.path().join("{p,q}.tar")).unwrap().is_none());
+    assert!(List::open(tree(&outside.path().join("{p,q}.tar")), 9).unwrap().is_none());
+    assert!(List::open(tree(&outside.path().join("{p}.tar")), 9).is_err_and(|why| why.contains("{p}")));
+    assert!(Tree::open(&outside.path().join("gone/{x,y}.tar")).unwrap().is_none());
 }

@@ -15,7 +15,7 @@ use std::{
     vec,
 };
 
-/// Files of one dataset.
+/// Files and folders of one dataset.
 pub(crate) const MOST_FILES: u64 = 100_000_000;
 /// Names of one pattern.
 const MOST_NAMES: usize = 100_000;
@@ -209,12 +209,13 @@ pub(crate) struct List {
     /// Of the files so far.
     files: u64,
     bytes: u64,
+    folders: u64,
     begun: bool,
     ended: bool,
 }
 
 impl List {
-    /// At most `most` files; no list where a pattern has none.
+    /// At most `most` files and folders; no list where a pattern has none.
     ///
     /// # Errors
     /// The pattern is wrong, in words.
@@ -227,7 +228,7 @@ impl List {
             }
             open.push((PathBuf::new(), names.into_iter()));
         }
-        Ok(Some(Self { tree, most, open, files: 0, bytes: 0, begun: false, ended: false }))
+        Ok(Some(Self { tree, most, open, files: 0, bytes: 0, folders: 0, begun: false, ended: false }))
     }
 
     /// The next lines; none at the end.
@@ -269,18 +270,27 @@ impl List {
             };
             return match found {
                 Found::Folder => {
+                    self.folders += 1;
+                    self.check_count(0)?;
                     self.enter(path)?;
                     Ok(DatasetEntry::Folder(shown))
                 }
                 Found::File(found) => {
                     self.files += 1;
                     self.bytes += found.len();
-                    if self.files > self.most {
-                        return Err(format!("it has more than {} files", self.most));
-                    }
+                    self.check_count(0)?;
                     Ok(DatasetEntry::File(shown, found.len(), changed_ns(&found)))
                 }
             };
+        }
+    }
+
+    /// # Errors
+    /// Too many, with so many more.
+    fn check_count(&self, more: usize) -> Result<(), String> {
+        match self.files + self.folders + more as u64 > self.most {
+            true => Err(format!("it has more than {} files and folders", self.most)),
+            false => Ok(()),
         }
     }
 
@@ -293,6 +303,8 @@ impl List {
         let mut names = Vec::new();
         for entry in fs::read_dir(self.tree.root.join(&path)).map_err(failed)? {
             names.push(unicode(&entry.map_err(failed)?.file_name())?);
+            // All of them are held at once.
+            self.check_count(names.len())?;
         }
         names.sort_unstable();
         self.open.push((path, names.into_iter()));

@@ -100,12 +100,13 @@ fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
         "z",
     ];
     assert_eq!(names(dir.path()), (expected.map(str::to_owned).to_vec(), DatasetEntry::End(7, 11)));
-    // At the limit of files, and one past it.
+    // At the limit of files and folders, and one past it; also where one folder alone has more.
     let all = tree(dir.path());
-    assert_eq!(listed(all.clone(), 7).last(), Some(&DatasetEntry::End(7, 11)));
-    assert!(
-        matches!(listed(all, 6).last(), Some(DatasetEntry::Failed(why)) if why.contains("more than 6 files"))
-    );
+    assert_eq!(listed(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
+    for most in [10, 2] {
+        let why_not = format!("it has more than {most} files and folders");
+        assert_eq!(listed(all.clone(), most).last(), Some(&DatasetEntry::Failed(why_not)));
+    }
 }
 
 #[test]

@@ -172,6 +172,7 @@ async fn copy(
     let turn = copies.turn(&entry);
     let _turn = turn.lock().await;
     pull::complete(&talk, &entry, &about, copies, came).await?;
+    entry.note_read(&start.attempt).map_err(on_disk(entry.dir()))?;
     Ok(Some(match about.within.as_str() {
         "" => entry.data(),
         within => entry.data().join(within),

@@ -18,6 +18,8 @@ use std::{
 
 /// Before the name of what is to be removed, or not whole.
 const HIDDEN: &str = ".";
+/// In the file of an attempt that has found the copy whole. One that waits for it has an empty file.
+const READS: &str = "reads";
 const LOCK: &str = ".lock";
 const NEW: &str = ".new-";
 const GONE: &str = ".gone-";
@@ -93,6 +95,18 @@ impl Entry {
     pub(super) fn uses(&self) -> Vec<String> {
         let entries = fs::read_dir(self.dir.join("uses")).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    }
+
+    /// Whether ranks of some attempt may have its files open, or are about to.
+    pub(super) fn is_read(&self) -> bool {
+        let uses = self.uses();
+        uses.iter()
+            .any(|name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS))
+    }
+
+    /// The attempt has found the copy whole.
+    pub(super) fn note_read(&self, attempt: &AttemptRef) -> io::Result<()> {
+        fs::write(self.use_of(attempt), READS)
     }
 
     fn about(&self) -> Option<About> {

@@ -128,7 +128,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
             return Ok(None);
         }
         // Somebody has removed files, or written into them.
-        if entry.uses().len() > 1 {
+        if entry.is_read() {
             let why = format!(
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
                 entry.dir().display()

@@ -103,6 +103,35 @@ fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
     assert_eq!(asked(&mut work), [("a".into(), 0, 5)]);
 }
 
+/// All of a copy whose only file is `a`, of one byte.
+fn whole(entry: &Entry) {
+    begin(entry).unwrap();
+    asked(&mut Work::new(entry).unwrap());
+    write(&came("a", 0, b"a"), &entry.part()).unwrap();
+    finish(entry).unwrap();
+}
+
+#[test]
+fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_copies, entry) = entry(dir.path(), &[("a", 1)]);
+    whole(&entry);
+    let other = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+    fs::write(entry.dir().join("uses/another-1"), "").unwrap();
+    assert_eq!(entry.uses().len(), 2);
+    fs::remove_file(entry.data().join("a")).unwrap();
+    whole(&entry);
+    entry.note_read(&other).unwrap();
+    assert_eq!(begin(&entry).unwrap(), None, "whole");
+    fs::remove_file(entry.data().join("a")).unwrap();
+    match begin(&entry) {
+        Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)) => {
+            assert!(why.contains("other jobs use it"), "{why}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn after_the_machine_was_off_what_was_not_synced_comes_again() {
     let dir = tempfile::tempdir().unwrap();

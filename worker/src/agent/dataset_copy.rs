@@ -169,9 +169,8 @@ async fn copy(
     let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&gone)).await?;
     // Of several jobs one pulls, and the others find it done.
-    let turn = copies.turn(&entry);
-    let _turn = turn.lock().await;
-    pull::complete(&talk, &entry, &about, copies, came).await?;
+    let turn = copies.turn(&entry).await;
+    pull::complete(&talk, (&entry, &turn), &about, copies, came).await?;
     entry.note_read(&start.attempt).map_err(on_disk(entry.dir()))?;
     Ok(Some(match about.within.as_str() {
         "" => entry.data(),

@@ -3,7 +3,7 @@
 //! A copy is a folder named by its list: `about.json`, `list`, `used` (when it was last), `uses/` with a file for each attempt, and the files
 //! themselves in `part/` until all have come, then in `data/`. All of it is on disk, as ranks outlive their agent.
 
-use super::{Trouble, list::List, on_disk};
+use super::{Trouble, blocking, list::List, on_disk};
 use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -60,6 +60,28 @@ pub(super) struct About {
     pub(super) within: String,
     pub(super) files: u64,
     pub(super) bytes: u64,
+}
+
+/// A job's turn at a copy. What goes on off the threads that serve others has it, too: it does not end with the job.
+#[derive(Debug, Clone)]
+pub(super) struct Turn {
+    _held: Arc<tokio::sync::OwnedMutexGuard<()>>,
+}
+
+impl Turn {
+    /// Does what may take long, and keeps the turn until it is done.
+    pub(super) async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
+    ) -> Result<T, Trouble> {
+        let turn = self.clone();
+        blocking(move || {
+            let done = work();
+            drop(turn);
+            done
+        })
+        .await
+    }
 }
 
 /// A copy, whole or not.
@@ -214,11 +236,14 @@ impl Copies {
         Ok(true)
     }
 
-    /// Of the jobs that want a copy one at a time pulls.
-    pub(super) fn turn(&self, entry: &Entry) -> Arc<tokio::sync::Mutex<()>> {
-        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
-        turns.retain(|_, turn| Arc::strong_count(turn) > 1);
-        turns.entry(entry.dir.clone()).or_default().clone()
+    /// Of the jobs that want a copy one at a time pulls: waits until it is this one's turn.
+    pub(super) async fn turn(&self, entry: &Entry) -> Turn {
+        let turn = {
+            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+            turns.entry(entry.dir.clone()).or_default().clone()
+        };
+        Turn { _held: Arc::new(turn.lock_owned().await) }
     }
 
     fn entries(&self) -> io::Result<Vec<(Entry, About)>> {

@@ -5,7 +5,7 @@ mod incoming;
 
 use super::{
     Came, Trouble, blocking,
-    cache::{self, About, Copies, Entry, megabytes},
+    cache::{self, About, Copies, Entry, Turn, megabytes},
     list::Entries,
     on_disk,
 };
@@ -38,14 +38,14 @@ const SPARE_BYTES: u64 = 64 << 20;
 /// It did not come, or has no room.
 pub(super) async fn complete(
     talk: &Talk<'_>,
-    entry: &Entry,
+    (entry, turn): (&Entry, &Turn),
     about: &About,
     copies: &Copies,
     came: &mut Came,
 ) -> Result<(), Trouble> {
     let missing = {
         let entry = entry.clone();
-        blocking(move || begin(&entry)).await?
+        turn.blocking(move || begin(&entry)).await?
     };
     let Some(missing) = missing else { return Ok(()) };
     check_disk(entry, about, &missing, copies).await?;
@@ -54,11 +54,12 @@ pub(super) async fn complete(
     let mut work = Work::new(entry)?;
     let mut unsynced = 0;
     loop {
-        let (back, parts) = blocking(move || {
-            let parts = work.next();
-            Ok((work, parts))
-        })
-        .await?;
+        let (back, parts) = turn
+            .blocking(move || {
+                let parts = work.next();
+                Ok((work, parts))
+            })
+            .await?;
         work = back;
         let parts = parts?;
         if parts.is_empty() {
@@ -68,17 +69,17 @@ pub(super) async fn complete(
         let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes };
         let download = talk.dataset_parts(&wanted).await?;
         came.any = true;
-        receive(download, wanted.parts, &entry.part(), came).await?;
+        receive(download, wanted.parts, (&entry.part(), turn), came).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
             let (entry, lines) = (entry.clone(), work.done());
-            blocking(move || sync(&entry).and_then(|()| Synced::here(lines).note(&entry))).await?;
+            turn.blocking(move || sync(&entry).and_then(|()| Synced::here(lines).note(&entry))).await?;
             unsynced = 0;
         }
     }
     let entry = entry.clone();
-    blocking(move || finish(&entry)).await?;
+    turn.blocking(move || finish(&entry)).await?;
     tracing::info!(dataset = about.dataset, "copied");
     Ok(())
 }
@@ -290,8 +291,11 @@ fn sync(entry: &Entry) -> Result<(), Trouble> {
     rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
 }
 
-/// Checks what has come, and gives it its name.
+/// Checks what has come, and gives it its name, if it has not got it.
 fn finish(entry: &Entry) -> Result<(), Trouble> {
+    if entry.data().exists() {
+        return Ok(());
+    }
     let part = entry.part();
     let missing = look(entry, &part)?;
     if missing != Missing::default() {

@@ -1,6 +1,6 @@
 //! An answer with parts of files, which are written as they come.
 
-use super::super::{Came, Failed, Trouble, blocking, on_disk};
+use super::super::{Came, Failed, Trouble, cache::Turn, on_disk};
 use crate::agent::remote::Download;
 use bytes::BytesMut;
 use lockstep_protocol::{
@@ -67,7 +67,7 @@ fn odd() -> Trouble {
 pub(super) async fn receive(
     download: Download,
     parts: Vec<DatasetPart>,
-    folder: &Path,
+    to: (&Path, &Turn),
     came: &mut Came,
 ) -> Result<(), Trouble> {
     let mut incoming = Incoming { download, bytes: BytesMut::new() };
@@ -79,24 +79,24 @@ pub(super) async fn receive(
                 held.push((part, bytes, sum));
             }
             Err(trouble) => {
-                store(std::mem::take(&mut held), folder, came).await?;
+                store(std::mem::take(&mut held), to, came).await?;
                 return Err(trouble);
             }
         }
         if held_bytes >= HELD_BYTES {
-            store(std::mem::take(&mut held), folder, came).await?;
+            store(std::mem::take(&mut held), to, came).await?;
             held_bytes = 0;
         }
     }
-    store(held, folder, came).await?;
+    store(held, to, came).await?;
     // Read to its end, the connection serves the next request. Nothing that is wanted comes any more.
     let _ = incoming.download.next().await;
     Ok(())
 }
 
-async fn store(held: Vec<Part>, folder: &Path, came: &mut Came) -> Result<(), Trouble> {
+async fn store(held: Vec<Part>, (folder, turn): (&Path, &Turn), came: &mut Came) -> Result<(), Trouble> {
     let (folder, any) = (folder.to_owned(), !held.is_empty());
-    blocking(move || held.iter().try_for_each(|part| write(part, &folder))).await?;
+    turn.blocking(move || held.iter().try_for_each(|part| write(part, &folder))).await?;
     came.more |= any;
     Ok(())
 }

@@ -132,6 +132,31 @@ fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it(
     }
 }
 
+#[tokio::test]
+async fn what_a_stopped_job_has_begun_keeps_its_turn_until_it_is_done() {
+    let dir = tempfile::tempdir().unwrap();
+    let (copies, entry) = entry(dir.path(), &[("a", 1)]);
+    let turn = copies.turn(&entry).await;
+    let (goes_on, rest) = std::sync::mpsc::channel::<()>();
+    let mut work = Box::pin(async move {
+        turn.blocking(move || {
+            let _ = rest.recv();
+            Ok(())
+        })
+        .await
+    });
+    // It has begun, and nobody waits for it any more.
+    assert!(futures_util::poll!(work.as_mut()).is_pending());
+    drop(work);
+    let mut next = Box::pin(copies.turn(&entry));
+    assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
+    drop(goes_on);
+    let _turn = next.await;
+    // What the earlier one has finished is whole.
+    whole(&entry);
+    finish(&entry).unwrap();
+}
+
 #[test]
 fn after_the_machine_was_off_what_was_not_synced_comes_again() {
     let dir = tempfile::tempdir().unwrap();

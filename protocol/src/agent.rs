@@ -13,7 +13,7 @@ mod requests;
 
 pub use dataset_files::{
     DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
-    PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
+    PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
 };
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;

@@ -30,6 +30,26 @@ pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
+/// Whether a pattern has this name among others, without writing them all out. A wrong pattern has none.
+pub fn names(pattern: &str, name: &str) -> bool {
+    let Some(open) = pattern.find('{') else { return pattern == name };
+    let Some(close) = pattern[open..].find('}').map(|close| open + close) else { return false };
+    let Some(left) = name.strip_prefix(&pattern[..open]) else { return false };
+    let (inside, rest) = (&pattern[open + 1..close], &pattern[close + 1..]);
+    let Some((first, last)) = inside.split_once("..") else {
+        let mut choices = inside.split(',').filter_map(|choice| left.strip_prefix(choice));
+        return inside.contains(',') && choices.any(|left| names(rest, left));
+    };
+    let (Ok(from), Ok(to)) = (first.parse::<u64>(), last.parse::<u64>()) else { return false };
+    let digits = first.len();
+    let most = left.bytes().take_while(u8::is_ascii_digit).count();
+    (1..=most).any(|count| {
+        let (written, left) = left.split_at(count);
+        let number = written.parse::<u64>().ok().filter(|number| (from..=to).contains(number));
+        number.is_some_and(|number| format!("{number:0digits$}") == written) && names(rest, left)
+    })
+}
+
 /// `000..127` with the first number's zeros, or `a,b`.
 fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
     let wrong =
@@ -54,4 +74,34 @@ fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
     }
     let digits = first.len();
     Ok((from..=to).map(|number| format!("{number:0digits$}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_has_the_names_that_it_expands_to_and_no_others() {
+        for (pattern, others) in [
+            ("train-{000..127}.tar", ["train-128.tar", "train-1.tar", "train-0000.tar", "train-000.tar.gz"]),
+            ("{train,val}-{8..11}.tar", ["test-8.tar", "val-08.tar", "train-7.tar", "train-.tar"]),
+            ("{a,ab}{b,bc}/x", ["a/x", "abbb/x", "b/x", ""]),
+            ("{0..1}{0..10}", ["2", "00x", "011", "0"]),
+            ("plain", ["plai", "plainer", "{plain}", ""]),
+        ] {
+            let all = expand(pattern, 1000).unwrap();
+            for name in &all {
+                assert!(names(pattern, name), "{pattern} has {name}");
+            }
+            for other in others {
+                assert!(
+                    !all.iter().any(|name| name == other) && !names(pattern, other),
+                    "{pattern}: {other}"
+                );
+            }
+        }
+        for wrong in ["a{", "a{x}", "a{1..x}"] {
+            assert!(expand(wrong, 1000).is_err() && !names(wrong, wrong) && !names(wrong, "ax"), "{wrong}");
+        }
+    }
 }

@@ -3,9 +3,10 @@
 use crate::{
     elsewhere::{Machine, log, online, server, stored},
     pictures,
-    server::{Agents, Server, turn},
+    server::{Agents, Server, signal, turn},
     specs,
 };
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -16,8 +17,8 @@ use std::{
 };
 
 const COPIES: &str = "copies the dataset fashion";
-/// Enough to be killed meanwhile.
-const FILLER_BYTES: u64 = 192 << 20;
+/// Enough to be stopped meanwhile.
+const FILLER_BYTES: u64 = 512 << 20;
 
 const STEPS: u64 = 40;
 
@@ -126,20 +127,33 @@ async fn a_copy_continues_where_its_agent_and_then_its_server_were_killed() {
     online(&server, 3).await;
     let id = server.submit(&spec("interrupted")).await;
     let begun = more_than(&a, &server, 0);
+    // Nothing more leaves the server until its agent is gone.
+    signal(server.serve_pid(), Signal::STOP);
     a.kill();
-    assert!(!begun.parent().expect("part").with_file_name("data").exists(), "it was killed meanwhile");
-    let part = fs::metadata(&begun).expect("a part");
-    assert!((1..FILLER_BYTES).contains(&part.len()), "{}", part.len());
+    let part = unfinished(&begun);
+    signal(server.serve_pid(), Signal::CONT);
     a.again(&server);
     // The server next.
-    more_than(&a, &server, part.len());
+    let continued = more_than(&a, &server, part.len());
+    signal(server.serve_pid(), Signal::STOP);
     server.kill_serve();
+    let later = unfinished(&continued);
+    assert!(later.len() > part.len(), "{} and then {}", part.len(), later.len());
     server.serve_again().await;
     server.succeeded(&id).await;
     let kept = copies(&a, &server);
     let [copy] = kept.as_slice() else { panic!("{kept:?}") };
     let whole = fs::metadata(copy.join("data/filler")).expect("all of it");
     assert_eq!((whole.ino(), whole.len()), (part.ino(), FILLER_BYTES), "the same file, continued");
+}
+
+/// The filler of a copy that is not whole, neither by its name nor by what is there.
+fn unfinished(filler: &Path) -> fs::Metadata {
+    let copy = filler.parent().and_then(Path::parent).expect("a copy");
+    assert!(filler.starts_with(copy.join("part")) && !copy.join("data").exists(), "it was killed meanwhile");
+    let found = fs::metadata(filler).expect("a part");
+    assert!((1..FILLER_BYTES).contains(&found.len()), "{}", found.len());
+    found
 }
 
 /// The filler in a machine's copy, once more of it is there than so many bytes.

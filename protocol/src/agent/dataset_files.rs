@@ -1,7 +1,7 @@
 //! How an agent copies a dataset from the server: a list of the dataset's files, and parts of them.
 //!
 //! The list is JSON, an entry a line. An answer to [`DatasetParts`] has, for each part in turn, [`PART_FOLLOWS`], the part's bytes and
-//! their SHA-256; or [`PART_REFUSED`], the length of a sentence in four bytes (big-endian) and the sentence, which ends it.
+//! their SHA-256; or [`PART_CHANGED`] or [`PART_REFUSED`], the length of a sentence in four bytes (big-endian) and the sentence, which ends it.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -14,8 +14,10 @@ pub const DATASET_PARTS_BYTES: u64 = 64 << 20;
 pub const DATASET_PARTS: usize = 2000;
 /// Before a part's bytes.
 pub const PART_FOLLOWS: u8 = 0;
-/// Before the reason why a part, and what was to follow it, does not come.
-pub const PART_REFUSED: u8 = 1;
+/// Before the reason why a part, and what was to follow it, does not come: its file is not as it was listed. Another list may do.
+pub const PART_CHANGED: u8 = 1;
+/// The same for a file that cannot be read, or is none of the dataset's.
+pub const PART_REFUSED: u8 = 2;
 /// Of the SHA-256 after a part.
 pub const SUM_BYTES: usize = 32;
 

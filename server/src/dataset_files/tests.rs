@@ -6,7 +6,7 @@ fn tree(path: &Path) -> Tree {
 }
 
 fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
-    let mut list = List::of(tree, most);
+    let mut list = List::open(tree, most).unwrap().unwrap();
     let mut text = Vec::new();
     while let Some(chunk) = list.chunk().unwrap() {
         text.extend(chunk);
@@ -57,8 +57,18 @@ fn sent(bytes: &[u8]) -> Vec<u8> {
     [&[PART_FOLLOWS], bytes, &Sha256::digest(bytes)[..]].concat()
 }
 
+/// Why a file cannot be read.
 fn why(answer: &[u8]) -> String {
-    assert_eq!(answer[0], PART_REFUSED, "{answer:?}");
+    words(answer, PART_REFUSED)
+}
+
+/// Why it is not as it was listed.
+fn changed(answer: &[u8]) -> String {
+    words(answer, PART_CHANGED)
+}
+
+fn words(answer: &[u8], code: u8) -> String {
+    assert_eq!(answer[0], code, "{answer:?}");
     String::from_utf8(answer[5..].to_vec()).unwrap()
 }
 
@@ -90,12 +100,13 @@ fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
         "z",
     ];
     assert_eq!(names(dir.path()), (expected.map(str::to_owned).to_vec(), DatasetEntry::End(7, 11)));
-    // At the limit of files, and one past it.
+    // At the limit of files and folders, and one past it; also where one folder alone has more.
     let all = tree(dir.path());
-    assert_eq!(listed(all.clone(), 7).last(), Some(&DatasetEntry::End(7, 11)));
-    assert!(
-        matches!(listed(all, 6).last(), Some(DatasetEntry::Failed(why)) if why.contains("more than 6 files"))
-    );
+    assert_eq!(listed(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
+    for most in [10, 2] {
+        let why_not = format!("it has more than {most} files and folders");
+        assert_eq!(listed(all.clone(), most).last(), Some(&DatasetEntry::Failed(why_not)));
+    }
 }
 
 #[test]
@@ -140,7 +151,40 @@ fn nothing_outside_the_folder_is_listed_or_read() {
     // Nor what is no file.
     rustix::fs::mknodat(rustix::fs::CWD, &link, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
     assert!(refused(dir.path()).contains("neither a file nor a folder"));
-    assert!(why(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("is no file"));
+    assert!(changed(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("has changed"));
+}
+
+#[test]
+fn what_has_become_a_link_since_it_was_registered_is_not_followed() {
+    let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (above, other) = (dir.path().join("above"), outside.path().join("set"));
+    let set = above.join("set");
+    for folder in [&set, &other] {
+        fs::create_dir_all(folder).unwrap();
+        fs::write(folder.join("a-0.tar"), "text").unwrap();
+    }
+    let registered = [set.clone(), set.join("a-0.tar"), set.join("a-{0..1}.tar")];
+    let before: Vec<_> = registered.iter().map(|path| tree(path)).collect();
+    let wanted: Vec<_> = before.iter().map(|tree| part(tree, "a-0.tar", 0, 4)).collect();
+    // The folder, the folder above it, and last the file.
+    for (from, to) in
+        [(&set, &other), (&above, &outside.path().to_owned()), (&registered[1], &other.join("a-0.tar"))]
+    {
+        let aside = dir.path().join("aside");
+        fs::rename(from, &aside).unwrap();
+        symlink(to, from).unwrap();
+        for (path, (tree, wanted)) in registered.iter().zip(before.iter().zip(&wanted)) {
+            if from != &registered[1] || path == from {
+                let why_not = Tree::open(path).unwrap_err();
+                assert!(why_not.contains("is not what was registered"), "{why_not}");
+            }
+            let answer = why(&read(tree.clone(), vec![wanted.clone()]));
+            assert!(answer.contains("a-0.tar"), "opened before: {answer}");
+        }
+        fs::remove_file(from).unwrap();
+        fs::rename(&aside, from).unwrap();
+    }
+    assert_eq!(read(before[0].clone(), vec![part(&before[0], "a-0.tar", 0, 4)]), sent(b"text"), "as it was");
 }
 
 #[test]
@@ -158,13 +202,26 @@ fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
     let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
     assert!(read(all.clone(), wanted) == expected);
     let past = part(&all, "small", 1, 5);
-    assert!(why(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
+    assert!(changed(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
     let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
     fs::write(dir.path().join("small"), "larger").unwrap();
     let answer = read(all.clone(), vec![other.clone(), before, other]);
     let (first, rest) = answer.split_at(34);
     assert_eq!(first, sent(&large[..1]));
-    assert!(why(rest).contains("small has changed since it was listed"), "and nothing after it");
+    assert!(changed(rest).contains("small has changed since it was listed"), "and nothing after it");
+    let before = part(&all, "small", 0, 5);
+    fs::remove_file(dir.path().join("small")).unwrap();
+    assert!(changed(&read(all, vec![before])).contains("small has changed since it was listed"));
+}
+
+#[test]
+fn what_cannot_be_read_to_its_end_is_told_and_nothing_of_it_sent() {
+    // Of the kernel: it has fewer bytes than it says.
+    let online = tree(Path::new("/sys/devices/system/cpu/online"));
+    let wanted = part(&online, "online", 0, 4096);
+    assert_eq!(wanted.size_bytes, 4096);
+    let answer = changed(&read(online, vec![wanted.clone(), wanted]));
+    assert!(answer.contains("online has changed"), "{answer}");
 }
 
 #[test]
@@ -187,10 +244,11 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
         why(&read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
             .contains("none of the dataset's")
     );
-    // A file that the dataset's path leads to by a link is the dataset; one that a name of the pattern leads to is not.
+    // A file that a name of the pattern leads to by a link is not the dataset's.
     let outside = tempfile::tempdir().unwrap();
     symlink(dir.path().join("other.tar"), outside.path().join("x.tar")).unwrap();
-    assert_eq!(names(&outside.path().join("x.tar")), (vec!["x.tar".into()], DatasetEntry::End(1, 9)));
     assert!(refused(&outside.path().join("{x,y}.tar")).contains("leads out of the dataset's folder"));
-    assert!(Tree::open(&outside.path().join("{p,q}.tar")).unwrap().is_none());
+    assert!(List::open(tree(&outside.path().join("{p,q}.tar")), 9).unwrap().is_none());
+    assert!(List::open(tree(&outside.path().join("{p}.tar")), 9).is_err_and(|why| why.contains("{p}")));
+    assert!(Tree::open(&outside.path().join("gone/{x,y}.tar")).unwrap().is_none());
 }

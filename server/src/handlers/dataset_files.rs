@@ -42,8 +42,9 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
     asking.holds(&app)?;
-    let (_, tree) = tree(&app, &asking).await?;
-    let body = chunks(List::of(tree, MOST_FILES), List::chunk);
+    let (dataset, tree) = tree(&app, &asking).await?;
+    let list = blocking(move || List::open(tree, MOST_FILES)).await?.map_err(unusable)?;
+    let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
 
@@ -77,7 +78,7 @@ pub(crate) async fn parts(
 /// # Errors
 /// More than an agent asks for at once.
 fn check(wanted: &DatasetParts) -> Result<()> {
-    let wrong = |detail: String| Err(Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail));
+    let wrong = |detail: String| Err(unusable(detail));
     let bytes = wanted.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
     if wanted.parts.is_empty() || wanted.parts.len() > DATASET_PARTS {
         return wrong(format!("ask for 1 to {DATASET_PARTS} parts at once"));
@@ -91,6 +92,14 @@ fn check(wanted: &DatasetParts) -> Result<()> {
     Ok(())
 }
 
+fn unusable(detail: String) -> Error {
+    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+}
+
+fn no_files(dataset: &Dataset) -> Error {
+    Error::NotFound(format!("the server's machine has no files at {}", dataset.path))
+}
+
 /// The dataset of an attempt, and where its files are.
 async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
     let gone = |what: &str| Error::NotFound(format!("{what} is not registered any more"));
@@ -99,12 +108,9 @@ async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
     let dataset = app.store.dataset(&name).await?.ok_or_else(|| gone("the dataset"))?;
     let path = dataset.path.clone();
     let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
-    let wrong = |detail: String| Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail);
-    let Some(tree) = found.map_err(wrong)? else {
-        return Err(Error::NotFound(format!("the server's machine has no files at {}", dataset.path)));
-    };
-    // The folder may have become a link since it was registered.
-    app.dataset_roots.check_found(&dataset.path).map_err(wrong)?;
+    let tree = found.map_err(unusable)?.ok_or_else(|| no_files(&dataset))?;
+    // The server may have other roots since it was registered. That no link leads elsewhere, the tree says.
+    app.dataset_roots.check_found(&dataset.path).map_err(unusable)?;
     Ok((dataset, tree))
 }
 

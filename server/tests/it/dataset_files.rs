@@ -6,7 +6,7 @@ use crate::{
 };
 use lockstep_protocol::agent::{
     AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, Ending,
-    Source,
+    PART_REFUSED, Source,
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::symlink, path::Path};
@@ -97,7 +97,7 @@ async fn the_agent_of_an_attempt_gets_the_files_of_its_dataset_and_nothing_else(
     assert_eq!((&answer[1..11], &answer[44..47]), (&b"0123456789"[..], &b"456"[..]));
     for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
         let (status, answer) = own.parts(&[part(outside, 0, 1)], 0).await;
-        assert_eq!((status, answer[0]), (200, 1));
+        assert_eq!((status, answer[0]), (200, PART_REFUSED));
         assert!(String::from_utf8_lossy(&answer).contains("is none of the dataset's files"));
     }
     symlink(data.path().join("secret"), path.join("train/2")).unwrap();

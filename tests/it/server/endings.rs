@@ -8,6 +8,11 @@ use std::{
 };
 
 impl Server {
+    /// The server's own process.
+    pub(crate) fn serve_pid(&self) -> i32 {
+        self.serve.as_ref().expect("a server").id() as i32
+    }
+
     /// As a power cut would, but for the agents and ranks.
     pub(crate) fn kill_serve(&mut self) {
         let mut serve = self.serve.take().expect("a server");

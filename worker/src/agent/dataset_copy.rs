@@ -25,6 +25,8 @@ use std::{
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
 /// How often a copy is begun anew because the dataset changes meanwhile, or tried again because what comes is damaged.
 const IN_VAIN: u32 = 3;
+/// How many tries in a row the server may answer and nothing more come.
+const WITHOUT_MORE: u32 = 10;
 /// How a machine is told where it has a dataset.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
@@ -75,24 +77,63 @@ pub(super) async fn have(
     if is_here.unwrap_or(true) {
         return Ok(());
     }
-    let (mut pause, mut in_vain) = (RETRY.0, 0);
+    let (mut pause, mut tries) = (RETRY.0, Tries::default());
     loop {
-        let why = match copy(stored, remote, copies).await {
+        let mut came = Came::default();
+        let why = match copy(stored, remote, copies, &mut came).await {
             Ok(Some(here)) => {
                 stored.start.dataset_path = here.to_string_lossy().into_owned();
                 return Ok(());
             }
             Ok(None) => return Ok(()),
-            Err(Trouble::Server(Failed::Later(why))) => why,
-            Err(Trouble::Changed(why) | Trouble::Damaged(why)) if in_vain < IN_VAIN => {
-                in_vain += 1;
-                why
-            }
-            Err(trouble) => return Err(refusal(stored, remote, trouble)),
+            Err(trouble) => tries.note(trouble, came).map_err(|trouble| refusal(stored, remote, trouble))?,
         };
         tracing::warn!(why, "the dataset is not copied yet; trying again");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(RETRY.1);
+    }
+}
+
+/// What has come in a try.
+#[derive(Debug, Clone, Copy, Default)]
+struct Came {
+    /// The server has begun to send what was asked for.
+    any: bool,
+    /// Files, or parts of them, that were not there.
+    more: bool,
+}
+
+/// Tries that have failed.
+#[derive(Debug, Default)]
+struct Tries {
+    in_vain: u32,
+    without_more: u32,
+}
+
+impl Tries {
+    /// Why it is tried again. A server that is away comes back; one that answers and sends nothing does not get better by itself.
+    ///
+    /// # Errors
+    /// It is not.
+    fn note(&mut self, trouble: Trouble, came: Came) -> Result<String, Trouble> {
+        match trouble {
+            Trouble::Server(Failed::Later(why)) => {
+                self.without_more = match came {
+                    Came { more: true, .. } => 0,
+                    Came { any, .. } => self.without_more + u32::from(any),
+                };
+                if self.without_more < WITHOUT_MORE {
+                    return Ok(why);
+                }
+                let why = format!("{why}; in {WITHOUT_MORE} tries nothing more has come");
+                Err(Trouble::Refused(ReasonCode::DatasetUnusable, why))
+            }
+            Trouble::Changed(why) | Trouble::Damaged(why) if self.in_vain < IN_VAIN => {
+                self.in_vain += 1;
+                Ok(why)
+            }
+            trouble => Err(trouble),
+        }
     }
 }
 
@@ -103,10 +144,15 @@ fn is_here(path: &Path) -> bool {
 }
 
 /// One try, which gives the path of the copy; none where the server has no such files either. What has come stays for the next.
-async fn copy(stored: &StoredAttempt, remote: &Remote, copies: &Copies) -> Result<Option<PathBuf>, Trouble> {
+async fn copy(
+    stored: &StoredAttempt,
+    remote: &Remote,
+    copies: &Copies,
+    came: &mut Came,
+) -> Result<Option<PathBuf>, Trouble> {
     let start = &stored.start;
     let talk = remote.talk(&start.attempt)?;
-    let list = match list::fetch(&talk, copies.dir(), &start.dataset_path).await {
+    let list = match list::fetch(&talk, copies.dir(), &start.dataset_path, came).await {
         Err(Trouble::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
             tracing::info!(why, "the server has not the dataset either");
             return Ok(None);
@@ -123,9 +169,9 @@ async fn copy(stored: &StoredAttempt, remote: &Remote, copies: &Copies) -> Resul
     let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&gone)).await?;
     // Of several jobs one pulls, and the others find it done.
-    let turn = copies.turn(&entry);
-    let _turn = turn.lock().await;
-    pull::complete(&talk, &entry, &about, copies).await?;
+    let turn = copies.turn(&entry).await;
+    pull::complete(&talk, (&entry, &turn), &about, copies, came).await?;
+    entry.note_read(&start.attempt).map_err(on_disk(entry.dir()))?;
     Ok(Some(match about.within.as_str() {
         "" => entry.data(),
         within => entry.data().join(within),
@@ -161,3 +207,6 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

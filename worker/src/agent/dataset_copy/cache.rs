@@ -3,19 +3,29 @@
 //! A copy is a folder named by its list: `about.json`, `list`, `used` (when it was last), `uses/` with a file for each attempt, and the files
 //! themselves in `part/` until all have come, then in `data/`. All of it is on disk, as ranks outlive their agent.
 
-use super::{Trouble, list::List, on_disk};
+use super::{Trouble, blocking, list::List, on_disk};
 use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::HashMap,
-    fs::{self, File, TryLockError},
+    ffi::OsStr,
+    fs::{self, DirBuilder, File, Permissions, TryLockError},
     io,
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
 
 /// Before the name of what is to be removed, or not whole.
 const HIDDEN: &str = ".";
+/// In the file of an attempt that has found the copy whole. One that waits for it has an empty file.
+const READS: &str = "reads";
+const LOCK: &str = ".lock";
+const NEW: &str = ".new-";
+const GONE: &str = ".gone-";
+pub(super) const LISTED: &str = ".list-";
+/// The rights to folders: other accounts of the machine need not be allowed to see a dataset.
+const MODE: u32 = 0o700;
 
 /// Why there can be no copies.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +60,28 @@ pub(super) struct About {
     pub(super) within: String,
     pub(super) files: u64,
     pub(super) bytes: u64,
+}
+
+/// A job's turn at a copy. What goes on off the threads that serve others has it, too: it does not end with the job.
+#[derive(Debug, Clone)]
+pub(super) struct Turn {
+    _held: Arc<tokio::sync::OwnedMutexGuard<()>>,
+}
+
+impl Turn {
+    /// Does what may take long, and keeps the turn until it is done.
+    pub(super) async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
+    ) -> Result<T, Trouble> {
+        let turn = self.clone();
+        blocking(move || {
+            let done = work();
+            drop(turn);
+            done
+        })
+        .await
+    }
 }
 
 /// A copy, whole or not.
@@ -87,6 +119,18 @@ impl Entry {
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
     }
 
+    /// Whether ranks of some attempt may have its files open, or are about to.
+    pub(super) fn is_read(&self) -> bool {
+        let uses = self.uses();
+        uses.iter()
+            .any(|name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS))
+    }
+
+    /// The attempt has found the copy whole.
+    pub(super) fn note_read(&self, attempt: &AttemptRef) -> io::Result<()> {
+        fs::write(self.use_of(attempt), READS)
+    }
+
     fn about(&self) -> Option<About> {
         serde_json::from_slice(&fs::read(self.dir.join("about.json")).ok()?).ok()
     }
@@ -108,6 +152,20 @@ fn use_name(attempt: &AttemptRef) -> String {
     format!("{}-{}", attempt.job, attempt.attempt)
 }
 
+/// Whether a name is of what an agent that was killed has left. Others in the folder are none of its business.
+fn is_left(name: &OsStr) -> bool {
+    let name = name.to_string_lossy();
+    [NEW, GONE, LISTED].iter().any(|kind| name.starts_with(kind))
+}
+
+/// Makes a folder that no other account sees. One that is there stays as it is.
+fn make(dir: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(MODE).create(dir) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    }
+}
+
 impl Copies {
     /// Opens or makes the folder. Only attempts in `live` still use what is there.
     ///
@@ -119,9 +177,11 @@ impl Copies {
         live: &[&AttemptRef],
     ) -> Result<Self, CacheError> {
         let failed = |error: io::Error| CacheError::Io(dir.into(), error);
-        fs::create_dir_all(dir).map_err(failed)?;
+        let above = dir.parent().unwrap_or(dir);
+        fs::create_dir_all(above).map_err(|error| CacheError::Io(above.into(), error))?;
+        make(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
-        let lock = File::options().write(true).create(true).truncate(false).open(dir.join(".lock"));
+        let lock = File::options().write(true).create(true).truncate(false).open(dir.join(LOCK));
         let lock = lock.map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
@@ -131,16 +191,19 @@ impl Copies {
         let copies =
             Self { dir, limit_bytes, changes: Mutex::default(), turns: Mutex::default(), _lock: lock };
         let live: Vec<_> = live.iter().map(|attempt| use_name(attempt)).collect();
+        if copies.is_own().map_err(failed)? {
+            fs::set_permissions(&copies.dir, Permissions::from_mode(MODE)).map_err(failed)?;
+        }
         for (entry, _) in copies.entries().map_err(failed)? {
             for left in entry.uses().iter().filter(|name| !live.contains(name)) {
                 fs::remove_file(entry.dir.join("uses").join(left)).map_err(failed)?;
             }
         }
-        // The limit may have been lowered. What else is hidden was about to be removed, or had not come.
+        // The limit may have been lowered. What is hidden was about to be removed, or had not come.
         let mut gone = copies.evict(0, None).map_err(failed)?.0;
         for found in fs::read_dir(&copies.dir).map_err(failed)?.flatten() {
             let name = found.file_name();
-            if name.to_string_lossy().starts_with(HIDDEN) && name != ".lock" {
+            if is_left(&name) {
                 gone.push(found.path());
             }
         }
@@ -157,11 +220,30 @@ impl Copies {
         &self.dir
     }
 
-    /// Of the jobs that want a copy one at a time pulls.
-    pub(super) fn turn(&self, entry: &Entry) -> Arc<tokio::sync::Mutex<()>> {
-        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
-        turns.retain(|_, turn| Arc::strong_count(turn) > 1);
-        turns.entry(entry.dir.clone()).or_default().clone()
+    /// Whether the folder is this account's and has copies alone: one that has other things, too, may be there for others.
+    fn is_own(&self) -> io::Result<bool> {
+        if fs::metadata(&self.dir)?.uid() != rustix::process::geteuid().as_raw() {
+            return Ok(false);
+        }
+        for found in fs::read_dir(&self.dir)? {
+            let found = found?;
+            let name = found.file_name();
+            let of_copies = name == LOCK || is_left(&name);
+            if !of_copies && (Entry { dir: found.path() }).about().is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Of the jobs that want a copy one at a time pulls: waits until it is this one's turn.
+    pub(super) async fn turn(&self, entry: &Entry) -> Turn {
+        let turn = {
+            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+            turns.entry(entry.dir.clone()).or_default().clone()
+        };
+        Turn { _held: Arc::new(turn.lock_owned().await) }
     }
 
     fn entries(&self) -> io::Result<Vec<(Entry, About)>> {
@@ -220,8 +302,9 @@ impl Copies {
         }
         let made = || -> io::Result<()> {
             if entry.about().is_none() {
-                let new = self.dir.join(format!("{HIDDEN}new-{}", uuid::Uuid::new_v4().simple()));
-                fs::create_dir_all(new.join("uses"))?;
+                let new = self.dir.join(format!("{NEW}{}", uuid::Uuid::new_v4().simple()));
+                make(&new)?;
+                fs::create_dir(new.join("uses"))?;
                 list.file.persist(new.join("list"))?;
                 crate::host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
                 if entry.dir.exists() {
@@ -266,7 +349,7 @@ impl Copies {
 
     /// Takes a copy out of sight at once; its files are removed later.
     fn hide(&self, entry: &Entry) -> io::Result<PathBuf> {
-        let hidden = self.dir.join(format!("{HIDDEN}gone-{}", uuid::Uuid::new_v4().simple()));
+        let hidden = self.dir.join(format!("{GONE}{}", uuid::Uuid::new_v4().simple()));
         fs::rename(&entry.dir, &hidden)?;
         tracing::info!(path = %entry.dir.display(), "a copy of a dataset makes room");
         Ok(hidden)

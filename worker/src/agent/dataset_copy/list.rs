@@ -1,6 +1,6 @@
 //! The list of a dataset's files, as the server sends it and a copy keeps it.
 
-use super::{super::remote::Talk, Trouble, on_disk};
+use super::{super::remote::Talk, Came, Trouble, cache::LISTED, on_disk};
 use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
 use sha2::{Digest, Sha256};
 use std::{
@@ -12,6 +12,8 @@ use tempfile::NamedTempFile;
 
 /// The longest line: paths have at most 4096 bytes.
 const LINE_BYTES: usize = 64 << 10;
+/// Of a whole list. A hundred million files have about that much.
+const LIST_BYTES: u64 = 8 << 30;
 
 /// A list that has come.
 pub(super) struct List {
@@ -28,10 +30,11 @@ pub(super) struct List {
 ///
 /// # Errors
 /// It did not come whole, or the server says why there is none.
-pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str) -> Result<List, Trouble> {
+pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str, came: &mut Came) -> Result<List, Trouble> {
     let mut download = talk.dataset_list().await?;
-    let mut file = NamedTempFile::with_prefix_in(".list-", dir).map_err(on_disk(dir))?;
-    let mut reading = Reading::new(path);
+    came.any = true;
+    let mut file = NamedTempFile::with_prefix_in(LISTED, dir).map_err(on_disk(dir))?;
+    let mut reading = Reading::new(path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
     while let Some(chunk) = download.next().await? {
         reading.take(&chunk)?;
@@ -44,6 +47,8 @@ pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str) -> Result<Lis
 
 /// What is known of a list while it comes.
 struct Reading {
+    /// That may still come.
+    left: u64,
     sum: Sha256,
     /// Of a line whose end has not come.
     line: Vec<u8>,
@@ -54,14 +59,19 @@ struct Reading {
 }
 
 impl Reading {
-    fn new(path: &str) -> Self {
+    fn new(path: &str, most: u64) -> Self {
         let mut sum = Sha256::new();
         sum.update(path.as_bytes());
         sum.update([0]);
-        Self { sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+        Self { left: most, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), Trouble> {
+        let left = self.left.checked_sub(chunk.len() as u64).ok_or_else(|| {
+            let why = "the list of its files is too long; put them into fewer, or shards";
+            Trouble::Refused(ReasonCode::DatasetUnusable, why.into())
+        })?;
+        self.left = left;
         self.sum.update(chunk);
         for piece in chunk.split_inclusive(|byte| *byte == b'\n') {
             self.line.extend_from_slice(piece);
@@ -146,7 +156,11 @@ mod tests {
     use super::*;
 
     fn read(chunks: &[&str]) -> Result<List, Trouble> {
-        let mut reading = Reading::new("/data/x");
+        read_of(chunks, LIST_BYTES)
+    }
+
+    fn read_of(chunks: &[&str], most: u64) -> Result<List, Trouble> {
+        let mut reading = Reading::new("/data/x", most);
         for chunk in chunks {
             reading.take(chunk.as_bytes())?;
         }
@@ -175,6 +189,11 @@ mod tests {
         assert!(matches!(read(&[list, "{\"folder\":\"b\"}\n"]), Err(Trouble::Damaged(_))));
         let failed = read(&["{\"begin\":\"\"}\n{\"failed\":\"x is a link\"}\n"]);
         assert!(matches!(failed, Err(Trouble::Refused(_, why)) if why == "x is a link"));
+        let size = list.len() as u64;
+        assert!(read_of(&[list], size).is_ok());
+        assert!(
+            matches!(read_of(&[list], size - 1), Err(Trouble::Refused(_, why)) if why.contains("too long"))
+        );
         let long = format!("{{\"begin\":\"{}\"}}\n", "x".repeat(LINE_BYTES - 13));
         assert_eq!(long.len(), LINE_BYTES);
         assert!(read(&[&long, "{\"end\":[0,0]}\n"]).is_ok());

@@ -1,47 +1,36 @@
 //! The files of a copy come from the server, several small ones or a part of a large one at a time. What is there stays when it is cut off:
 //! the next try continues at the byte where this one ended.
 
+mod incoming;
+
 use super::{
-    Failed, Trouble, blocking,
-    cache::{self, About, Copies, Entry, megabytes},
+    Came, Trouble, blocking,
+    cache::{self, About, Copies, Entry, Turn, megabytes},
     list::Entries,
     on_disk,
 };
-use crate::{
-    agent::remote::{Download, Talk},
-    host,
-};
-use bytes::BytesMut;
+use crate::{agent::remote::Talk, host};
+use incoming::receive;
 use lockstep_protocol::{
     agent::{
         DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
-        PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
     },
     reason::ReasonCode,
 };
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
 /// Of the names in one request, so that it stays below what a server takes.
 const NAMES_BYTES: usize = 256 << 10;
-/// Parts that are held until they are written together.
-const HELD_BYTES: usize = 4 << 20;
 /// How much may have to come again after the machine has lost power.
 const SYNC_BYTES: u64 = 1 << 30;
 /// What a disk needs for a file, and what is to be left on it.
 const BLOCK_BYTES: u64 = 4096;
 const SPARE_BYTES: u64 = 64 << 20;
-/// The longest reason for which a part does not come.
-const WORDS_BYTES: usize = 64 << 10;
-
-/// A part that has come, and the sum that came with it.
-type Came = (DatasetPart, BytesMut, BytesMut);
 
 /// Pulls what is missing of a copy, and gives it its name.
 ///
@@ -49,13 +38,14 @@ type Came = (DatasetPart, BytesMut, BytesMut);
 /// It did not come, or has no room.
 pub(super) async fn complete(
     talk: &Talk<'_>,
-    entry: &Entry,
+    (entry, turn): (&Entry, &Turn),
     about: &About,
     copies: &Copies,
+    came: &mut Came,
 ) -> Result<(), Trouble> {
     let missing = {
         let entry = entry.clone();
-        blocking(move || begin(&entry)).await?
+        turn.blocking(move || begin(&entry)).await?
     };
     let Some(missing) = missing else { return Ok(()) };
     check_disk(entry, about, &missing, copies).await?;
@@ -64,11 +54,12 @@ pub(super) async fn complete(
     let mut work = Work::new(entry)?;
     let mut unsynced = 0;
     loop {
-        let (back, parts) = blocking(move || {
-            let parts = work.next();
-            Ok((work, parts))
-        })
-        .await?;
+        let (back, parts) = turn
+            .blocking(move || {
+                let parts = work.next();
+                Ok((work, parts))
+            })
+            .await?;
         work = back;
         let parts = parts?;
         if parts.is_empty() {
@@ -76,18 +67,19 @@ pub(super) async fn complete(
         }
         let bytes: u64 = parts.iter().map(|part| part.length).sum();
         let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes };
-        let incoming = Incoming { download: talk.dataset_parts(&wanted).await?, bytes: BytesMut::new() };
-        receive(incoming, wanted.parts, &entry.part()).await?;
+        let download = talk.dataset_parts(&wanted).await?;
+        came.any = true;
+        receive(download, wanted.parts, (&entry.part(), turn), came).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
             let (entry, lines) = (entry.clone(), work.done());
-            blocking(move || sync(&entry).and_then(|()| Synced::here(lines).note(&entry))).await?;
+            turn.blocking(move || sync(&entry).and_then(|()| Synced::here(lines).note(&entry))).await?;
             unsynced = 0;
         }
     }
     let entry = entry.clone();
-    blocking(move || finish(&entry)).await?;
+    turn.blocking(move || finish(&entry)).await?;
     tracing::info!(dataset = about.dataset, "copied");
     Ok(())
 }
@@ -137,7 +129,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
             return Ok(None);
         }
         // Somebody has removed files, or written into them.
-        if entry.uses().len() > 1 {
+        if entry.is_read() {
             let why = format!(
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
                 entry.dir().display()
@@ -292,86 +284,6 @@ impl Work {
     }
 }
 
-/// An answer with parts, as it comes.
-struct Incoming {
-    download: Download,
-    bytes: BytesMut,
-}
-
-impl Incoming {
-    async fn take(&mut self, count: usize) -> Result<BytesMut, Failed> {
-        while self.bytes.len() < count {
-            match self.download.next().await? {
-                Some(more) => self.bytes.extend_from_slice(&more),
-                None => return Err(Failed::Later("the files are cut off".into())),
-            }
-        }
-        Ok(self.bytes.split_to(count))
-    }
-
-    /// The next part, and the sum that comes with it.
-    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), Trouble> {
-        match self.take(1).await?[..] {
-            [PART_FOLLOWS] => {
-                let bytes = self.take(length as usize).await?;
-                Ok((bytes, self.take(SUM_BYTES).await?))
-            }
-            [PART_REFUSED] => {
-                let size = self.take(4).await?;
-                let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
-                if size > WORDS_BYTES {
-                    return Err(Trouble::Damaged(
-                        "what comes from the server is not what was asked for".into(),
-                    ));
-                }
-                let words = self.take(size).await?;
-                Err(Trouble::Changed(String::from_utf8_lossy(&words).into_owned()))
-            }
-            _ => Err(Trouble::Damaged("what comes from the server is not what was asked for".into())),
-        }
-    }
-}
-
-/// Writes parts as they come; those that came before it fails, too.
-async fn receive(mut incoming: Incoming, parts: Vec<DatasetPart>, folder: &Path) -> Result<(), Trouble> {
-    let (mut held, mut held_bytes) = (Vec::new(), 0);
-    for part in parts {
-        match incoming.part(part.length).await {
-            Ok((bytes, sum)) => {
-                held_bytes += bytes.len();
-                held.push((part, bytes, sum));
-            }
-            Err(trouble) => {
-                store(std::mem::take(&mut held), folder).await?;
-                return Err(trouble);
-            }
-        }
-        if held_bytes >= HELD_BYTES {
-            store(std::mem::take(&mut held), folder).await?;
-            held_bytes = 0;
-        }
-    }
-    store(held, folder).await?;
-    // Read to its end, the connection serves the next request. Nothing that is wanted comes any more.
-    let _ = incoming.download.next().await;
-    Ok(())
-}
-
-async fn store(held: Vec<Came>, folder: &Path) -> Result<(), Trouble> {
-    let folder = folder.to_owned();
-    blocking(move || held.iter().try_for_each(|came| write(came, &folder))).await
-}
-
-/// Where a part belongs; somebody else may write the same there at the same moment.
-fn write((part, bytes, sum): &Came, folder: &Path) -> Result<(), Trouble> {
-    if Sha256::digest(bytes)[..] != sum[..] {
-        return Err(Trouble::Damaged(format!("{} came damaged from the server", part.path)));
-    }
-    let path = folder.join(&part.path);
-    let file = File::options().write(true).open(&path).map_err(on_disk(&path))?;
-    file.write_all_at(bytes, part.offset).map_err(on_disk(&path))
-}
-
 /// All of the copy's file system: a dataset may have a million files.
 fn sync(entry: &Entry) -> Result<(), Trouble> {
     let part = entry.part();
@@ -379,8 +291,11 @@ fn sync(entry: &Entry) -> Result<(), Trouble> {
     rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
 }
 
-/// Checks what has come, and gives it its name.
+/// Checks what has come, and gives it its name, if it has not got it.
 fn finish(entry: &Entry) -> Result<(), Trouble> {
+    if entry.data().exists() {
+        return Ok(());
+    }
     let part = entry.part();
     let missing = look(entry, &part)?;
     if missing != Missing::default() {

@@ -18,7 +18,7 @@ fn about(path: &str, bytes: u64) -> About {
 
 /// Asks for the copy of `key`, which is whole at once; its name, or why there is no room.
 fn have(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
-    let mut file = tempfile::NamedTempFile::with_prefix_in(".list-", copies.dir()).unwrap();
+    let mut file = tempfile::NamedTempFile::with_prefix_in(LISTED, copies.dir()).unwrap();
     file.write_all(b"list").unwrap();
     let list = List { file, key: key.into(), within: String::new(), files: 1, bytes: about.bytes };
     match copies.reserve(list, about, attempt) {
@@ -108,4 +108,49 @@ fn the_next_agent_finds_the_copies_and_who_uses_them() {
     // A lower limit holds at once, but not for what is in use.
     let _copies = Copies::open(dir.path(), 49, &[&a]).unwrap();
     assert_eq!(names(dir.path()), ["a"]);
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o7777
+}
+
+#[test]
+fn other_accounts_see_no_copies() {
+    let dir = tempfile::tempdir().unwrap();
+    // A folder that is made, with those above it; one that is there for it; and one that others have things in.
+    let (made, own, shared) =
+        (dir.path().join("above/made"), dir.path().join("own"), dir.path().join("shared"));
+    for (folder, file) in [(&own, None), (&shared, Some("of others"))] {
+        fs::create_dir(folder).unwrap();
+        fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
+        if let Some(file) = file {
+            fs::write(folder.join(file), "").unwrap();
+        }
+    }
+    for (folder, expected) in [(&made, 0o700), (&own, 0o700), (&shared, 0o755)] {
+        let copies = Copies::open(folder, 100, &[]).unwrap();
+        assert_eq!(mode(folder), expected, "{}", folder.display());
+        let entry = have(&copies, "a", &about("/a", 1), &attempt()).unwrap();
+        assert_eq!(mode(entry.dir()), 0o700);
+    }
+    // One that has copies already.
+    fs::set_permissions(&own, Permissions::from_mode(0o755)).unwrap();
+    drop(Copies::open(&own, 100, &[]).unwrap());
+    assert_eq!((mode(&own), names(&own)), (0o700, vec!["a".to_owned()]));
+}
+
+#[test]
+fn what_else_is_in_the_folder_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join(".profile"), "").unwrap();
+    fs::create_dir(dir.path().join(".newer")).unwrap();
+    let left = [".new-1", ".gone-1", ".list-1"].map(|name| dir.path().join(name));
+    left.iter().for_each(|folder| fs::create_dir(folder).unwrap());
+    let _copies = Copies::open(dir.path(), 100, &[]).unwrap();
+    let began = std::time::Instant::now();
+    while left.iter().any(|folder| folder.exists()) {
+        assert!(began.elapsed().as_secs() < 60, "what an agent has left goes");
+        std::thread::yield_now();
+    }
+    assert!(dir.path().join(".profile").exists() && dir.path().join(".newer").exists());
 }

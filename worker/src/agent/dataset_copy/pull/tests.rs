@@ -1,5 +1,11 @@
-use super::{super::list::List, *};
+use super::{
+    super::list::List,
+    incoming::{Part, write},
+    *,
+};
+use bytes::BytesMut;
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
+use sha2::{Digest, Sha256};
 use std::io::Write;
 
 /// A copy of these files, of which nothing has come.
@@ -33,7 +39,7 @@ fn asked(work: &mut Work) -> Vec<(String, u64, u64)> {
     work.next().unwrap().into_iter().map(|part| (part.path, part.offset, part.length)).collect()
 }
 
-fn came(path: &str, offset: u64, bytes: &[u8]) -> Came {
+fn came(path: &str, offset: u64, bytes: &[u8]) -> Part {
     let part =
         DatasetPart { path: path.into(), size_bytes: 0, changed_ns: 7, offset, length: bytes.len() as u64 };
     (part, BytesMut::from(bytes), BytesMut::from(&Sha256::digest(bytes)[..]))
@@ -95,6 +101,60 @@ fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 5);
     let mut work = Work::new(&entry).unwrap();
     assert_eq!(asked(&mut work), [("a".into(), 0, 5)]);
+}
+
+/// All of a copy whose only file is `a`, of one byte.
+fn whole(entry: &Entry) {
+    begin(entry).unwrap();
+    asked(&mut Work::new(entry).unwrap());
+    write(&came("a", 0, b"a"), &entry.part()).unwrap();
+    finish(entry).unwrap();
+}
+
+#[test]
+fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_copies, entry) = entry(dir.path(), &[("a", 1)]);
+    whole(&entry);
+    let other = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+    fs::write(entry.dir().join("uses/another-1"), "").unwrap();
+    assert_eq!(entry.uses().len(), 2);
+    fs::remove_file(entry.data().join("a")).unwrap();
+    whole(&entry);
+    entry.note_read(&other).unwrap();
+    assert_eq!(begin(&entry).unwrap(), None, "whole");
+    fs::remove_file(entry.data().join("a")).unwrap();
+    match begin(&entry) {
+        Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)) => {
+            assert!(why.contains("other jobs use it"), "{why}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn what_a_stopped_job_has_begun_keeps_its_turn_until_it_is_done() {
+    let dir = tempfile::tempdir().unwrap();
+    let (copies, entry) = entry(dir.path(), &[("a", 1)]);
+    let turn = copies.turn(&entry).await;
+    let (goes_on, rest) = std::sync::mpsc::channel::<()>();
+    let mut work = Box::pin(async move {
+        turn.blocking(move || {
+            let _ = rest.recv();
+            Ok(())
+        })
+        .await
+    });
+    // It has begun, and nobody waits for it any more.
+    assert!(futures_util::poll!(work.as_mut()).is_pending());
+    drop(work);
+    let mut next = Box::pin(copies.turn(&entry));
+    assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
+    drop(goes_on);
+    let _turn = next.await;
+    // What the earlier one has finished is whole.
+    whole(&entry);
+    finish(&entry).unwrap();
 }
 
 #[test]

@@ -1,0 +1,112 @@
+//! An answer with parts of files, which are written as they come.
+
+use super::super::{Came, Failed, Trouble, cache::Turn, on_disk};
+use crate::agent::remote::Download;
+use bytes::BytesMut;
+use lockstep_protocol::{
+    agent::{DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES},
+    reason::ReasonCode,
+};
+use sha2::{Digest, Sha256};
+use std::{fs::File, os::unix::fs::FileExt, path::Path};
+
+/// Parts that are held until they are written together.
+const HELD_BYTES: usize = 4 << 20;
+/// The longest reason for which a part does not come.
+const WORDS_BYTES: usize = 64 << 10;
+
+/// A part that has come, and the sum that came with it.
+pub(super) type Part = (DatasetPart, BytesMut, BytesMut);
+
+/// An answer with parts, as it comes.
+struct Incoming {
+    download: Download,
+    bytes: BytesMut,
+}
+
+impl Incoming {
+    async fn take(&mut self, count: usize) -> Result<BytesMut, Failed> {
+        while self.bytes.len() < count {
+            match self.download.next().await? {
+                Some(more) => self.bytes.extend_from_slice(&more),
+                None => return Err(Failed::Later("the files are cut off".into())),
+            }
+        }
+        Ok(self.bytes.split_to(count))
+    }
+
+    /// The next part, and the sum that comes with it.
+    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), Trouble> {
+        match self.take(1).await?[..] {
+            [PART_FOLLOWS] => {
+                let bytes = self.take(length as usize).await?;
+                Ok((bytes, self.take(SUM_BYTES).await?))
+            }
+            [PART_CHANGED] => Err(Trouble::Changed(self.words().await?)),
+            [PART_REFUSED] => Err(Trouble::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
+            _ => Err(odd()),
+        }
+    }
+
+    /// Why a part does not come.
+    async fn words(&mut self) -> Result<String, Trouble> {
+        let size = self.take(4).await?;
+        let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
+        if size > WORDS_BYTES {
+            return Err(odd());
+        }
+        Ok(String::from_utf8_lossy(&self.take(size).await?).into_owned())
+    }
+}
+
+fn odd() -> Trouble {
+    Trouble::Damaged("what comes from the server is not what was asked for".into())
+}
+
+/// Writes parts as they come; those that came before it fails, too.
+pub(super) async fn receive(
+    download: Download,
+    parts: Vec<DatasetPart>,
+    to: (&Path, &Turn),
+    came: &mut Came,
+) -> Result<(), Trouble> {
+    let mut incoming = Incoming { download, bytes: BytesMut::new() };
+    let (mut held, mut held_bytes) = (Vec::new(), 0);
+    for part in parts {
+        match incoming.part(part.length).await {
+            Ok((bytes, sum)) => {
+                held_bytes += bytes.len();
+                held.push((part, bytes, sum));
+            }
+            Err(trouble) => {
+                store(std::mem::take(&mut held), to, came).await?;
+                return Err(trouble);
+            }
+        }
+        if held_bytes >= HELD_BYTES {
+            store(std::mem::take(&mut held), to, came).await?;
+            held_bytes = 0;
+        }
+    }
+    store(held, to, came).await?;
+    // Read to its end, the connection serves the next request. Nothing that is wanted comes any more.
+    let _ = incoming.download.next().await;
+    Ok(())
+}
+
+async fn store(held: Vec<Part>, (folder, turn): (&Path, &Turn), came: &mut Came) -> Result<(), Trouble> {
+    let (folder, any) = (folder.to_owned(), !held.is_empty());
+    turn.blocking(move || held.iter().try_for_each(|part| write(part, &folder))).await?;
+    came.more |= any;
+    Ok(())
+}
+
+/// Where a part belongs; somebody else may write the same there at the same moment.
+pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), Trouble> {
+    if Sha256::digest(bytes)[..] != sum[..] {
+        return Err(Trouble::Damaged(format!("{} came damaged from the server", part.path)));
+    }
+    let path = folder.join(&part.path);
+    let file = File::options().write(true).open(&path).map_err(on_disk(&path))?;
+    file.write_all_at(bytes, part.offset).map_err(on_disk(&path))
+}

@@ -233,10 +233,8 @@ impl Site {
 
     /// As [`Site::submit_ranks`], with changes.
     pub(crate) async fn submit_with(&self, ranks: u32, steps: u64, changes: Value) -> String {
-        let spec = specs::with(
-            specs::short("hosts", "pictures", ranks, steps),
-            json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}}),
-        );
+        let own = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}, "train": {"seed": 7}});
+        let spec = specs::with(specs::short("hosts", "pictures", ranks, steps), own);
         let spec = specs::with(spec, changes);
         let jobs = format!("{}/api/v1/jobs?launched=true", self.url);
         let answer = self.http.post(jobs).json(&spec).send().await;

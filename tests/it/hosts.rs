@@ -166,11 +166,10 @@ impl Site {
         assert!(lockstep().args(issue).current_dir(folder).output().expect("ca").status.success());
         let log = File::create(folder.join(format!("{name}.log"))).expect("a log");
         let mut command = Command::new("ip");
-        // In this namespace mounts are its own, too. A host shares no memory with another one.
+        // Mounts are its own, too, and processes, by which ranks find each other's memory.
         command.args(["netns", "exec", &self.network.namespace(host), "sh", "-c"]);
-        command
-            .arg("mount -t tmpfs none \"$0\" && mount -t tmpfs none /dev/shm && exec \"$@\"")
-            .arg(folder.join("data"));
+        let apart = "mount -t tmpfs none \"$0\" && exec unshare --pid --fork --mount-proc \"$@\"";
+        command.arg(apart).arg(folder.join("data"));
         command.arg(lockstep().get_program()).args(["agent", "--server", &self.url, "--name", name]);
         command.args(["--cpu-slots", &slots.to_string(), "--data-dir", name, "--ca-file"]).arg(&self.ca);
         command.args(["--cert-file", &format!("{name}.crt"), "--key-file", &format!("{name}.key")]);
@@ -181,7 +180,10 @@ impl Site {
     pub(crate) fn leave(&mut self, name: &str) {
         let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
         let (_, mut agent) = self.agents.remove(n);
-        signal(agent.id() as i32, Signal::TERM);
+        let unshare = agent.id();
+        let agents =
+            fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children")).unwrap_or_default();
+        agents.split_whitespace().for_each(|pid| signal(pid.parse().expect("a number"), Signal::TERM));
         agent.wait().expect("its status");
     }
 

@@ -87,6 +87,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             every_steps: Some(1),
             ..Default::default()
         },
+        recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
         ..Default::default()
     })
     .expect("plain data");

@@ -3,7 +3,11 @@
 //! A copy is a folder named by its list: `about.json`, `list`, `used` (when it was last), `uses/` with a file for each attempt, and the files
 //! themselves in `part/` until all have come, then in `data/`. All of it is on disk, as ranks outlive their agent.
 
-use super::{Trouble, blocking, list::List, on_disk};
+use super::{
+    Trouble, blocking,
+    list::{LISTED, List},
+    on_disk,
+};
 use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -23,7 +27,6 @@ const READS: &str = "reads";
 const LOCK: &str = ".lock";
 const NEW: &str = ".new-";
 const GONE: &str = ".gone-";
-pub(super) const LISTED: &str = ".list-";
 /// The rights to folders: other accounts of the machine need not be allowed to see a dataset.
 const MODE: u32 = 0o700;
 

@@ -1,6 +1,6 @@
 //! The list of a dataset's files, as the server sends it and a copy keeps it.
 
-use super::{super::remote::Talk, Came, Trouble, cache::LISTED, on_disk};
+use super::{super::remote::Talk, Came, Trouble, on_disk};
 use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
 use sha2::{Digest, Sha256};
 use std::{
@@ -12,6 +12,8 @@ use tempfile::NamedTempFile;
 
 /// The longest line: paths have at most 4096 bytes.
 const LINE_BYTES: usize = 64 << 10;
+/// What a list is called until it is whole.
+pub(super) const LISTED: &str = ".list-";
 /// Of a whole list. A hundred million files have about that much.
 const LIST_BYTES: u64 = 8 << 30;
 

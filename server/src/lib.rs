@@ -52,6 +52,7 @@ mod reservations;
 mod router;
 mod running;
 mod serve;
+pub mod serve_error;
 mod slow_body;
 pub mod store;
 pub mod tls;
@@ -63,12 +64,13 @@ mod waiting_jobs;
 
 pub use access_log::AccessLogTo;
 pub use addresses::{Network, PublicUrl};
-pub use config::{AgentAuth, Bundled, FairShare, ServeConfig, ServeError, TlsConfig};
+pub use config::{AgentAuth, Bundled, FairShare, ServeConfig, TlsConfig};
 pub use oidc_config::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 pub use private::keep_files_private;
 pub use router::{openapi, page_paths};
 pub use running::Running;
 pub use serve::serve;
+pub use serve_error::ServeError;
 
 /// The time, to the millisecond: what is stored and what is streamed are then the same.
 pub(crate) fn now() -> jiff::Timestamp {

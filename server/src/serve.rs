@@ -6,7 +6,7 @@ use crate::{
     app::App,
     audit::Audit,
     audit_log,
-    config::{ServeConfig, ServeError, TlsConfig, may_listen},
+    config::{ServeConfig, TlsConfig, may_listen},
     dispatch,
     inbox::Inbox,
     ingest,
@@ -18,6 +18,7 @@ use crate::{
     private, purge,
     router::build_router,
     running::{self, Running},
+    serve_error::ServeError,
     store::Location,
     tls::ServerCertificate,
 };

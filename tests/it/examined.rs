@@ -3,7 +3,7 @@
 
 use crate::{
     cluster::Sshd,
-    hosts::Network,
+    network::Network,
     server::{Finished, Folder, LOCKSTEP, lockstep, turn},
 };
 use serde_json::Value;

@@ -1,7 +1,7 @@
-//! Several hosts on one machine: network namespaces with addresses of their own on a bridge, joined over TLS with certificates. None of
-//! them has the server's disk. Making them takes root, which tests of CI have.
+//! Several hosts on one machine ([`Network`]), joined over TLS with certificates. None of them has the server's disk.
 
 use crate::{
+    network::Network,
     pictures,
     server::{Folder, lockstep, number, signal, turn},
     specs,
@@ -13,7 +13,6 @@ use std::{
     fs::{self, File},
     path::PathBuf,
     process::{Child, Command},
-    sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
@@ -26,92 +25,6 @@ const SHORT: Duration = Duration::from_millis(300);
 const LONGER: Duration = Duration::from_secs(4);
 /// From a cable that is pulled out to the next step, at most. The goal is 5 s; tests share their machine.
 pub(crate) const MENDED: Duration = Duration::from_secs(40);
-
-fn run(program: &str, args: &str) -> bool {
-    let done = Command::new(program).args(args.split_whitespace()).output().expect(program);
-    if !done.status.success() {
-        eprintln!("{program} {args}: {}", String::from_utf8_lossy(&done.stderr));
-    }
-    done.status.success()
-}
-
-fn ip(args: &str) {
-    assert!(run("ip", args), "ip {args}");
-}
-
-/// A bridge, and hosts with a cable to it. The server is at the bridge.
-pub(crate) struct Network {
-    number: u32,
-    hosts: Vec<u32>,
-}
-
-impl Network {
-    pub(crate) fn new() -> Self {
-        // Names of their own: the kernel removes an earlier network's cables when its processes have ended.
-        static MADE: AtomicU32 = AtomicU32::new(0);
-        let number = (std::process::id() + 1009 * MADE.fetch_add(1, Ordering::Relaxed)) % 60_000;
-        let this = Self { number, hosts: Vec::new() };
-        ip(&format!("link add {} type bridge", this.bridge()));
-        ip(&format!("addr add {}/24 dev {}", this.address(254), this.bridge()));
-        ip(&format!("link set {} up", this.bridge()));
-        this
-    }
-
-    fn bridge(&self) -> String {
-        format!("lkb{}", self.number)
-    }
-
-    pub(crate) fn namespace(&self, host: u32) -> String {
-        format!("lk{}-{host}", self.number)
-    }
-
-    /// The end of a host's cable at the bridge.
-    fn cable(&self, host: u32) -> String {
-        format!("lkv{}-{host}", self.number)
-    }
-
-    pub(crate) fn address(&self, host: u32) -> String {
-        format!("10.77.{}.{host}", self.number % 250)
-    }
-
-    pub(crate) fn add(&mut self, host: u32) {
-        let (space, cable, bridge) = (self.namespace(host), self.cable(host), self.bridge());
-        ip(&format!("netns add {space}"));
-        self.hosts.push(host);
-        ip(&format!("link add {cable} type veth peer name eth0 netns {space}"));
-        ip(&format!("link set {cable} master {bridge} up"));
-        ip(&format!("-n {space} addr add {}/24 dev eth0", self.address(host)));
-        ip(&format!("-n {space} link set eth0 up"));
-        ip(&format!("-n {space} link set lo up"));
-    }
-
-    /// Processes on a host.
-    pub(crate) fn processes(&self, host: u32) -> Vec<i32> {
-        let found = Command::new("ip").args(["netns", "pids", &self.namespace(host)]).output().expect("ip");
-        String::from_utf8_lossy(&found.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
-    }
-
-    /// Ends a host: every process is killed, and the cable carries nothing any more.
-    pub(crate) fn kill(&self, host: u32) {
-        self.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
-        self.plug(host, false);
-    }
-
-    /// Pulls a host's cable out, or puts it back.
-    pub(crate) fn plug(&self, host: u32, is_in: bool) {
-        ip(&format!("link set {} {}", self.cable(host), if is_in { "up" } else { "down" }));
-    }
-}
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        for host in &self.hosts {
-            run("ip", &format!("link del {}", self.cable(*host)));
-            run("ip", &format!("netns del {}", self.namespace(*host)));
-        }
-        run("ip", &format!("link del {}", self.bridge()));
-    }
-}
 
 /// A server and its hosts.
 pub(crate) struct Site {

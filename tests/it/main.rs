@@ -44,6 +44,7 @@ mod life;
 mod lost_hosts;
 mod manners;
 mod mutual_tls;
+mod network;
 mod opens;
 mod pause;
 mod people;

@@ -119,7 +119,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             more("; ")
         ),
         TooFewSlots => format!(
-            "needs {} on one machine; the largest, {:?}, has {}{}",
+            "needs {}; the largest machine online, {:?}, has {}{}",
             facts.slots(facts.slots_needed),
             facts.agent.as_deref().unwrap_or_default(),
             facts.slots_total.unwrap_or(0),

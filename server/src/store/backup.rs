@@ -15,7 +15,7 @@ use super::{
     migrations, postgres,
     sqlite::{self, SqliteStore},
 };
-use crate::config::ServeError;
+use crate::serve_error::ServeError;
 use sqlx::Connection;
 use std::{
     fs,

@@ -4,7 +4,7 @@ use super::{
     cells::{Cell, Table, hexadecimal},
     older,
 };
-use crate::{config::ServeError, regular};
+use crate::{regular, serve_error::ServeError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};

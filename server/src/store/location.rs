@@ -1,6 +1,6 @@
 //! The location of the database: parsed from a URL, displayed without its password.
 
-use crate::config::{ServeConfig, ServeError};
+use crate::{config::ServeConfig, serve_error::ServeError};
 use std::{fmt, path::PathBuf};
 
 /// Where a store lies.

@@ -33,10 +33,7 @@ pub use rows::{
 
 pub use crate::lifecycle::JobRow;
 
-use crate::{
-    config::{FairShare, ServeError},
-    lifecycle::Refused,
-};
+use crate::{config::FairShare, lifecycle::Refused, serve_error::ServeError};
 use async_trait::async_trait;
 use jiff::Timestamp;
 use lockstep_protocol::{

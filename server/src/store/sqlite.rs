@@ -5,7 +5,7 @@
 //! ingest puts many reports in one transaction, so the price is one sync a batch.
 
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
-use crate::{config::ServeError, private};
+use crate::{private, serve_error::ServeError};
 use rustix::{fs::FlockOperation, io::Errno};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use std::{

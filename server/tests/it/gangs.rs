@@ -84,6 +84,16 @@ fn lost_contact(rank: u32) -> Ending {
     Ending::Secondary { reason: Reason::new(ReasonCode::RankFailed, facts) }
 }
 
+const LONG_LEASE: Duration = Duration::from_secs(30);
+
+/// Two machines whose leases are long and whose heartbeats are short.
+async fn of_long_lease() -> (TestServer, Agent, Agent) {
+    let config = (LONG_LEASE, Duration::from_millis(100));
+    let server = TestServer::with(|c| (c.lease, c.heartbeat) = config).await;
+    let (a, b) = machines(&server).await;
+    (server, a, b)
+}
+
 /// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
 pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
@@ -254,20 +264,14 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
 #[tokio::test]
 async fn a_silent_machine_of_an_attempt_that_has_failed_is_not_waited_for_and_gets_no_work_before_it_is_back()
 {
-    let lease = Duration::from_secs(30);
-    let server = TestServer::with(|c| {
-        c.lease = lease;
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
-    let (mut a, mut b) = machines(&server).await;
+    let (server, mut a, mut b) = of_long_lease().await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // Its cable is out: the connection is there, and nothing comes. The ranks of the other machine have lost its own.
     let began = tokio::time::Instant::now();
     loses_contact(&mut a, &attempt, 1, vec![2]).await;
     let job = server.until(&id, JobState::Restarting).await;
-    assert!(began.elapsed() < lease / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
     let reason = job.reason.unwrap();
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
     assert!(reason.contains("the ranks of other machines have lost those on it"), "{reason}");
@@ -293,13 +297,7 @@ async fn a_silent_machine_of_an_attempt_that_has_failed_is_not_waited_for_and_ge
 
 #[tokio::test]
 async fn a_machine_that_is_only_slow_is_waited_for_and_one_whose_connection_has_ended_is_not() {
-    let lease = Duration::from_secs(30);
-    let server = TestServer::with(|c| {
-        c.lease = lease;
-        c.heartbeat = Duration::from_millis(100);
-    })
-    .await;
-    let (mut a, mut b) = machines(&server).await;
+    let (server, mut a, mut b) = of_long_lease().await;
     let (id, attempt) = started(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // A rank of the first machine has lost another one, and no rank says that the second machine does not answer.
@@ -323,7 +321,7 @@ async fn a_machine_that_is_only_slow_is_waited_for_and_one_whose_connection_has_
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
     };
     server.stream(&id, 0).await.until(is_told).await;
-    assert!(began.elapsed() < lease / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
     server.stop().await;
 }
 

@@ -3,7 +3,7 @@
 use super::{Bench, succeeded};
 use crate::{
     cluster::{Slurm, program},
-    hosts::Network,
+    network::Network,
     server::{free_port, turn},
 };
 use serde_json::json;

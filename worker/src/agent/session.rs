@@ -7,9 +7,10 @@ use super::{
     findings, machine,
     outbox::Outbox,
     sampling,
+    socket::{CONNECT_TIMEOUT, Socket, detail, receive, send},
 };
 use crate::{inspect, tls};
-use futures_util::{SinkExt, StreamExt};
+use futures_util::SinkExt;
 use lockstep_protocol::{
     agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, MachineSample, PROTOCOL_VERSION, ToAgent},
     wire::{self, Unfinished},
@@ -21,15 +22,10 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::{net::TcpStream, sync::watch, task::JoinSet, time};
-use tokio_tungstenite::{
-    MaybeTlsStream, WebSocketStream,
-    tungstenite::{self, Message},
-};
+use tokio_tungstenite::tungstenite::{self, Message};
 
 /// How often the ranks' files are read: a point is sent at most this long after it was written.
 const PUMP_EVERY: Duration = Duration::from_millis(10);
-/// For the connection, the handshake and the `Welcome`.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// For the system to take a message that the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Silence after which a connection is taken for dead: three heartbeats, but never less than this.
@@ -37,8 +33,6 @@ const SILENCE: Duration = Duration::from_secs(5);
 
 /// Acknowledgements that crossed a `Stop` have arrived after this long.
 const CROSSING: Duration = Duration::from_secs(5);
-
-type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
 
 /// Why a session is over.
 #[derive(Debug)]
@@ -62,21 +56,6 @@ pub(super) struct Session {
     socket: Socket,
     /// This end's address.
     local: Option<IpAddr>,
-}
-
-/// A connection to the server over which nothing was sent.
-///
-/// # Errors
-/// Why there is none.
-pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
-    match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
-        Err(_) => Err("it does not answer".into()),
-        Ok(Err(error)) => Err(format!("IO error: {error}")),
-        Ok(Ok(stream)) => {
-            stream.set_nodelay(true).map_err(|error| error.to_string())?;
-            Ok(stream)
-        }
-    }
 }
 
 impl Session {
@@ -162,15 +141,6 @@ impl Session {
             Ok(None) => Outcome::Lost { reason: "it answered in an unknown way".into(), welcomed: false },
             Err(reason) => Outcome::Lost { reason, welcomed: false },
         }
-    }
-}
-
-/// What a problem (RFC 9457) says; the body itself when it is none.
-fn detail(body: &[u8]) -> String {
-    let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
-    match problem.get("detail").and_then(serde_json::Value::as_str) {
-        Some(detail) => detail.to_owned(),
-        None => String::from_utf8_lossy(body).trim().to_owned(),
     }
 }
 
@@ -404,35 +374,4 @@ impl Connected {
 
 fn seconds(secs: f64) -> Duration {
     Duration::try_from_secs_f64(secs).unwrap_or(Duration::from_secs(1))
-}
-
-async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
-    let bytes = wire::encode(message).map_err(|e| e.to_string())?;
-    socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
-}
-
-/// The next message; none for one that this version does not know, a part of one, or none at all (a ping).
-async fn receive(socket: &mut Socket, unfinished: &mut Unfinished) -> Result<Option<ToAgent>, String> {
-    match socket.next().await {
-        None => Err("the connection was closed".into()),
-        Some(Err(error)) => Err(error.to_string()),
-        Some(Ok(Message::Close(frame))) => Err(match frame {
-            Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
-            _ => "the server closed it".into(),
-        }),
-        Some(Ok(Message::Binary(bytes))) => match understood(&bytes) {
-            Some(ToAgent::Part(part)) => Ok(unfinished.add(part)?.and_then(|whole| understood(&whole))),
-            message => Ok(message),
-        },
-        Some(Ok(_)) => Ok(None),
-    }
-}
-
-fn understood(bytes: &[u8]) -> Option<ToAgent> {
-    let message = wire::decode(bytes);
-    message
-        .inspect_err(|error| {
-            tracing::warn!(%error, "the server said something that this version does not understand");
-        })
-        .ok()
 }

@@ -4,7 +4,10 @@ use crate::{
     engine::{LossScaling, NamedTensors, first_not_finite},
     precision::SkippedSteps,
 };
-use lockstep_protocol::spec::{OptimizerKind, Precision};
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    spec::{OptimizerKind, Precision},
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -111,6 +114,13 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// What is told of it once it is written; `best` as it is then.
+    pub fn info(&self, best: Option<&Best>, size_bytes: u64) -> CheckpointInfo {
+        let State { epoch, step, val_accuracy, val_loss, .. } = self.state;
+        let best = best.is_some_and(|best| best.step == step);
+        CheckpointInfo { epoch, step, val_accuracy, val_loss, best, size_bytes }
+    }
+
     /// The first value that no model can continue from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
         first_not_finite(&self.parameters)

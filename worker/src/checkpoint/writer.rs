@@ -192,14 +192,7 @@ impl Retention {
             self.best = Some(best);
         }
         let size_bytes = write(&self.directory, snapshot, self.best.as_ref())?;
-        events.push(CheckpointEvent::Written(CheckpointInfo {
-            epoch,
-            step,
-            val_accuracy: snapshot.state.val_accuracy,
-            val_loss: snapshot.state.val_loss,
-            best: self.best.as_ref().is_some_and(|best| best.step == step),
-            size_bytes,
-        }));
+        events.push(CheckpointEvent::Written(snapshot.info(self.best.as_ref(), size_bytes)));
         // Newest by step; there may be later ones than this, of an attempt that went further.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));

@@ -6,7 +6,6 @@
 
 use super::{Run, TrainError, saving::announce};
 use crate::checkpoint::{self, CheckpointEvent, OWN_DISK_NOTE};
-use lockstep_protocol::agent::CheckpointInfo;
 use rustix::fs::{FlockOperation, flock};
 use std::{
     fs::{self, File},
@@ -81,14 +80,7 @@ impl Run<'_> {
         }
         let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
         self.training.observer.log(&format!("another rank is gone: step {step}, the last, is kept"));
-        let info = CheckpointInfo {
-            epoch,
-            step,
-            val_accuracy: snapshot.state.val_accuracy,
-            val_loss: snapshot.state.val_loss,
-            best: self.best.as_ref().is_some_and(|best| best.step == step),
-            size_bytes,
-        };
+        let info = snapshot.info(self.best.as_ref(), size_bytes);
         announce(self.training, vec![CheckpointEvent::Written(info)]);
         if is_own_folder {
             let mut old = checkpoint::list(directory)?;

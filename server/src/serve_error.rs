@@ -1,0 +1,154 @@
+//! What keeps `lockstep serve` from starting, or ends it.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+};
+
+/// Why the server did not start, or stopped. Each message says what to change.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// An address that other machines can reach.
+    #[error(
+        "refusing to listen on {0} with --no-auth: it can be reached from other machines, and anybody there could run jobs \
+         here; leave out --no-auth, so that requests need a token, or listen on 127.0.0.1 or [::1]"
+    )]
+    NotLoopback(IpAddr),
+    /// Others reach it through a proxy.
+    #[error(
+        "refusing --no-auth with --trusted-proxy or --public-url: whoever reaches the proxy could run jobs here; leave out --no-auth, so that \
+         requests need a token"
+    )]
+    OpenToOthers,
+    /// An address that other machines can reach, without TLS.
+    #[error(
+        "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \
+         certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
+         encrypts with --trusted-proxy; --insecure-http listens in clear nevertheless"
+    )]
+    Plaintext(IpAddr),
+    /// The OpenID provider cannot be used as it is given.
+    #[error("--oidc-issuer: {0}")]
+    Oidc(String),
+    /// A certificate that cannot be served.
+    #[error("TLS: {0}")]
+    Tls(String),
+    /// The access log cannot be written.
+    #[error("the access log cannot be written: {0}; choose another file with --access-log")]
+    AccessLog(String),
+    /// Another program listens there.
+    #[error("{0} is taken by another program; stop it, or choose another port with --listen {1}:0")]
+    PortTaken(SocketAddr, IpAddr),
+    /// The address cannot be listened on for another reason.
+    #[error("cannot listen on {address}: {source}; choose another address with --listen")]
+    Listen {
+        /// The address asked for.
+        address: SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The data directory cannot be made or written.
+    #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
+    DataDir {
+        /// The directory.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Another server has the data directory.
+    #[error(
+        "the data directory {} is in use by another lockstep server{}; stop that one or choose another with --data-dir",
+        path.display(),
+        .pid.as_ref().map(|p| format!(" (process {p})")).unwrap_or_default()
+    )]
+    DataDirInUse {
+        /// The directory.
+        path: PathBuf,
+        /// The other server's process, when it could be read.
+        pid: Option<String>,
+    },
+    /// A database URL that this build cannot open.
+    #[error("the database {0:?} cannot be used: {1}")]
+    DatabaseUrl(String, String),
+    /// The database was written by a later version.
+    #[error(
+        "the database {path} was written by a newer version of lockstep (it has migration {found}, this version \
+         knows up to {known}); install that version, or choose another --data-dir"
+    )]
+    DatabaseTooNew {
+        /// The database.
+        path: String,
+        /// The newest migration in it.
+        found: i64,
+        /// The newest migration here.
+        known: i64,
+    },
+    /// The database was written by a version whose tables no migration leads on from.
+    #[error(
+        "the database {path} was written by a version of lockstep from before the first release, and its tables are no \
+         longer brought up to date: with the version that wrote it run `lockstep backup -o FILE`, move the database away, and \
+         with this version run `lockstep restore FILE` (or leave it there and name a new one with --database)"
+    )]
+    DatabaseTooOld {
+        /// The database.
+        path: String,
+    },
+    /// A migration that was begun and not ended.
+    #[error(
+        "migration {version} of the database {path} was begun and never finished, so its tables may be half changed; \
+         put back a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
+         --database URL`)"
+    )]
+    DatabaseHalfMigrated {
+        /// The database.
+        path: String,
+        /// The migration.
+        version: i64,
+    },
+    /// A migration that is another here.
+    #[error(
+        "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
+         build has; use the build that made it, or back up with that one and restore into a new database with this one"
+    )]
+    DatabaseOfAnotherBuild {
+        /// The database.
+        path: String,
+        /// The migration.
+        version: i64,
+    },
+    /// Another server, or another command of this program, has the database.
+    #[error(
+        "the database {path} is in use by another lockstep server{}; stop that one, or name another with --database",
+        .by.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
+    )]
+    DatabaseInUse {
+        /// The database.
+        path: String,
+        /// Who has it, when that is known.
+        by: Option<String>,
+    },
+    /// The database cannot be opened.
+    #[error("the database {path} cannot be opened: {detail}")]
+    Database {
+        /// The database.
+        path: String,
+        /// What went wrong.
+        detail: String,
+    },
+    /// The file that holds the token of this machine cannot be used.
+    #[error(
+        "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
+    )]
+    Token(#[source] std::io::Error),
+    /// It ran, and then could not continue.
+    #[error("the server stopped: {0}")]
+    Stopped(#[source] std::io::Error),
+}
+
+impl ServeError {
+    /// 2 when the request was wrong, 1 when it failed while running.
+    pub fn exit_code(&self) -> u8 {
+        if matches!(self, ServeError::Stopped(_)) { 1 } else { 2 }
+    }
+}

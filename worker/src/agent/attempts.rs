@@ -1,0 +1,105 @@
+//! The attempts of an agent: they start, and are forgotten once the server has everything of them.
+
+use super::{
+    Agent,
+    attempt::{Attempt, Order, free_port},
+    place,
+    preflight::Refusal,
+};
+use lockstep_protocol::{
+    agent::{AttemptRef, StartAttempt},
+    job::JobId,
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::time::{Duration, Instant};
+
+/// How often the spool is measured.
+const MEASURE_EVERY: Duration = Duration::from_secs(5);
+
+impl Agent {
+    pub(super) fn take(&mut self, attempt: Attempt) {
+        let AttemptRef { job, attempt: number, fencing_token } = attempt.attempt().clone();
+        self.attempts.insert((fencing_token, (job, number)), attempt);
+    }
+
+    /// Every attempt whose end the server has not acknowledged.
+    pub(super) fn attempt_refs(&self) -> Vec<AttemptRef> {
+        self.attempts.values().map(|a| a.attempt().clone()).collect()
+    }
+
+    /// Handles the server's order to start ranks.
+    pub(super) fn start(&mut self, mut start: StartAttempt) {
+        let key = (start.attempt.fencing_token, (start.attempt.job.clone(), start.attempt.attempt));
+        if self.attempts.contains_key(&key) || self.leaving.is_some() {
+            return;
+        }
+        let mut no_port = None;
+        // With other machines it is found when all of them are ready.
+        if start.master_port == 0 && !start.is_shared() {
+            match free_port(&start.master_addr) {
+                Ok(port) => start.master_port = port,
+                Err(error) => {
+                    no_port = Some(format!("{} has no free port for them: {error}", start.master_addr))
+                }
+            }
+        }
+        let mut around = self.around.clone();
+        if let Some(here) = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path) {
+            start.dataset_path = here.to_string_lossy().into_owned();
+            // Whoever said where it is wants no copy of it.
+            around.copies = None;
+        }
+        let (stored, made) = place::place(&self.state_dir, start);
+        // Ranks that are not noted on disk would be lost with this process.
+        let noted = made.and_then(|()| self.state_dir.store(&stored));
+        let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
+        let refusal = refusal.map(Refusal::other);
+        tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
+        self.only_job_failed = false;
+        self.only_job_over = None;
+        self.take(Attempt::start(stored, refusal, around));
+    }
+
+    /// A job is over, or was deleted. An agent that serves it alone has nothing to wait for, also if it never ran an attempt of it.
+    pub(super) fn job_is_final(&mut self, job: &JobId) {
+        if self.only_job.as_ref() == Some(job) {
+            self.only_job_is_final.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// The server has everything of an attempt that is over, or wants none of it.
+    pub(super) fn forget(&mut self, attempt: &AttemptRef) {
+        let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
+        if let Some(attempt) = self.attempts.remove(&key) {
+            if self.only_job.as_ref() == Some(&attempt.attempt().job) {
+                self.only_job_failed = attempt.has_failed();
+                self.only_job_is_shared = attempt.stored().start.is_shared();
+                self.only_job_over = Some(Instant::now());
+            }
+            self.state_dir.forget(attempt.attempt());
+        }
+    }
+
+    /// While no server takes them, records stay on this machine's disk, up to a limit.
+    pub(super) fn measure_spool(&mut self) {
+        if self.measured.elapsed() < MEASURE_EVERY {
+            return;
+        }
+        self.measured = Instant::now();
+        let size = |a: &Attempt| {
+            let dir = a.stored().attempt_dir();
+            let ranks =
+                a.stored().start.ranks.iter().map(|(rank, _)| crate::report::events_path(&dir, *rank));
+            ranks.filter_map(|path| path.metadata().ok()).map(|m| m.len()).sum::<u64>()
+        };
+        let bytes: u64 = self.attempts.values().map(size).sum();
+        if bytes > self.spool_bytes {
+            let facts = Facts { agent: Some(self.name.clone()), size_bytes: Some(bytes), ..Facts::default() };
+            let reason = Reason::new(ReasonCode::SpoolFull, facts);
+            tracing::error!(%reason, "the ranks keep a checkpoint and end");
+            for attempt in self.attempts.values().filter(|a| !a.is_over()) {
+                attempt.order(Order::Full(reason.clone()));
+            }
+        }
+    }
+}

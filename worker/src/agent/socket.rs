@@ -1,0 +1,74 @@
+//! The websocket to the server, message by message.
+
+use super::address::Address;
+use futures_util::{SinkExt, StreamExt};
+use lockstep_protocol::{
+    agent::{FromAgent, ToAgent},
+    wire::{self, Unfinished},
+};
+use std::time::Duration;
+use tokio::{net::TcpStream, time};
+use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
+
+/// For the connection, the handshake and the `Welcome`.
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+pub(super) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
+
+/// A connection to the server over which nothing was sent.
+///
+/// # Errors
+/// Why there is none.
+pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
+    match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
+        Err(_) => Err("it does not answer".into()),
+        Ok(Err(error)) => Err(format!("IO error: {error}")),
+        Ok(Ok(stream)) => {
+            stream.set_nodelay(true).map_err(|error| error.to_string())?;
+            Ok(stream)
+        }
+    }
+}
+
+/// What a problem (RFC 9457) says; the body itself when it is none.
+pub(super) fn detail(body: &[u8]) -> String {
+    let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+    match problem.get("detail").and_then(serde_json::Value::as_str) {
+        Some(detail) => detail.to_owned(),
+        None => String::from_utf8_lossy(body).trim().to_owned(),
+    }
+}
+
+pub(super) async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(), String> {
+    let bytes = wire::encode(message).map_err(|e| e.to_string())?;
+    socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
+}
+
+/// The next message; none for one that this version does not know, a part of one, or none at all (a ping).
+pub(super) async fn receive(
+    socket: &mut Socket,
+    unfinished: &mut Unfinished,
+) -> Result<Option<ToAgent>, String> {
+    match socket.next().await {
+        None => Err("the connection was closed".into()),
+        Some(Err(error)) => Err(error.to_string()),
+        Some(Ok(Message::Close(frame))) => Err(match frame {
+            Some(frame) if !frame.reason.is_empty() => format!("the server closed it: {}", frame.reason),
+            _ => "the server closed it".into(),
+        }),
+        Some(Ok(Message::Binary(bytes))) => match understood(&bytes) {
+            Some(ToAgent::Part(part)) => Ok(unfinished.add(part)?.and_then(|whole| understood(&whole))),
+            message => Ok(message),
+        },
+        Some(Ok(_)) => Ok(None),
+    }
+}
+
+fn understood(bytes: &[u8]) -> Option<ToAgent> {
+    let message = wire::decode(bytes);
+    message
+        .inspect_err(|error| {
+            tracing::warn!(%error, "the server said something that this version does not understand");
+        })
+        .ok()
+}

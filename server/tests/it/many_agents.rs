@@ -82,6 +82,8 @@ async fn train(
                         held.retain(|start| start.attempt != ack.attempt);
                     }
                 }
+                // A heartbeat may name what has just ended, before its agent hears that this is stored.
+                Some(ToAgent::Stop { attempt, .. }) if ended.contains(&attempt) => {}
                 None => return held,
                 other => panic!("{other:?}"),
             },

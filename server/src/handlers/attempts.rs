@@ -1,7 +1,7 @@
 //! A job's attempts: every start of its ranks, and why it ended.
 
 use super::{
-    extract::{Path, Query, job_id},
+    extract::{Path, Query},
     jobs,
     list::{List, ListParams, Listed},
 };
@@ -48,6 +48,6 @@ pub(crate) async fn list(
     Path(id): Path<String>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<Listed<Attempt>>> {
-    jobs::find(&app, &id).await?;
-    Ok(Json(LIST.page(app.store.attempts(&job_id(&id)?).await?, &params)?))
+    let job = jobs::find(&app, &id).await?;
+    Ok(Json(LIST.page_of_job(&job.id, app.store.attempts(&job.id).await?, &params)?))
 }

@@ -2,11 +2,11 @@
 
 use super::{
     extract::{Query, count},
-    list::{self, Fields, Listed, MAX_LIMIT},
+    list::{self, Fields, Listed, MAX_LIMIT, Pages},
 };
 use crate::{
     app::App,
-    error::{Error, Result},
+    error::Result,
     store::AuditEntry,
 };
 use axum::{Json, extract::State};
@@ -14,6 +14,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
+/// The only order.
+const PAGES: Pages = Pages::new("audit", "-id");
 
 /// A page of the audit log.
 #[derive(Debug, Serialize, ToSchema)]
@@ -67,15 +69,12 @@ pub(crate) async fn list(
 /// A limit or cursor that is none, or the store's.
 pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
-    let cursor = query.cursor.as_deref();
-    if cursor.is_some_and(|id| uuid::Uuid::try_parse(id).is_err()) {
-        return Err(Error::BadRequest("the cursor is none of this server's".into()));
-    }
+    let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let after = list::time("created_after", query.created_after.as_deref())?;
     let before = list::time("created_before", query.created_before.as_deref())?;
     // Ids begin with their time in milliseconds, as twelve hexadecimal digits.
     let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
-    let behind = match (cursor, first_id.as_deref()) {
+    let behind = match (cursor.as_deref(), first_id.as_deref()) {
         (Some(cursor), Some(first)) => Some(cursor.min(first)),
         (cursor, first) => cursor.or(first),
     };
@@ -88,6 +87,6 @@ pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
         more = more && newer == entries.len();
         entries.truncate(newer);
     }
-    let next = entries.last().filter(|_| more).map(|entry| entry.id.clone());
+    let next = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
     Ok(AuditPage { entries, next_cursor: next.clone(), next })
 }

@@ -151,9 +151,10 @@ pub(crate) async fn list(
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    jobs::find(&app, &id).await?;
-    let rows = app.store.checkpoints(&job_id(&id)?).await?;
-    tagged(&headers, &LIST.page(rows.into_iter().map(|row| Checkpoint::of(&app, row)).collect(), &params)?)
+    let job = jobs::find(&app, &id).await?;
+    let rows = app.store.checkpoints(&job.id).await?;
+    let rows = rows.into_iter().map(|row| Checkpoint::of(&app, row)).collect();
+    tagged(&headers, &LIST.page_of_job(&job.id, rows, &params)?)
 }
 
 /// One checkpoint

@@ -3,7 +3,7 @@
 use super::{
     extract::{Path, Query, count, job_id},
     jobs,
-    list::{self, MAX_LIMIT},
+    list::{MAX_LIMIT, Pages},
 };
 use crate::{
     access::Caller,
@@ -57,9 +57,10 @@ pub(crate) async fn show(
     Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
-    // Entries are only added behind the others, so how many were there already is a place.
-    let from: usize = list::read_cursor(ORDER, query.cursor.as_deref())?.unwrap_or(0);
     let job = jobs::find(&app, &id).await?;
+    let pages = Pages::new("history", ORDER).of_job(job.id.as_str());
+    // Entries are only added behind the others, so how many were there already is a place.
+    let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.may(Scope::Admin);
     if may_see_who {
         app.audit.flush().await;
@@ -104,7 +105,7 @@ pub(crate) async fn show(
     let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
-    let next_cursor = (entries.len() > end).then(|| list::cursor(ORDER, &end)).transpose()?;
+    let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;
     entries.truncate(end);
     entries.drain(..from.min(entries.len()));
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))

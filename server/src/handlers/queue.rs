@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Query, count, search_text},
-    list::{self, Fields, Listed, MAX_LIMIT},
+    list::{Fields, Listed, MAX_LIMIT, Pages},
 };
 use crate::{
     access::Caller,
@@ -27,7 +27,7 @@ use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
 /// The only order, for cursors.
-const ORDER: &str = "place";
+const PAGES: Pages = Pages::new("queue", "place");
 const FIELDS: &[&str] = &[
     "place",
     "id",
@@ -116,7 +116,7 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let from: Option<(u64, Option<JobId>)> = list::read_cursor(ORDER, query.cursor.as_deref())?;
+    let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = app.waiting.read(&*app.store).await?;
     // As the newest round of dispatch looked at it; what has come since stays in the order of priority and age.
     app.wait_reasons.sort(&mut rows, |row| &row.job.id);
@@ -140,7 +140,7 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let more = jobs.len() > limit;
     jobs.truncate(limit);
     let last = jobs.last().filter(|_| more).map(|last| (last.place, last.row.map(|row| &row.job.id)));
-    let next_cursor = last.map(|last| list::cursor(ORDER, &last)).transpose()?;
+    let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
     let items = jobs.into_iter().map(|job| queued(app, &slots, job)).collect();
     let jobs = Listed { name: "jobs", items, fields, next_cursor, total, also_next: false };
     Ok(QueuePage { jobs, reservations })

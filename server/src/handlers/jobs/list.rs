@@ -7,7 +7,7 @@ use crate::{
     handlers::{
         extract::{Query, count, search_text},
         jobs::{conditions, group_keys},
-        list::{self, Fields, Listed, MAX_LIMIT},
+        list::{self, Fields, Listed, MAX_LIMIT, Pages},
     },
     store::{JobFilter, JobSort, SortBy},
 };
@@ -183,8 +183,12 @@ impl ListQuery {
             created_before: list::time("created_before", self.created_before.as_deref())?,
             sort: sort(self.sort_text())?,
             limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
-            cursor: list::read_cursor(self.sort_text(), self.cursor.as_deref())?,
+            cursor: self.pages().read(self.cursor.as_deref())?,
         })
+    }
+
+    fn pages(&self) -> Pages<'_> {
+        Pages::new("jobs", self.sort_text())
     }
 
     fn sort_text(&self) -> &str {
@@ -203,7 +207,7 @@ impl ListQuery {
 
     /// `next_cursor` for a place in this list.
     pub(crate) fn next_cursor(&self, next: Option<&crate::store::Cursor>) -> Result<Option<String>> {
-        next.map(|next| list::cursor(self.sort_text(), next)).transpose()
+        next.map(|next| self.pages().cursor(next)).transpose()
     }
 }
 

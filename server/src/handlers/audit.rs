@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Query, count},
-    list::{self, Fields, Listed, MAX_LIMIT, Pages},
+    list::{self, Elements, Fields, MAX_LIMIT, Pages},
 };
 use crate::{
     app::App,
@@ -21,7 +21,8 @@ const PAGES: Pages = Pages::new("audit", "-id");
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AuditPage {
     /// Newest first.
-    pub(super) entries: Vec<AuditEntry>,
+    #[schema(value_type = Vec<AuditEntry>)]
+    pub(super) entries: Elements<AuditEntry>,
     /// Give it as `cursor` for the next page; null on the last.
     pub(super) next_cursor: Option<String>,
     /// The same, by its name of the last version.
@@ -59,16 +60,15 @@ const FIELDS: &[&str] =
 pub(crate) async fn list(
     State(app): State<App>,
     Query(query): Query<AuditQuery>,
-) -> Result<Json<Listed<AuditEntry>>> {
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let AuditPage { entries, next_cursor, .. } = page(&app, &query).await?;
-    Ok(Json(Listed { name: "entries", items: entries, fields, next_cursor, total: None, also_next: true }))
+) -> Result<Json<AuditPage>> {
+    Ok(Json(page(&app, &query).await?))
 }
 
 /// # Errors
-/// A limit or cursor that is none, or the store's.
+/// A limit, field or cursor that is none, or the store's.
 pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let after = list::time("created_after", query.created_after.as_deref())?;
     let before = list::time("created_before", query.created_before.as_deref())?;
@@ -88,5 +88,6 @@ pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
         entries.truncate(newer);
     }
     let next = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
+    let entries = Elements { items: entries, fields };
     Ok(AuditPage { entries, next_cursor: next.clone(), next })
 }

@@ -3,7 +3,7 @@
 use super::{
     extract::{Path, Query, count},
     jobs,
-    list::{self, Fields, Listed, MAX_LIMIT, Pages},
+    list::{self, Elements, Fields, MAX_LIMIT, Pages},
 };
 use crate::{
     app::App,
@@ -76,10 +76,10 @@ const FIELDS: &[&str] = &[
 
 /// A page of events.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct EventList {
     /// In order, from the first.
-    events: Vec<Event>,
+    #[schema(value_type = Vec<Event>)]
+    events: Elements<Value>,
     /// Give it as `cursor` to read on; null where there is no later event yet.
     next_cursor: Option<String>,
 }
@@ -112,7 +112,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(query): Query<EventsQuery>,
-) -> Result<Json<Listed<Value>>> {
+) -> Result<Json<EventList>> {
     let job = jobs::find(&app, &id).await?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
@@ -151,19 +151,12 @@ pub(crate) async fn list(
             after = after.max(row.seq);
         }
         if last && !full {
-            return Ok(Json(Listed {
-                name: "events",
-                items,
-                fields,
-                next_cursor: None,
-                total: None,
-                also_next: false,
-            }));
+            return Ok(Json(EventList { events: Elements { items, fields }, next_cursor: None }));
         }
         full = full || examined >= EXAMINED;
     }
     let next_cursor = Some(pages.cursor(&after)?);
-    Ok(Json(Listed { name: "events", items, fields, next_cursor, total: None, also_next: false }))
+    Ok(Json(EventList { events: Elements { items, fields }, next_cursor }))
 }
 
 #[cfg(test)]

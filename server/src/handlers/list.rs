@@ -9,7 +9,7 @@ use super::extract::count;
 use crate::error::{Error, Result};
 use jiff::Timestamp;
 use lockstep_protocol::{JobId, spec::{nearest, shortened}};
-use serde::{Deserialize, Serialize, Serializer, ser::SerializeMap};
+use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
 use serde_json::Value;
 use std::cmp::Ordering;
 use utoipa::IntoParams;
@@ -41,43 +41,32 @@ pub(crate) struct ListParams {
     created_before: Option<String>,
 }
 
-/// A page of a list: `{"<name>": [...], "next_cursor": ..., "total": ...}`.
+/// The elements of a page, of which an answer has what is asked for.
 #[derive(Debug)]
-pub(crate) struct Listed<T> {
-    pub(super) name: &'static str,
+pub(crate) struct Elements<T> {
     pub(super) items: Vec<T>,
     pub(super) fields: Option<Fields>,
-    pub(super) next_cursor: Option<String>,
-    pub(super) total: Option<u64>,
-    /// Under `next` as well, as in the last version.
-    pub(super) also_next: bool,
 }
 
-impl<T: Serialize> Serialize for Listed<T> {
+impl<T: Serialize> Serialize for Elements<T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        match &self.fields {
-            None => map.serialize_entry(self.name, &self.items)?,
-            Some(fields) => {
-                let items: std::result::Result<Vec<Value>, _> =
-                    self.items.iter().map(|item| fields.of(item)).collect();
-                map.serialize_entry(self.name, &items.map_err(serde::ser::Error::custom)?)?;
-            }
-        }
-        map.serialize_entry("next_cursor", &self.next_cursor)?;
-        if self.also_next {
-            map.serialize_entry("next", &self.next_cursor)?;
-        }
-        if let Some(total) = self.total {
-            map.serialize_entry("total", &total)?;
-        }
-        map.end()
+        let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
+        let of = |item| fields.of(item).map_err(S::Error::custom);
+        self.items.iter().map(of).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
     }
+}
+
+/// A page of a list that fits into memory. Answers name its elements.
+#[derive(Debug)]
+pub(super) struct Page<T> {
+    pub(super) elements: Elements<T>,
+    pub(super) next_cursor: Option<String>,
+    pub(super) total: Option<u64>,
 }
 
 /// The fields that are asked for.
 #[derive(Debug, PartialEq)]
-pub(super) struct Fields(Vec<&'static str>);
+pub(crate) struct Fields(Vec<&'static str>);
 
 impl Fields {
     /// # Errors
@@ -190,7 +179,7 @@ impl Key {
 
 /// A list that fits into memory.
 pub(super) struct List<T: 'static> {
-    /// Of the elements in the answer.
+    /// Of the elements in the answer, for cursors.
     pub(super) name: &'static str,
     /// Of an element, as in JSON.
     pub(super) fields: &'static [&'static str],
@@ -209,7 +198,7 @@ impl<T> List<T> {
     ///
     /// # Errors
     /// 400: a limit, cursor, field, sort or time that is none.
-    pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Listed<T>> {
+    pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
         self.cut(items, params, Pages::new(self.name, self.sort(params)))
     }
 
@@ -217,7 +206,7 @@ impl<T> List<T> {
     ///
     /// # Errors
     /// As [`Self::page`].
-    pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Listed<T>> {
+    pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
         self.cut(items, params, Pages::new(self.name, self.sort(params)).of_job(job.as_str()))
     }
 
@@ -225,7 +214,7 @@ impl<T> List<T> {
         params.sort.as_deref().unwrap_or(self.default_sort)
     }
 
-    fn cut(&self, mut items: Vec<T>, params: &ListParams, pages: Pages) -> Result<Listed<T>> {
+    fn cut(&self, mut items: Vec<T>, params: &ListParams, pages: Pages) -> Result<Page<T>> {
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
         let (by, _) = sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
@@ -251,7 +240,7 @@ impl<T> List<T> {
         }
         let total = (params.count == Some(true)).then_some(items.len() as u64);
         let next_cursor = part(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
-        Ok(Listed { name: self.name, items, fields, next_cursor, total, also_next: false })
+        Ok(Page { elements: Elements { items, fields }, next_cursor, total })
     }
 }
 

@@ -369,7 +369,7 @@ pub(crate) async fn audit(
     PageQuery(query): PageQuery<audit::AuditQuery>,
 ) -> Page {
     let audit::AuditPage { entries, next, .. } = audit::page(&app, &query).await?;
-    let lines = entries.into_iter().map(|entry| audit_views::AuditLine {
+    let lines = entries.items.into_iter().map(|entry| audit_views::AuditLine {
         at: entry.at,
         who: entry.who,
         address: entry.address,

@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Query, count, search_text},
-    list::{Fields, Listed, MAX_LIMIT, Pages},
+    list::{Elements, Fields, MAX_LIMIT, Pages},
 };
 use crate::{
     access::Caller,
@@ -90,9 +90,11 @@ impl QueueQuery {
 /// As [`QueueList`].
 #[derive(Debug, Serialize)]
 pub(crate) struct QueuePage {
-    #[serde(flatten)]
-    pub(super) jobs: Listed<QueuedJob>,
+    pub(super) jobs: Elements<QueuedJob>,
     pub(super) reservations: Vec<Reservation>,
+    pub(super) next_cursor: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) total: Option<u64>,
 }
 
 /// The queue
@@ -142,8 +144,7 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let last = jobs.last().filter(|_| more).map(|last| (last.place, last.row.map(|row| &row.job.id)));
     let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
     let items = jobs.into_iter().map(|job| queued(app, &slots, job)).collect();
-    let jobs = Listed { name: "jobs", items, fields, next_cursor, total, also_next: false };
-    Ok(QueuePage { jobs, reservations })
+    Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
 /// A job at its place; without the job, where it is private to somebody else.

@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{
         extract::{Query, count},
-        list::{self, Key, Listed, MAX_LIMIT, Pages},
+        list::{self, Key, MAX_LIMIT, Pages},
     },
     store::{GroupRow, GroupValue, Spread},
 };
@@ -79,7 +79,6 @@ pub(crate) struct GroupsQuery {
 
 /// A page of groups.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct GroupList {
     /// In the order of `sort`.
     groups: Vec<Group>,
@@ -188,7 +187,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<GroupsQuery>,
-) -> Result<Json<Listed<Group>>> {
+) -> Result<Json<GroupList>> {
     let by = group_keys::by(&query.by)?;
     let names = names(query.metrics.as_deref())?;
     let metrics = names.iter().map(|name| number(name)).collect::<Result<Vec<_>>>()?;
@@ -228,5 +227,5 @@ pub(crate) async fn list(
     let pages = Pages::new("groups", sort).of_grouping(&query.by);
     let cursor = query.cursor.as_deref();
     let next_cursor = list::part(&mut groups, pages, key, |group| &group.id, cursor, limit)?;
-    Ok(Json(Listed { name: "groups", items: groups, fields: None, next_cursor, total, also_next: false }))
+    Ok(Json(GroupList { groups, next_cursor, total }))
 }

@@ -7,7 +7,7 @@ use crate::{
     handlers::{
         extract::{Query, count, search_text},
         jobs::{conditions, group_keys},
-        list::{self, Fields, Listed, MAX_LIMIT, Pages},
+        list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
     store::{JobFilter, JobSort, SortBy},
 };
@@ -81,10 +81,10 @@ const SORTS: [(&str, SortBy); 19] = [
 
 /// A page of jobs.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct JobList {
     /// In the order of `sort`; with `fields`, those fields alone.
-    jobs: Vec<Job>,
+    #[schema(value_type = Vec<Job>)]
+    jobs: Elements<Job>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// The same, by its name of the last version.
@@ -298,7 +298,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<ListQuery>,
-) -> Result<Json<Listed<Job>>> {
+) -> Result<Json<JobList>> {
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
@@ -314,7 +314,8 @@ pub(crate) async fn list(
         _ => None,
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
-    Ok(Json(Listed { name: "jobs", items: page.jobs, fields, next_cursor, total, also_next: true }))
+    let jobs = Elements { items: page.jobs, fields };
+    Ok(Json(JobList { jobs, next: next_cursor.clone(), next_cursor, total }))
 }
 
 #[cfg(test)]

@@ -28,8 +28,8 @@ fn walked(sort: &str, limit: u32) -> Vec<String> {
         let params =
             ListParams { sort: Some(sort.into()), limit: Some(limit), cursor, ..ListParams::default() };
         let page = ITEMS.page(items(), &params).unwrap();
-        assert!(page.items.len() <= limit as usize);
-        ids.extend(page.items.into_iter().map(|item| item.id));
+        assert!(page.elements.items.len() <= limit as usize);
+        ids.extend(page.elements.items.into_iter().map(|item| item.id));
         cursor = page.next_cursor;
         if cursor.is_none() {
             return ids;
@@ -76,8 +76,7 @@ fn what_a_list_does_not_have_is_refused() {
 fn an_answer_has_the_fields_that_are_asked_for() {
     let params =
         ListParams { fields: Some("lr".into()), limit: Some(1), count: Some(true), ..Default::default() };
-    let mut page = ITEMS.page(items(), &params).unwrap();
-    page.next_cursor = None;
-    let answer = serde_json::to_string(&page).unwrap();
-    assert_eq!(answer, r#"{"items":[{"lr":0.1}],"next_cursor":null,"total":5}"#);
+    let page = ITEMS.page(items(), &params).unwrap();
+    assert_eq!(serde_json::to_string(&page.elements).unwrap(), r#"[{"lr":0.1}]"#);
+    assert_eq!((page.next_cursor.is_some(), page.total), (true, Some(5)));
 }

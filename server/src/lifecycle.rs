@@ -36,6 +36,8 @@ pub struct Fork {
     pub reason: Reason,
     /// The same, kept for ever.
     pub parent: Parent,
+    /// The parent is private and the fork is not: who sees the fork may not see the parent.
+    pub hides_parent: bool,
     /// Already in the new job's folder.
     pub checkpoint: CheckpointInfo,
 }

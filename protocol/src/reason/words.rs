@@ -65,7 +65,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         ResumedByUser => "resumed on request".into(),
         RetriedByUser => "retried on request".into(),
         Forked => {
-            let id = facts.job.as_deref().unwrap_or_default();
+            let Some(id) = facts.job.as_deref() else {
+                return format!("forked from a private job at step {step}");
+            };
             let name = if detail.is_empty() { String::new() } else { format!("{detail:?} ") };
             format!("forked from {name}({id}) at step {step}")
         }

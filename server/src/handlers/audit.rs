@@ -4,11 +4,7 @@ use super::{
     extract::{Query, count},
     list::{self, Elements, Fields, MAX_LIMIT, Pages},
 };
-use crate::{
-    app::App,
-    error::Result,
-    store::AuditEntry,
-};
+use crate::{app::App, error::Result, store::AuditEntry};
 use axum::{Json, extract::State};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -57,10 +53,7 @@ const FIELDS: &[&str] =
 /// Every request that may have changed something, and every attempt to sign in: who, from where, what, and how it was answered.
 /// The newest 100 000 of the last year are kept.
 #[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::error::Problem)))]
-pub(crate) async fn list(
-    State(app): State<App>,
-    Query(query): Query<AuditQuery>,
-) -> Result<Json<AuditPage>> {
+pub(crate) async fn list(State(app): State<App>, Query(query): Query<AuditQuery>) -> Result<Json<AuditPage>> {
     Ok(Json(page(&app, &query).await?))
 }
 

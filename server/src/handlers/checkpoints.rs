@@ -2,7 +2,7 @@
 
 use super::{
     conditional::{self, CACHING, tagged},
-    extract::{Path, Query, job_id},
+    extract::{Path, Query},
     list::{Elements, List, ListParams, Page},
 };
 use crate::{

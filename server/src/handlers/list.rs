@@ -8,7 +8,10 @@ pub(super) use cursor::Pages;
 use super::extract::count;
 use crate::error::{Error, Result};
 use jiff::Timestamp;
-use lockstep_protocol::{JobId, spec::{nearest, shortened}};
+use lockstep_protocol::{
+    JobId,
+    spec::{nearest, shortened},
+};
 use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
 use serde_json::Value;
 use std::cmp::Ordering;

@@ -170,8 +170,7 @@ pub(crate) async fn job(
         .job(&id)
         .await?
         .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
-    let mut job = row.job;
-    app.wait_reasons.tell(&mut job);
+    let job = jobs::shown_to(&app, &caller, row).await?;
     let reports = app.store.rank_reports(&id, job.attempt).await?;
     let places = app
         .store

@@ -1,6 +1,9 @@
 //! Websockets of the dashboard: the events of one job, each exactly once and in order, and the list of jobs.
 
-use super::extract::{Path, Query, job_id};
+use super::{
+    extract::{Path, Query, job_id},
+    jobs,
+};
 use crate::{
     access::Caller,
     app::App,
@@ -248,7 +251,11 @@ async fn follow(
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     let pace = Pace::from(&row.job);
-    let job = Box::new(Job { notes: None, ..row.job });
+    let Ok(job) = jobs::shown_to(app, &reader.caller, row).await else {
+        return away(&mut reader).await;
+    };
+    // Where it waits changes while the stream is read.
+    let job = Box::new(Job { notes: None, queue: None, ..job });
     reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
     let (mut known_pace, mut due) = (Some(pace), Instant::now());

@@ -46,6 +46,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         PrecisionFallback => {
             format!("float16 could not hold {detail}: continues in bfloat16 after step {step}")
         }
+        AgentRestarted => {
+            format!("{agent} was ended and started anew before it had started the ranks{}", more(": "))
+        }
         Unexplained => "the ranks ended".into(),
         CancelledByUser => format!("cancelled on request{}", more("; ")),
         Cancelling => "being cancelled: its ranks are asked to stop".into(),

@@ -279,6 +279,12 @@ pub(super) fn ended(
             let in_order = ReasonCode::AgentStopped.into();
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
         }
+        // Nothing was tried: no rank has run.
+        (Ending::Failed { reason, retriable: true }, None)
+            if *reason.code() == ReasonCode::AgentRestarted =>
+        {
+            events.extend(requeue(row, &reason, at)?);
+        }
         (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
         (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {
             events.push(go(row, JobState::Failed, Some(reason), None, at)?);

@@ -94,6 +94,11 @@ impl RankProcess {
         Ok(process)
     }
 
+    /// Whether an earlier agent was about to start a rank, or has.
+    pub fn was_begun(attempt_dir: &Path, rank: u32) -> bool {
+        rank_file(attempt_dir, rank, "json").exists()
+    }
+
     /// Adopts a rank that an earlier agent started. It may have ended already: [`RankProcess::poll`] shows it.
     pub fn adopt(attempt_dir: &Path, rank: u32) -> Self {
         let recorded = fs::read(rank_file(attempt_dir, rank, "pid"))

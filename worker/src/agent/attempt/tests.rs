@@ -281,6 +281,21 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
 }
 
 #[tokio::test]
+async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_and_not_that_they_died() {
+    let place = place(2, "exit 0");
+    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    match place.end_of(&adopted).await {
+        Ending::Failed { reason, retriable: true } => assert_eq!(*reason.code(), ReasonCode::AgentRestarted),
+        other => panic!("{other:?}"),
+    }
+    // One of which a rank was about to start may have run.
+    let place = self::place(2, "exit 0");
+    fs::write(rank_file(&place.stored.attempt_dir(), 1, "json"), "{}").unwrap();
+    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    assert_eq!(reason(place.end_of(&adopted).await), "rank 0 died at step 0 while no agent was watching it");
+}
+
+#[tokio::test]
 async fn a_program_that_does_not_start_is_named() {
     let mut place = place(2, "exit 0");
     place.around.program = place.dir.path().join("nowhere");

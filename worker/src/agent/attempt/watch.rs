@@ -99,7 +99,7 @@ impl Watch {
             Beginning::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
                 ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
-                None
+                this.never_begun().then(|| not_begun(around))
             }
         };
         if decided.is_some() {
@@ -115,6 +115,11 @@ impl Watch {
             ranks.ranks.push(self.watched(RankProcess::start(&around.program, &config)?));
         }
         Ok(())
+    }
+
+    /// Whether an earlier agent ended before it started any of the ranks.
+    fn never_begun(&self) -> bool {
+        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::was_begun(&self.dir, *rank))
     }
 
     fn watched(&self, process: RankProcess) -> Rank<Recorded> {
@@ -215,6 +220,12 @@ impl Policy for Watch {
     fn grace(&self, ranks: &RankGroup<Recorded>) -> Duration {
         if self.peer_died && !self.is_writing(ranks) { GRACE_AFTER_DEATH } else { GRACE }
     }
+}
+
+fn not_begun(around: &Surroundings) -> Ending {
+    let agent = around.remote.as_ref().map(|remote| remote.name.clone());
+    let reason = Reason::new(ReasonCode::AgentRestarted, Facts { agent, ..Facts::default() });
+    Ending::Failed { reason, retriable: true }
 }
 
 fn not_started(Refusal { code, detail }: Refusal) -> Ending {

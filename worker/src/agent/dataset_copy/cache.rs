@@ -287,7 +287,7 @@ impl Copies {
         }
         if !entry.data().exists() {
             let refused = |why: String| Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
-            let (bytes, limit) = (megabytes(about.bytes), megabytes(self.limit_bytes));
+            let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
             if about.bytes > self.limit_bytes {
                 return refused(format!(
                     "it has {bytes}, and copies of datasets may have {limit} there: raise the agent's --dataset-cache-limit"
@@ -342,6 +342,13 @@ impl Copies {
         Ok((gone, kept))
     }
 
+    /// What those have that no attempt uses, of the files in their lists.
+    pub(super) fn unused_bytes(&self) -> io::Result<u64> {
+        let all = self.entries()?;
+        let unused = all.iter().filter(|(entry, _)| entry.uses().is_empty());
+        Ok(unused.fold(0, |sum, (_, about)| sum.saturating_add(about.bytes)))
+    }
+
     /// Takes the one away that was not used for longest, where the disk has no room; none where all are in use.
     pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -390,8 +397,16 @@ pub(super) fn remove(gone: &[PathBuf]) -> Result<(), Trouble> {
     Ok(())
 }
 
-pub(super) fn megabytes(bytes: u64) -> String {
+fn megabytes(bytes: u64) -> String {
     format!("{:.1} MB", bytes as f64 / 1e6)
+}
+
+/// Two sizes of which one is too large for the other: in bytes where they are the same in megabytes.
+fn sizes(one: u64, other: u64) -> (String, String) {
+    match (megabytes(one), megabytes(other)) {
+        (a, b) if a == b => (format!("{one} bytes"), format!("{other} bytes")),
+        differ => differ,
+    }
 }
 
 #[cfg(test)]

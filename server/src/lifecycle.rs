@@ -18,7 +18,7 @@ mod progress;
 mod reports;
 mod row;
 
-pub use gang::{has_ended_at, is_ending, place_ended};
+pub use gang::{end_at, has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
 pub use preemption::preempt;
 pub use progress::Progress;
@@ -123,6 +123,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
     row.progress.ends.clear();
+    row.progress.unreachable.clear();
     Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
 }
 

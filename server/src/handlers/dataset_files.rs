@@ -132,10 +132,7 @@ async fn report(app: &App, asking: &Asking, dataset: &Dataset, wanted: &DatasetP
     let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
     let who = (job, attempt, asking.agent_id.as_str());
     let Some(news) = app.dataset_copies.news(who, (copied, total), wanted.anew.is_some()) else { return };
-    // As its attempt was given to it: after a restart of the server it need not have come back yet.
-    let places = app.leases.places_of(job);
-    let place = places.iter().find(|place| place.agent_id == asking.agent_id);
-    let agent = place.map_or(asking.agent_id.as_str(), |place| place.agent.as_str());
+    let agent = asking.agent_name(app);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
     let text = match news {

@@ -31,6 +31,7 @@ mod list_columns;
 mod listening;
 mod lists;
 mod log_pages;
+mod lost_contact;
 mod machines;
 mod many_agents;
 mod metrics;

@@ -92,8 +92,13 @@ impl Started {
         let link = rest.split('"').next().expect("its end").to_owned();
         let (_, code) = link.split_once("/login?code=").expect("a link that signs in");
         assert!(code.len() > 20, "{link}");
+        // It notes what it was given, and becomes what runs on a moment later.
+        let pid = fs::read_to_string(at("pid")).expect("the browser");
+        let command_line = format!("/proc/{}/cmdline", pid.trim());
+        self.until("the browser runs", || {
+            fs::read(&command_line).is_ok_and(|line| line.starts_with(b"sleep\0300\0"))
+        });
         let lines = command_lines();
-        assert!(lines.iter().any(|line| line.contains("sleep 300")), "the browser runs: {lines:#?}");
         assert!(lines.iter().all(|line| !line.contains(code)), "a code on a command line: {lines:#?}");
         link
     }

@@ -52,6 +52,7 @@ fn place(ranks: u32, script: &str) -> Place {
         wake: Arc::new(Notify::new()),
         remote: None,
         copies: None,
+        stop_within_secs: 20,
         devices: Arc::default(),
     };
     Place { dir, stored, around }

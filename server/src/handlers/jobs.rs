@@ -45,13 +45,20 @@ pub(super) async fn hidden_from(app: &App, caller: &Caller) -> Result<HashSet<Jo
     }
 }
 
+/// A job with what is not shown of it.
+///
+/// # Errors
+/// 404 when there is none.
+pub(super) async fn row(app: &App, id: &JobId) -> Result<JobRow> {
+    app.store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
+}
+
 /// One job.
 ///
 /// # Errors
 /// 404 when there is none.
 pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
-    let row = app.store.job(&job_id(id)?).await?;
-    let mut job = row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    let mut job = row(app, &job_id(id)?).await?.job;
     app.wait_reasons.tell(&mut job);
     Ok(job)
 }
@@ -95,8 +102,7 @@ pub(crate) async fn show(
     headers: HeaderMap,
     Path(id): Path<String>,
 ) -> Result<Response> {
-    let row = app.store.job(&job_id(&id)?).await?;
-    let row = row.ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    let row = row(&app, &job_id(&id)?).await?;
     conditional::tagged(&headers, &shown_to(&app, &caller, row).await?)
 }
 

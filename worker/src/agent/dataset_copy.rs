@@ -3,6 +3,7 @@
 mod cache;
 mod list;
 mod pull;
+mod size;
 
 pub(super) use cache::Copies;
 

@@ -7,6 +7,7 @@ use super::{
     Trouble, blocking,
     list::{LISTED, List},
     on_disk,
+    size::{megabytes, sizes},
 };
 use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
 use serde::{Deserialize, Serialize};
@@ -124,9 +125,9 @@ impl Entry {
 
     /// Whether ranks of some attempt may have its files open, or are about to.
     pub(super) fn is_read(&self) -> bool {
-        let uses = self.uses();
-        uses.iter()
-            .any(|name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS))
+        let reads =
+            |name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS);
+        self.uses().iter().any(reads)
     }
 
     /// The attempt has found the copy whole.
@@ -344,9 +345,8 @@ impl Copies {
 
     /// What those have that no attempt uses, of the files in their lists.
     pub(super) fn unused_bytes(&self) -> io::Result<u64> {
-        let all = self.entries()?;
-        let unused = all.iter().filter(|(entry, _)| entry.uses().is_empty());
-        Ok(unused.fold(0, |sum, (_, about)| sum.saturating_add(about.bytes)))
+        let unused = self.entries()?.into_iter().filter(|(entry, _)| entry.uses().is_empty());
+        Ok(unused.fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes)))
     }
 
     /// Takes the one away that was not used for longest, where the disk has no room; none where all are in use.
@@ -395,18 +395,6 @@ pub(super) fn remove(gone: &[PathBuf]) -> Result<(), Trouble> {
         }
     }
     Ok(())
-}
-
-fn megabytes(bytes: u64) -> String {
-    format!("{:.1} MB", bytes as f64 / 1e6)
-}
-
-/// Two sizes of which one is too large for the other: in bytes where they are the same in megabytes.
-fn sizes(one: u64, other: u64) -> (String, String) {
-    match (megabytes(one), megabytes(other)) {
-        (a, b) if a == b => (format!("{one} bytes"), format!("{other} bytes")),
-        differ => differ,
-    }
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use super::{
     cache::{self, About, Copies, Entry, Turn},
     list::Entries,
     on_disk,
+    size::{down, up},
 };
 use crate::{agent::remote::Talk, host};
 use incoming::receive;
@@ -218,14 +219,6 @@ fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> Stri
         folder.display(),
         down(free),
     )
-}
-
-fn up(bytes: u64) -> String {
-    format!("{:.1} MB", bytes.div_ceil(100_000) as f64 / 10.0)
-}
-
-fn down(bytes: u64) -> String {
-    format!("{:.1} MB", (bytes / 100_000) as f64 / 10.0)
 }
 
 /// What is to be asked for next.

@@ -205,12 +205,8 @@ impl Copies {
         }
         // The limit may have been lowered. What is hidden was about to be removed, or had not come.
         let mut gone = copies.evict(0, None).map_err(failed)?.0;
-        for found in fs::read_dir(&copies.dir).map_err(failed)?.flatten() {
-            let name = found.file_name();
-            if is_left(&name) {
-                gone.push(found.path());
-            }
-        }
+        let found = fs::read_dir(&copies.dir).map_err(failed)?.flatten();
+        gone.extend(found.filter(|found| is_left(&found.file_name())).map(|found| found.path()));
         // Large folders take a while, and nobody needs to wait for it.
         std::thread::spawn(move || {
             if let Err(error) = remove(&gone) {

@@ -12,8 +12,8 @@ mod machine;
 mod requests;
 
 pub use dataset_files::{
-    DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
-    PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
+    ANEW_BYTES, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart,
+    DatasetParts, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
 };
 pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;

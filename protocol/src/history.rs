@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 /// The history of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct History {
-    /// The job that it was forked from; absent for a job that was none.
+    /// The job that it was forked from; absent for a job that was none, and where that is private to others.
     pub parent: Option<Relative>,
     /// Jobs that were forked from it, the oldest first; at most 1000.
     pub forks: Vec<Relative>,
@@ -64,7 +64,7 @@ pub enum What {
     Submitted,
     /// It was made as a fork.
     Forked {
-        /// Id of the checkpoint that it begins from.
+        /// Id of the checkpoint that it begins from: the other job's, or its own copy where the other job is private to others.
         checkpoint: String,
     },
     /// An attempt began.

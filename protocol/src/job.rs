@@ -189,7 +189,8 @@ pub struct Job {
     /// What people wrote on it; may be empty. Absent in lists, unless `fields` names it, and in streams: it may be long.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
-    /// What it was forked from.
+    /// What it was forked from. Absent where that is private and this is not, but for those who see both, in `GET /jobs/{id}` and the `hello` of
+    /// its stream.
     #[serde(default)]
     pub parent: Option<Parent>,
     /// The person who submitted it, or the name of the token that did; absent where nobody is asked who they are.

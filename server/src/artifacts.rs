@@ -5,7 +5,7 @@ use crate::{
     app::App,
     holders::Holder,
     lifecycle,
-    store::{CheckpointRow, JobRow, Report, Result},
+    store::{CheckpointRow, JobRow, Report, Result, StoreError},
 };
 use lockstep_protocol::{
     JobId,
@@ -42,26 +42,48 @@ fn in_touch(app: &App) -> HashSet<String> {
     online.filter(|id| !app.leases.is_cut_off(id)).collect()
 }
 
+/// Who has a checkpoint, as far as it was noted before.
+struct Noted {
+    /// The agent of rank 0.
+    first: Option<Holder>,
+    /// The agent that tells of it, where it has another one's disk.
+    other: Option<Holder>,
+    is_listed: bool,
+}
+
+/// Work on files off the threads that serve others.
+async fn on_files<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await.map_err(io::Error::other).flatten();
+    done.map_err(|error| StoreError::Unavailable(format!("{what}: {error}")))
+}
+
 /// Who has the checkpoints that a report tells of, where that is not the attempt's holder alone. `earlier`: reports that are stored with it,
 /// before it.
 ///
 /// # Errors
-/// The database.
+/// The database, or the disk.
 pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report]) -> Result<()> {
-    let AttemptRef { job, attempt, .. } = &report.attempt;
+    let AttemptRef { job, attempt, fencing_token } = report.attempt.clone();
     for event in &report.events {
         let AttemptEvent::Checkpoint(info) = event else { continue };
-        let (job_dir, name) = (app.job_dir(job), format!("{}-{}", info.epoch, info.step));
-        let first = Holder::of(&job_dir, *attempt);
-        let noted = if first.as_ref().is_some_and(|first| first.agent_id == report.agent_id) {
-            match (first, Holder::is_listed(&job_dir, *attempt, &name)) {
-                // It is most likely the one that continues.
-                (Some(first), true) => first.list(&job_dir, *attempt, &name, true),
-                _ => Ok(()),
-            }
-        } else if let Some(other) = Holder::apart(&job_dir, *attempt, &report.agent_id)
-            .filter(|other| other.fencing_token == report.attempt.fencing_token)
-        {
+        let (job_dir, name) = (app.job_dir(&job), format!("{}-{}", info.epoch, info.step));
+        let (dir, of, agent_id) = (job_dir.clone(), name.clone(), report.agent_id.clone());
+        let read = move || {
+            Ok(Noted {
+                first: Holder::of(&dir, attempt),
+                other: Holder::apart(&dir, attempt, &agent_id)
+                    .filter(|other| other.fencing_token == fencing_token),
+                is_listed: Holder::is_listed(&dir, attempt, &of),
+            })
+        };
+        let Noted { first, other, is_listed } = on_files("the notes of its holders", read).await?;
+        // The one that continues most likely comes first.
+        let holders = if first.as_ref().is_some_and(|first| first.agent_id == report.agent_id) {
+            first.filter(|_| is_listed).map(|first| (first, true)).into_iter().collect()
+        } else if let Some(other) = other {
             let tells =
                 |event: &AttemptEvent| matches!(event, AttemptEvent::Checkpoint(of) if of.step == info.step);
             let in_batch = |first: &Holder| {
@@ -71,17 +93,17 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
             };
             let row = app.store.checkpoint(&format!("{job}-{name}")).await?;
             // Nobody else has told of one that is stored and has no list.
-            let is_stored = row.is_some_and(|row| row.attempt == *attempt)
-                && !Holder::is_listed(&job_dir, *attempt, &name);
+            let is_stored = row.is_some_and(|row| row.attempt == attempt) && !is_listed;
             let has_it = first.filter(|first| in_batch(first) || is_stored);
-            let listed = has_it.map_or(Ok(()), |first| first.list(&job_dir, *attempt, &name, true));
-            listed.and_then(|()| other.list(&job_dir, *attempt, &name, false))
+            has_it.map(|first| (first, true)).into_iter().chain([(other, false)]).collect()
         } else {
-            Ok(())
+            Vec::new()
         };
-        if let Err(error) = noted {
-            tracing::warn!(%error, %job, name, "who has this checkpoint could not be noted");
-        }
+        let list = move || {
+            let mut each = holders.into_iter();
+            each.try_for_each(|(holder, in_front)| holder.list(&job_dir, attempt, &name, in_front))
+        };
+        on_files("the list of its holders", list).await?;
     }
     Ok(())
 }
@@ -125,15 +147,24 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
 
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps
 /// they are all there is, because newer ones have not come yet.
-pub(crate) fn keep_uploaded(app: &App, report: &mut Report) {
-    for event in &mut report.events {
-        let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
-        let job_dir = app.job_dir(&report.attempt.job);
-        let is_here = job_dir.join("checkpoints").join(format!("{epoch}-{step}")).exists();
-        if is_here && Holder::of(&job_dir, report.attempt.attempt).is_some() {
-            *event = AttemptEvent::Unknown;
+///
+/// # Errors
+/// The disk.
+pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> {
+    let (job_dir, attempt) = (app.job_dir(&report.attempt.job), report.attempt.attempt);
+    let mut events = std::mem::take(&mut report.events);
+    let kept = move || {
+        for event in &mut events {
+            let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
+            let is_here = job_dir.join("checkpoints").join(format!("{epoch}-{step}")).exists();
+            if is_here && Holder::of(&job_dir, attempt).is_some() {
+                *event = AttemptEvent::Unknown;
+            }
         }
-    }
+        Ok(events)
+    };
+    report.events = on_files("the checkpoints that are here", kept).await?;
+    Ok(())
 }
 
 /// Writes a line into a job's log, unless the attempt's log has one about `what` already.

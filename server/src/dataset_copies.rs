@@ -1,4 +1,5 @@
-//! How far machines have copied the datasets of their jobs: what a job's log says of it, a line for each tenth.
+//! How far machines have copied the datasets of their jobs: what a job's log says of it, a line for each tenth, and one where the dataset
+//! changed meanwhile.
 
 use lockstep_protocol::JobId;
 use std::{
@@ -8,32 +9,54 @@ use std::{
 
 /// Copies of which it is remembered what was said. Beyond, something may be said a second time.
 const REMEMBERED: usize = 4096;
+/// How often a copy is said to begin anew. Agents give up before.
+const ANEW: u32 = 8;
 
-/// The tenth that was said last, by job, attempt and agent.
+/// What was said last, by job, attempt and agent.
 #[derive(Debug, Default)]
-pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), u64>>);
+pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Said>>);
+
+#[derive(Debug, Default)]
+struct Said {
+    /// The most tenths; none before the first.
+    tenths: Option<u64>,
+    anew: u32,
+}
+
+/// What is to be said.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum News {
+    /// So many tenths are copied; 0 is said, too.
+    Tenths(u64),
+    /// The copy begins anew.
+    Anew,
+}
 
 impl CopyProgress {
-    /// The tenths that are copied, when that is more than was said; 0 is said, too.
+    /// What is new of an agent's copy, of which it has `copied` of `total` bytes. Less than before is no news, unless it says that it begins
+    /// `anew`.
     pub(crate) fn news(
         &self,
-        job: &JobId,
-        attempt: u32,
-        agent: &str,
-        copied: u64,
-        total: u64,
-    ) -> Option<u64> {
+        (job, attempt, agent): (&JobId, u32, &str),
+        (copied, total): (u64, u64),
+        anew: bool,
+    ) -> Option<News> {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if said.len() >= REMEMBERED {
-            said.clear();
-        }
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (job.clone(), attempt, agent.to_owned());
-        let is_news = said.get(&key).is_none_or(|before| *before < tenths);
-        if is_news {
-            said.insert(key, tenths);
+        if all.len() >= REMEMBERED && !all.contains_key(&key) {
+            all.clear();
         }
-        is_news.then_some(tenths)
+        let said = all.entry(key).or_default();
+        if anew && said.anew < ANEW {
+            *said = Said { tenths: Some(tenths), anew: said.anew + 1 };
+            return Some(News::Anew);
+        }
+        let is_news = said.tenths.is_none_or(|before| before < tenths);
+        if is_news {
+            said.tenths = Some(tenths);
+        }
+        is_news.then_some(News::Tenths(tenths))
     }
 }
 
@@ -44,13 +67,28 @@ mod tests {
     #[test]
     fn each_tenth_is_said_once_by_each_machine() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let news = |agent: &str, copied| progress.news(&job, 1, agent, copied, 100);
-        assert_eq!(news("a", 0), Some(0));
+        let news = |agent: &str, copied| progress.news((&job, 1, agent), (copied, 100), false);
+        assert_eq!(news("a", 0), Some(News::Tenths(0)));
         assert_eq!(news("a", 9), None);
-        assert_eq!(news("b", 9), Some(0));
-        assert_eq!(news("a", 30), Some(3));
+        assert_eq!(news("b", 9), Some(News::Tenths(0)));
+        assert_eq!(news("a", 30), Some(News::Tenths(3)));
         assert_eq!(news("a", 39), None);
-        assert_eq!(news("a", 200), Some(10));
-        assert_eq!(progress.news(&job, 2, "a", 0, 0), Some(10), "a dataset without bytes");
+        assert_eq!(news("a", 20), None, "it does not go back");
+        assert_eq!(news("a", 39), None);
+        assert_eq!(news("a", 200), Some(News::Tenths(10)));
+        let empty = progress.news((&job, 2, "a"), (0, 0), false);
+        assert_eq!(empty, Some(News::Tenths(10)), "a dataset without bytes");
+    }
+
+    #[test]
+    fn a_copy_that_begins_anew_is_said_a_limited_number_of_times() {
+        let (progress, job) = (CopyProgress::default(), JobId::generate());
+        let news = |copied, anew| progress.news((&job, 1, "a"), (copied, 100), anew);
+        assert_eq!(news(70, false), Some(News::Tenths(7)));
+        for _ in 0..ANEW {
+            assert_eq!(news(0, true), Some(News::Anew));
+            assert_eq!(news(10, false), Some(News::Tenths(1)));
+        }
+        assert_eq!(news(0, true), None, "one more");
     }
 }

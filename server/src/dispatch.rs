@@ -48,6 +48,8 @@ const POLL_LOST: Duration = Duration::from_millis(100);
 const LATE: f64 = 1.25;
 /// But for so long at least.
 const SILENT: Duration = Duration::from_secs(1);
+/// An agent that is there is back so soon after the start of a server: it tries again every 3 s at least.
+const BACK_WITHIN: Duration = Duration::from_secs(4);
 
 /// At start, gives every attempt that may write one full lease, within which its agent must report.
 pub(crate) async fn restore(app: &App) -> Result<()> {
@@ -59,9 +61,13 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
         if agents.len() > 1
             && let Some(row) = app.store.job(&attempt.job).await?
         {
-            for agent in agents.iter().filter(|agent| lifecycle::has_ended_at(&row, agent)) {
-                app.leases.ended_at(&attempt, agent, EndAt::ByThemselves);
+            for agent in &agents {
+                if let Some(end) = lifecycle::end_at(&row, agent) {
+                    app.leases.ended_at(&attempt, agent, EndAt::of(end));
+                }
             }
+            let unreachable: Vec<_> = row.progress.unreachable.iter().copied().collect();
+            app.leases.unreachable(&attempt, &unreachable);
         }
     }
     Ok(())
@@ -106,10 +112,13 @@ async fn round(app: &App) -> Result<()> {
         skip_permanent_error(&job, expire(app, expired, secs, None).await)?;
     }
     let limit = app.config.heartbeat.mul_f64(LATE).max(SILENT);
-    let is_silent = |id: &str| app.agents.silence(id).is_some_and(|silence| silence > limit);
+    // One that was there before this server was started may be on its way back.
+    let up = Duration::try_from(crate::now().duration_since(app.started_at)).unwrap_or_default();
+    let silence = |id: &str| app.agents.silence(id).or_else(|| up.checked_sub(BACK_WITHIN));
+    let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
     for expired in app.leases.abandoned(is_silent, |id| app.agents.is_connected(id)) {
         let job = expired.attempt.job.clone();
-        let silence = app.agents.silence(&expired.place.agent_id).unwrap_or(limit).as_secs_f64();
+        let silence = app.agents.silence(&expired.place.agent_id).unwrap_or(up).as_secs_f64();
         app.leases.give_up(&expired);
         let how = "the ranks of other machines have lost those on it";
         let ended = expire(app, expired, (silence * 10.0).round() / 10.0, Some(how)).await;

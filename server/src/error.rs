@@ -214,7 +214,7 @@ impl From<StoreError> for Error {
             }]),
             StoreError::DatasetInUse(_) => Error::Of(Code::DatasetInUse, error.to_string()),
             StoreError::KeyReused => Error::Of(Code::IdempotencyKeyReused, error.to_string()),
-            StoreError::Cursor => Error::BadRequest(error.to_string()),
+            StoreError::Cursor => Error::Of(Code::WrongCursor, error.to_string()),
             StoreError::Unavailable(_) => Error::Unavailable(error.to_string()),
             StoreError::Rejected(_) | StoreError::Corrupt(_) => Error::Internal(error.to_string()),
         }

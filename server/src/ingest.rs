@@ -16,6 +16,10 @@ use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
 /// Bytes of reports per transaction, at most: the first report of a batch is published only when all are stored.
 const BATCH_BYTES: usize = 4 << 20;
 
+/// How often it is tried to note who has a checkpoint, and the pause between.
+const NOTE_TRIES: u32 = 3;
+const NOTE_PAUSE: Duration = Duration::from_millis(50);
+
 /// Stores reports until `app` stops.
 pub(crate) async fn run(app: App, mut queue: Queue) {
     while let Some(first) = queue.recv().await {
@@ -63,9 +67,11 @@ async fn store(app: &App, batch: Vec<Work>) {
     for work in batch {
         match work {
             Work::Report { agent, connection, mut report, reservation } => {
-                artifacts::keep_uploaded(app, &mut report);
-                if let Err(error) = artifacts::note_holders(app, &report, &reports).await {
-                    tracing::warn!(%error, job = %report.attempt.job, "who has a checkpoint could not be noted");
+                if let Err(error) = note_files(app, &mut report, &reports).await {
+                    let job = &report.attempt.job;
+                    tracing::error!(%error, %job, "who has a checkpoint cannot be noted: its agent is to tell it again");
+                    let _ = connection.try_send(());
+                    continue;
                 }
                 from.push((agent, connection, report.attempt.clone(), Ends::of(&report)));
                 reservations.push(reservation);
@@ -97,6 +103,9 @@ async fn store(app: &App, batch: Vec<Work>) {
                 app.agents.send(&agent, ToAgent::Ack(acknowledged));
             }
             Ingested::Stale => {
+                if ends.ending.is_some() {
+                    app.leases.is_gone(&agent, &attempt);
+                }
                 let reason = "another attempt has taken its place, or the job is over".into();
                 app.agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
             }
@@ -108,6 +117,29 @@ async fn store(app: &App, batch: Vec<Work>) {
     }
     for done in flushes {
         let _ = done.send(());
+    }
+}
+
+/// Does what checkpoints that a report tells of need on the server's disk. What does not succeed is tried again for a moment: other
+/// reports wait meanwhile.
+async fn note_files(app: &App, report: &mut Report, earlier: &[Report]) -> Result<()> {
+    let of_checkpoint = |event: &AttemptEvent| {
+        matches!(event, AttemptEvent::Checkpoint(_) | AttemptEvent::CheckpointRemoved { .. })
+    };
+    if !report.events.iter().any(of_checkpoint) {
+        return Ok(());
+    }
+    artifacts::keep_uploaded(app, report).await?;
+    let mut tries = 1;
+    loop {
+        match artifacts::note_holders(app, report, earlier).await {
+            Err(error) if tries < NOTE_TRIES => {
+                tracing::warn!(%error, job = %report.attempt.job, "who has a checkpoint could not be noted; trying again");
+                tokio::time::sleep(NOTE_PAUSE).await;
+                tries += 1;
+            }
+            done => return done,
+        }
     }
 }
 

@@ -19,6 +19,8 @@ use tokio::sync::Notify;
 
 mod lost;
 
+pub(crate) use lost::EndAt;
+
 /// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
 /// [`MAX_BACKOFF`].
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
@@ -74,17 +76,6 @@ enum Ranks {
     /// The same, because they have lost those of other agents: nobody can go on.
     LostContact,
     /// Its lease ran out.
-    Lost,
-}
-
-/// How the ranks of an attempt came to an end on one of its agents.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum EndAt {
-    /// They are done, were told to end, or failed for a reason of their own.
-    ByThemselves,
-    /// They have lost those of other agents.
-    LostContact,
-    /// Nobody knows: the agent is gone.
     Lost,
 }
 
@@ -225,17 +216,17 @@ impl Leases {
         others
     }
 
-    /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
+    /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own: as long as it says that it
+    /// has them, it gets no work.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
-        // It says whether their ranks are still there.
-        self.cut_off().retain_mut(|(id, attempt, at)| {
-            let is_its = id == agent_id;
-            if is_its {
-                *at = until;
-            }
-            !is_its || attempts.contains(attempt)
-        });
+        let not_its = self.renew_until(until, agent_id, attempts);
+        // This also holds for what another server of this database has given up.
+        self.note_cut_off(agent_id, &not_its, until);
+        not_its
+    }
+
+    fn renew_until(&self, until: Instant, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let mut leases = self.by_job();
         let mut is_theirs = |attempt: &AttemptRef| {
             let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);

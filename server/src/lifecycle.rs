@@ -18,7 +18,7 @@ mod progress;
 mod reports;
 mod row;
 
-pub use gang::{has_ended_at, is_ending, place_ended};
+pub use gang::{end_at, has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
 pub use preemption::preempt;
 pub use progress::Progress;
@@ -36,6 +36,8 @@ pub struct Fork {
     pub reason: Reason,
     /// The same, kept for ever.
     pub parent: Parent,
+    /// The parent is private and the fork is not: who sees the fork may not see the parent.
+    pub hides_parent: bool,
     /// Already in the new job's folder.
     pub checkpoint: CheckpointInfo,
 }
@@ -121,6 +123,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
     row.progress.ends.clear();
+    row.progress.unreachable.clear();
     Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
 }
 

@@ -5,6 +5,7 @@ use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, AgentError, Datasets, Options},
     engine::MOST_CPU_SLOTS,
+    rank::KILLED_AFTER_SECS,
     tls::IdentityFiles,
 };
 use std::path::PathBuf;
@@ -78,6 +79,10 @@ pub(crate) struct Args {
     /// is copied
     #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = size)]
     dataset_cache_limit: u64,
+    /// So many seconds after it is asked to end (SIGTERM) whoever started this agent kills it with its ranks: Slurm's KillWait, a
+    /// pod's terminationGracePeriodSeconds. Ranks have 10 s less for their step and its checkpoint
+    #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    killed_after: u32,
     /// With --job: stay until the job is over, paused or not, and exit with a status that a Job of Kubernetes understands
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
@@ -128,6 +133,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         },
         dataset_cache: args.dataset_cache,
         dataset_cache_bytes: args.dataset_cache_limit,
+        killed_after_secs: args.killed_after,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));

@@ -5,6 +5,7 @@ mod array;
 mod bundle;
 mod follow;
 mod hosts;
+mod kill_wait;
 mod kubernetes;
 mod machines;
 mod mpirun;

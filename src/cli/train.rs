@@ -26,7 +26,7 @@ use lockstep_worker::{
         libraries::{self, Library},
     },
     host::cores,
-    rank::RankConfig,
+    rank::{RankConfig, stop_within_secs},
     supervisor::configs,
 };
 use out_lock::OutLock;
@@ -200,6 +200,7 @@ fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow
         gpu,
         lease: None,
         job_dir: out.into(),
+        stop_within_secs: stop_within_secs(),
     };
     fs::create_dir_all(config.attempt_dir())?;
     local::run_here(&config)

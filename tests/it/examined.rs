@@ -80,7 +80,8 @@ async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() 
     fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
     let program = old.to_str().expect("a path");
     // The third is behind a slow link, and a firewall keeps what it sends from the first.
-    room.in_host(3, "tc", "qdisc add dev eth0 root tbf rate 40mbit burst 32kb latency 100ms");
+    // So slow that no busy machine makes the others' links seem as slow.
+    room.in_host(3, "tc", "qdisc add dev eth0 root tbf rate 4mbit burst 32kb latency 100ms");
     room.in_host(3, "ip", &format!("rule add to {one} prohibit priority 20"));
 
     let done = room.doctor(&[one, two, three], program);
@@ -100,9 +101,10 @@ async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() 
     assert_eq!(good["grade"], "problem");
     for way in ["to_a", "to_b"] {
         assert!(good[way]["round_trip_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{good:#}");
-        assert!(good[way]["bytes_per_second"].as_f64().is_some_and(|speed| speed > 20e6), "{good:#}");
     }
-    assert!(good["clock_ahead_ms"].as_f64().is_some_and(|ms| ms.abs() < 100.0), "one clock: {good:#}");
+    assert!(findings(good, "speed").iter().all(|(grade, _)| *grade != "problem"), "{good:#}");
+    let clocks = ["clock_ahead_ms", "clock_within_ms"].map(|key| good[key].as_f64().expect("a number"));
+    assert!(clocks[0].abs() <= clocks[1] + 1.0, "one clock: {good:#}");
     assert_eq!(good["nccl"], Value::Null);
 
     // The third cannot answer the first on its ports, and is not answered.
@@ -121,7 +123,10 @@ async fn each_pair_of_hosts_is_measured_and_what_is_wrong_is_said_of_the_pair() 
     assert_eq!(speed.len(), 1, "{slow:#}");
     assert!(speed[0].0 == "problem" && speed[0].1.contains(&format!("from {three} to {two}")), "{slow:#}");
     let from_third = slow["to_b"]["bytes_per_second"].as_f64().expect("a number");
-    assert!((2e6..6e6).contains(&from_third), "40 Mbit/s are 5 MB/s less headers: {slow:#}");
+    assert!((1e5..1e6).contains(&from_third), "4 Mbit/s are 0.5 MB/s less headers: {slow:#}");
+    for way in [&slow["to_a"], &good["to_a"], &good["to_b"]] {
+        assert!(way["bytes_per_second"].as_f64().is_some_and(|speed| speed > 4.0 * from_third), "{report:#}");
+    }
 
     // Without what is wrong there is nothing to say.
     room.in_host(3, "tc", "qdisc del dev eth0 root");

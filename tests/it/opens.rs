@@ -92,8 +92,13 @@ impl Started {
         let link = rest.split('"').next().expect("its end").to_owned();
         let (_, code) = link.split_once("/login?code=").expect("a link that signs in");
         assert!(code.len() > 20, "{link}");
+        // It notes what it was given, and becomes what runs on a moment later.
+        let pid = fs::read_to_string(at("pid")).expect("the browser");
+        let command_line = format!("/proc/{}/cmdline", pid.trim());
+        self.until("the browser runs", || {
+            fs::read(&command_line).is_ok_and(|line| line.starts_with(b"sleep\0300\0"))
+        });
         let lines = command_lines();
-        assert!(lines.iter().any(|line| line.contains("sleep 300")), "the browser runs: {lines:#?}");
         assert!(lines.iter().all(|line| !line.contains(code)), "a code on a command line: {lines:#?}");
         link
     }
@@ -119,10 +124,11 @@ impl Started {
 async fn a_browser_is_opened_by_a_file_that_signs_it_in_once() {
     let mut serve = Started::serve(true, Some("DISPLAY"), &[]);
     let link = serve.opened();
-    assert!(
-        serve.said().contains("sign in: ") && !serve.said().contains(&link),
-        "the printed link is another"
-    );
+    // What it prints comes by way of the terminal.
+    serve.until("a link is printed", || {
+        serve.said().split_once("sign in: ").is_some_and(|(_, rest)| rest.contains('\n'))
+    });
+    assert!(!serve.said().contains(&link), "the printed link is another");
     assert!(serve.page().exists(), "until it is used");
     let client =
         reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");

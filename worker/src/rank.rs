@@ -20,7 +20,7 @@ fn outside_address(address: &str) -> Option<std::net::IpAddr> {
 #[cfg(test)]
 mod tests;
 
-pub use config::RankConfig;
+pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs};
 
 use crate::{
     comm::{
@@ -232,6 +232,7 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         stop: &life.stop,
         progress: &life.progress,
         kept: &life.kept,
+        stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
         // What it ended is reported as an aborted collective.

@@ -48,6 +48,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::Duration,
 };
 use step::InFlight;
 use votes::{NotFinite, Votes};
@@ -86,6 +87,8 @@ pub struct Training<'a> {
     /// The step of the newest checkpoint on disk as far as this rank knows (only rank 0 does), 0 for none. Later steps
     /// are lost when the run does not end in order.
     pub kept: &'a AtomicU64,
+    /// How long ranks that are asked to end have for their step and its checkpoint.
+    pub stop_within: Duration,
 }
 
 /// How training ended.
@@ -164,6 +167,7 @@ fn train_with<'a>(
         engine: CurrentEngine(Some(engine)),
         build_engine,
         writer,
+        told_slow: false,
         pulse,
     };
     let outcome = run.epochs();
@@ -195,6 +199,8 @@ struct Run<'a> {
     schedule: Schedule,
     /// Writes checkpoints; on rank 0 only.
     writer: Option<CheckpointWriter>,
+    /// It was told that a checkpoint may take longer than there is time for at the end.
+    told_slow: bool,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     pulse: Pulse<'a>,

@@ -118,6 +118,7 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
         datasets: agent::Datasets::default(),
         dataset_cache: None,
         dataset_cache_bytes: 0,
+        killed_after_secs: 30,
     };
     fs::create_dir_all(dir.join("job")).unwrap();
     fs::write(dir.join("job").join(MARK), "here").unwrap();

@@ -18,6 +18,8 @@ pub const PART_FOLLOWS: u8 = 0;
 pub const PART_CHANGED: u8 = 1;
 /// The same for a file that cannot be read, or is none of the dataset's.
 pub const PART_REFUSED: u8 = 2;
+/// The longest reason for which a copy is begun anew, in bytes.
+pub const ANEW_BYTES: usize = 4000;
 /// Of the SHA-256 after a part.
 pub const SUM_BYTES: usize = 32;
 
@@ -59,4 +61,7 @@ pub struct DatasetParts {
     pub copied_bytes: u64,
     /// How much there is.
     pub total_bytes: u64,
+    /// Why the copy is begun anew, in the first request of one that is: the dataset has changed. At most 4000 bytes, for the job's log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub anew: Option<String>,
 }

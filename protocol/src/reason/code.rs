@@ -77,6 +77,8 @@ codes! {
     ServerSilent = "server_silent",
     /// Too many records wait for the server on the agent's disk.
     SpoolFull = "spool_full",
+    /// An agent ended, not in order, before it had started the ranks: while it copied their dataset, or made its checks.
+    AgentRestarted = "agent_restarted",
     /// The ranks ended and none said why.
     Unexplained = "unexplained",
 

@@ -46,6 +46,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         PrecisionFallback => {
             format!("float16 could not hold {detail}: continues in bfloat16 after step {step}")
         }
+        AgentRestarted => {
+            format!("{agent} was ended and started anew before it had started the ranks{}", more(": "))
+        }
         Unexplained => "the ranks ended".into(),
         CancelledByUser => format!("cancelled on request{}", more("; ")),
         Cancelling => "being cancelled: its ranks are asked to stop".into(),
@@ -65,7 +68,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         ResumedByUser => "resumed on request".into(),
         RetriedByUser => "retried on request".into(),
         Forked => {
-            let id = facts.job.as_deref().unwrap_or_default();
+            let Some(id) = facts.job.as_deref() else {
+                return format!("forked from a private job at step {step}");
+            };
             let name = if detail.is_empty() { String::new() } else { format!("{detail:?} ") };
             format!("forked from {name}({id}) at step {step}")
         }

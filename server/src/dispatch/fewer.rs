@@ -21,7 +21,9 @@ pub(super) struct Fewer {
 
 /// Whether the job's last attempt ended because something was lost: not on request, and not for a job of higher priority.
 fn has_lost_attempt(job: &Job) -> bool {
-    let left = |why: &Reason| matches!(why.code(), ReasonCode::AgentStopped | ReasonCode::AgentLeft);
+    let left = |why: &Reason| {
+        matches!(why.code(), ReasonCode::AgentStopped | ReasonCode::AgentLeft | ReasonCode::AgentRestarted)
+    };
     match job.state {
         JobState::Restarting => true,
         JobState::Queued => job.attempt > 0 && job.cause.as_ref().is_some_and(left),

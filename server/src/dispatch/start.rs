@@ -128,7 +128,7 @@ async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -
         Err(why) => return fail(app, &job.id, why).await.map(|()| None),
     };
     // One that has never run, and continues nobody's run, has no checkpoint.
-    if job.attempt > 0 || job.parent.is_some() {
+    if job.attempt > 0 || start.row.is_fork() {
         // Rank 0 reads the checkpoint, and sends the others what is in it.
         let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
         forget_missing(app, job, reader).await?;

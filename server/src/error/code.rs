@@ -41,6 +41,7 @@ macro_rules! codes {
 
 codes! {
     BadRequest = "bad_request", BAD_REQUEST, "The request cannot be read: a parameter, a header or the body is not what the call takes";
+    WrongCursor = "wrong_cursor", BAD_REQUEST, "The cursor is none, or of another list, another job or dataset, or another order: leave it out to begin with the first page";
     Unauthorized = "unauthorized", UNAUTHORIZED, "No token, or one that is not valid";
     Forbidden = "forbidden", FORBIDDEN, "The scope or the role does not suffice, what is to change is somebody else's, or the request is a page's of another origin";
     NotFound = "not_found", NOT_FOUND, "Nothing has this name, id or address";

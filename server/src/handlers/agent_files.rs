@@ -88,6 +88,13 @@ impl Asking {
         held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
     }
 
+    /// The agent's name, as the attempt was given to it: after a restart of the server it need not have come back yet.
+    pub(super) fn agent_name(&self, app: &App) -> String {
+        let places = app.leases.places_of(&self.attempt.job);
+        let place = places.into_iter().find(|place| place.agent_id == self.agent_id);
+        place.map_or_else(|| self.agent_id.clone(), |place| place.agent)
+    }
+
     /// The row of a checkpoint that this agent has on its disk, and uploads.
     async fn uploads(&self, app: &App, name: &str) -> Result<CheckpointRow> {
         let job_dir = app.job_dir(&self.attempt.job);
@@ -145,8 +152,7 @@ pub(crate) async fn begin(
 ) -> Result<StatusCode> {
     let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
     let has_rank_0 = asking.holds(&app)?;
-    let agent = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
-    let agent = agent.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
+    let agent = asking.agent_name(&app);
     let fencing_token = asking.attempt.fencing_token;
     let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
     let job_dir = app.job_dir(&asking.attempt.job);

@@ -3,7 +3,7 @@
 use super::{
     extract::{Path, Query},
     jobs,
-    list::{List, ListParams, Listed},
+    list::{Elements, List, ListParams, Page},
 };
 use crate::{
     access::Caller,
@@ -26,15 +26,21 @@ use utoipa::ToSchema;
 
 /// Machines that have introduced themselves.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct AgentList {
     /// By name, unless `sort` says otherwise.
-    agents: Vec<Agent>,
+    #[schema(value_type = Vec<Agent>)]
+    agents: Elements<Agent>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: machines on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
+}
+
+impl From<Page<Agent>> for AgentList {
+    fn from(page: Page<Agent>) -> Self {
+        Self { agents: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Agent> = List {
@@ -123,8 +129,8 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
-) -> Result<Json<Listed<Agent>>> {
-    Ok(Json(LIST.page(all(&app, &caller).await?, &params)?))
+) -> Result<Json<AgentList>> {
+    Ok(Json(LIST.page(all(&app, &caller).await?, &params)?.into()))
 }
 
 /// Let a machine take no new work

@@ -3,7 +3,7 @@
 use super::{
     extract::{Body, Path, Query, count, job_id},
     jobs,
-    list::{self, Fields, MAX_LIMIT},
+    list::{Fields, MAX_LIMIT, Pages},
     pages,
 };
 use crate::{
@@ -50,7 +50,7 @@ pub(crate) struct AnnotationsQuery {
 
 const FIELDS: &[&str] = &["notes", "tags"];
 /// The only order, for cursors.
-const ORDER: &str = "id";
+const PAGES: Pages = Pages::new("annotations", "id");
 
 /// What is to change; what is absent stays.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -77,7 +77,7 @@ pub(crate) async fn list(
 ) -> Result<Json<Annotations>> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let behind: Option<String> = list::read_cursor(ORDER, query.cursor.as_deref())?;
+    let behind: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let seen_by = caller.sees_as();
     let page = app.store.annotations(seen_by.as_deref(), &behind.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
@@ -92,7 +92,7 @@ pub(crate) async fn list(
         Some(true) => Some(app.store.count_annotations(seen_by.as_deref()).await?),
         _ => None,
     };
-    let next_cursor = page.next.map(|id| list::cursor(ORDER, &id)).transpose()?;
+    let next_cursor = page.next.map(|id| PAGES.cursor(&id)).transpose()?;
     Ok(Json(Annotations { jobs, next_cursor, total }))
 }
 

@@ -1,9 +1,9 @@
 //! A job's attempts: every start of its ranks, and why it ended.
 
 use super::{
-    extract::{Path, Query, job_id},
+    extract::{Path, Query},
     jobs,
-    list::{List, ListParams, Listed},
+    list::{Elements, List, ListParams, Page},
 };
 use crate::{
     app::App,
@@ -16,15 +16,21 @@ use utoipa::ToSchema;
 
 /// A job's attempts.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct AttemptList {
     /// In order, from the first, unless `sort` says otherwise.
-    attempts: Vec<Attempt>,
+    #[schema(value_type = Vec<Attempt>)]
+    attempts: Elements<Attempt>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: attempts on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
+}
+
+impl From<Page<Attempt>> for AttemptList {
+    fn from(page: Page<Attempt>) -> Self {
+        Self { attempts: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Attempt> = List {
@@ -47,7 +53,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(params): Query<ListParams>,
-) -> Result<Json<Listed<Attempt>>> {
-    jobs::find(&app, &id).await?;
-    Ok(Json(LIST.page(app.store.attempts(&job_id(&id)?).await?, &params)?))
+) -> Result<Json<AttemptList>> {
+    let job = jobs::find(&app, &id).await?;
+    Ok(Json(LIST.page_of_job(&job.id, app.store.attempts(&job.id).await?, &params)?.into()))
 }

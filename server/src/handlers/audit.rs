@@ -2,24 +2,23 @@
 
 use super::{
     extract::{Query, count},
-    list::{self, Fields, Listed, MAX_LIMIT},
+    list::{self, Elements, Fields, MAX_LIMIT, Pages},
 };
-use crate::{
-    app::App,
-    error::{Error, Result},
-    store::AuditEntry,
-};
+use crate::{app::App, error::Result, store::AuditEntry};
 use axum::{Json, extract::State};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
+/// The only order.
+const PAGES: Pages = Pages::new("audit", "-id");
 
 /// A page of the audit log.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AuditPage {
     /// Newest first.
-    pub(super) entries: Vec<AuditEntry>,
+    #[schema(value_type = Vec<AuditEntry>)]
+    pub(super) entries: Elements<AuditEntry>,
     /// Give it as `cursor` for the next page; null on the last.
     pub(super) next_cursor: Option<String>,
     /// The same, by its name of the last version.
@@ -54,28 +53,21 @@ const FIELDS: &[&str] =
 /// Every request that may have changed something, and every attempt to sign in: who, from where, what, and how it was answered.
 /// The newest 100 000 of the last year are kept.
 #[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::error::Problem)))]
-pub(crate) async fn list(
-    State(app): State<App>,
-    Query(query): Query<AuditQuery>,
-) -> Result<Json<Listed<AuditEntry>>> {
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let AuditPage { entries, next_cursor, .. } = page(&app, &query).await?;
-    Ok(Json(Listed { name: "entries", items: entries, fields, next_cursor, total: None, also_next: true }))
+pub(crate) async fn list(State(app): State<App>, Query(query): Query<AuditQuery>) -> Result<Json<AuditPage>> {
+    Ok(Json(page(&app, &query).await?))
 }
 
 /// # Errors
-/// A limit or cursor that is none, or the store's.
+/// A limit, field or cursor that is none, or the store's.
 pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
-    let cursor = query.cursor.as_deref();
-    if cursor.is_some_and(|id| uuid::Uuid::try_parse(id).is_err()) {
-        return Err(Error::BadRequest("the cursor is none of this server's".into()));
-    }
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let after = list::time("created_after", query.created_after.as_deref())?;
     let before = list::time("created_before", query.created_before.as_deref())?;
     // Ids begin with their time in milliseconds, as twelve hexadecimal digits.
     let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
-    let behind = match (cursor, first_id.as_deref()) {
+    let behind = match (cursor.as_deref(), first_id.as_deref()) {
         (Some(cursor), Some(first)) => Some(cursor.min(first)),
         (cursor, first) => cursor.or(first),
     };
@@ -88,6 +80,7 @@ pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
         more = more && newer == entries.len();
         entries.truncate(newer);
     }
-    let next = entries.last().filter(|_| more).map(|entry| entry.id.clone());
+    let next = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
+    let entries = Elements { items: entries, fields };
     Ok(AuditPage { entries, next_cursor: next.clone(), next })
 }

@@ -2,8 +2,8 @@
 
 use super::{
     conditional::{self, CACHING, tagged},
-    extract::{Path, Query, job_id},
-    list::{List, ListParams},
+    extract::{Path, Query},
+    list::{Elements, List, ListParams, Page},
 };
 use crate::{
     app::App,
@@ -72,15 +72,21 @@ fn no_average() -> Error {
 
 /// A job's checkpoints.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct CheckpointList {
     /// Newest first, unless `sort` says otherwise.
-    checkpoints: Vec<Checkpoint>,
+    #[schema(value_type = Vec<Checkpoint>)]
+    checkpoints: Elements<Checkpoint>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: checkpoints on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
+}
+
+impl From<Page<Checkpoint>> for CheckpointList {
+    fn from(page: Page<Checkpoint>) -> Self {
+        Self { checkpoints: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Checkpoint> = List {
@@ -151,9 +157,10 @@ pub(crate) async fn list(
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    jobs::find(&app, &id).await?;
-    let rows = app.store.checkpoints(&job_id(&id)?).await?;
-    tagged(&headers, &LIST.page(rows.into_iter().map(|row| Checkpoint::of(&app, row)).collect(), &params)?)
+    let job = jobs::find(&app, &id).await?;
+    let rows = app.store.checkpoints(&job.id).await?;
+    let rows = rows.into_iter().map(|row| Checkpoint::of(&app, row)).collect();
+    tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
 }
 
 /// One checkpoint

@@ -9,6 +9,7 @@ use crate::{
     access::Caller,
     app::App,
     artifacts,
+    dataset_copies::News,
     dataset_files::{List, MOST_FILES, Parts, Tree},
     error::{Error, Problem, Result},
 };
@@ -21,8 +22,9 @@ use axum::{
 };
 use futures_util::stream;
 use lockstep_protocol::{
-    agent::{DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetParts},
+    agent::{ANEW_BYTES, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetParts},
     dataset::Dataset,
+    spec::shortened,
 };
 use std::io;
 
@@ -86,6 +88,16 @@ fn check(wanted: &DatasetParts) -> Result<()> {
     if wanted.parts.iter().any(|part| part.length > DATASET_PART_BYTES) {
         return wrong(format!("a part has at most {DATASET_PART_BYTES} bytes"));
     }
+    if wanted.copied_bytes > wanted.total_bytes {
+        let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
+        return wrong(format!("copied_bytes ({copied}) is more than total_bytes ({total})"));
+    }
+    if let Some(part) = wanted.parts.iter().find(|part| part.size_bytes > wanted.total_bytes) {
+        return wrong(format!("total_bytes is less than the size of {:?}", shortened(&part.path)));
+    }
+    if wanted.anew.as_ref().is_some_and(|why| why.len() > ANEW_BYTES) {
+        return wrong(format!("anew has at most {ANEW_BYTES} bytes"));
+    }
     if bytes > DATASET_PARTS_BYTES {
         return wrong(format!("the parts of one request have at most {DATASET_PARTS_BYTES} bytes"));
     }
@@ -118,15 +130,22 @@ async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
 async fn report(app: &App, asking: &Asking, dataset: &Dataset, wanted: &DatasetParts) {
     let (job, attempt) = (&asking.attempt.job, asking.attempt.attempt);
     let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
-    let Some(tenths) = app.dataset_copies.news(job, attempt, &asking.agent_id, copied, total) else { return };
-    let online = app.agents.online();
-    let agent = online.iter().find(|online| online.row.id == asking.agent_id);
-    let agent = agent.map_or(asking.agent_id.as_str(), |online| online.row.name.as_str());
+    let who = (job, attempt, asking.agent_id.as_str());
+    let Some(news) = app.dataset_copies.news(who, (copied, total), wanted.anew.is_some()) else { return };
+    let agent = asking.agent_name(app);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
-    let text = match tenths {
-        0 => format!("{agent} copies the dataset {name} ({:.1} MB) from the server", megabytes(total)),
-        _ => format!(
+    let text = match news {
+        News::Anew => format!(
+            "the dataset {name} changed while {agent} copied it ({}): it is copied anew, {:.1} MB of which {:.1} MB are there",
+            wanted.anew.as_deref().unwrap_or_default(),
+            megabytes(total),
+            megabytes(copied)
+        ),
+        News::Tenths(0) => {
+            format!("{agent} copies the dataset {name} ({:.1} MB) from the server", megabytes(total))
+        }
+        News::Tenths(tenths) => format!(
             "{agent} has copied {} % of the dataset {name}: {:.1} of {:.1} MB",
             tenths * 10,
             megabytes(copied),

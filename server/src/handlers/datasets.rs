@@ -4,7 +4,7 @@ use super::{
     conditional::tagged,
     extract::{Body, Path, Query},
     inspections::{self, Inspected, InspectionProgress, WaitFor},
-    list::{List, ListParams},
+    list::{Elements, List, ListParams, Page},
 };
 use crate::{
     access::Caller,
@@ -34,15 +34,21 @@ const JOBS_NAMED: usize = 10;
 
 /// All registered datasets.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct DatasetList {
     /// By name, unless `sort` says otherwise.
-    datasets: Vec<Dataset>,
+    #[schema(value_type = Vec<Dataset>)]
+    datasets: Elements<Dataset>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: datasets on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
+}
+
+impl From<Page<Dataset>> for DatasetList {
+    fn from(page: Page<Dataset>) -> Self {
+        Self { datasets: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Dataset> = List {
@@ -281,7 +287,7 @@ pub(crate) async fn list(
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    tagged(&headers, &LIST.page(seen_by(&app, &caller).await?, &params)?)
+    tagged(&headers, &DatasetList::from(LIST.page(seen_by(&app, &caller).await?, &params)?))
 }
 
 /// Show a dataset

@@ -3,7 +3,7 @@
 use super::{
     extract::{Path, Query, count},
     jobs,
-    list::{self, Fields, Listed, MAX_LIMIT},
+    list::{self, Elements, Fields, MAX_LIMIT, Pages},
 };
 use crate::{
     app::App,
@@ -17,6 +17,8 @@ use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
+/// The only order, for cursors.
+const ORDER: &str = "seq";
 /// Rows that are read in one query, and how many one request examines: of a long run nearly all are points.
 const ROWS: u32 = 250;
 const EXAMINED: usize = 20_000;
@@ -74,10 +76,10 @@ const FIELDS: &[&str] = &[
 
 /// A page of events.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct EventList {
     /// In order, from the first.
-    events: Vec<Event>,
+    #[schema(value_type = Vec<Event>)]
+    events: Elements<Value>,
     /// Give it as `cursor` to read on; null where there is no later event yet.
     next_cursor: Option<String>,
 }
@@ -110,7 +112,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(query): Query<EventsQuery>,
-) -> Result<Json<Listed<Value>>> {
+) -> Result<Json<EventList>> {
     let job = jobs::find(&app, &id).await?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
@@ -118,7 +120,8 @@ pub(crate) async fn list(
     let types = types.filter(|name| !name.is_empty()).map(|name| list::known_name("type", name, TYPES));
     let types = types.collect::<Result<Vec<_>>>()?;
     let has_metrics = types.is_empty() || types.contains(&"metrics");
-    let mut after: u64 = list::read_cursor("seq", query.cursor.as_deref())?.unwrap_or(0);
+    let pages = Pages::new("events", ORDER).of_job(job.id.as_str());
+    let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let (mut items, mut examined, mut full) = (Vec::new(), 0, false);
     while !full {
         let rows = app.store.events(&job.id, after, ROWS).await?;
@@ -148,19 +151,12 @@ pub(crate) async fn list(
             after = after.max(row.seq);
         }
         if last && !full {
-            return Ok(Json(Listed {
-                name: "events",
-                items,
-                fields,
-                next_cursor: None,
-                total: None,
-                also_next: false,
-            }));
+            return Ok(Json(EventList { events: Elements { items, fields }, next_cursor: None }));
         }
         full = full || examined >= EXAMINED;
     }
-    let next_cursor = Some(list::cursor("seq", &after)?);
-    Ok(Json(Listed { name: "events", items, fields, next_cursor, total: None, also_next: false }))
+    let next_cursor = Some(pages.cursor(&after)?);
+    Ok(Json(EventList { events: Elements { items, fields }, next_cursor }))
 }
 
 #[cfg(test)]

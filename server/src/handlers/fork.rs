@@ -11,6 +11,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
+    dispatch,
     error::{Error, Problem, Result},
     lifecycle::Fork,
     manifest::check_whole,
@@ -130,13 +131,16 @@ async fn make(
     key: Option<(String, String)>,
 ) -> Result<(axum::http::StatusCode, Job)> {
     // Others see the fork: it does not show them the name and the tags of what they do not see.
-    if source.spec.private && !spec.private {
+    let hides_parent = source.spec.private && !spec.private;
+    if hides_parent {
         if spec.name == fork_name(&source.name) {
             "fork".clone_into(&mut spec.name);
         }
         if spec.tags == source.tags {
             spec.tags.clear();
         }
+        // It begins with its checkpoint. These weights are a private job's as well, or were given by its owner.
+        spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
     }
     let new = JobId::generate();
     let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));
@@ -150,17 +154,22 @@ async fn make(
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
     let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
-    let facts = Facts {
-        step: Some(from.info.step),
-        job: Some(parent.job.clone()),
-        checkpoint: Some(parent.checkpoint.clone()),
-        // The reason is read by whoever sees the fork.
-        detail: (!source.spec.private || spec.private).then(|| source.name.clone()),
-        ..Facts::default()
+    // The reason is read by whoever sees the fork.
+    let facts = if hides_parent {
+        Facts { step: Some(from.info.step), ..Facts::default() }
+    } else {
+        Facts {
+            step: Some(from.info.step),
+            job: Some(parent.job.clone()),
+            checkpoint: Some(parent.checkpoint.clone()),
+            detail: Some(source.name.clone()),
+            ..Facts::default()
+        }
     };
     let reason = Reason::new(ReasonCode::Forked, facts);
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
-    let made = jobs::store(app, caller, new, spec, key, Some(Fork { reason, parent, checkpoint })).await?;
+    let fork = Fork { reason, parent, hides_parent, checkpoint };
+    let made = jobs::store(app, caller, new, spec, key, Some(fork)).await?;
     // Pages of its parent that are open name it, too. The fork is made, whether or not they hear of it.
     if let Err(error) = app.hub.labelled(jobs::find(app, source.id.as_str())).await {
         tracing::debug!(?error, "the pages of a fork's parent were not notified");

@@ -3,7 +3,7 @@
 use super::{
     extract::{Path, Query, count, job_id},
     jobs,
-    list::{self, MAX_LIMIT},
+    list::{MAX_LIMIT, Pages},
 };
 use crate::{
     access::Caller,
@@ -17,7 +17,7 @@ use lockstep_protocol::{
     access::Scope,
     attempt::Attempt,
     history::{Entry, History, Relative, What},
-    job::{Job, JobState, Waiting},
+    job::{Job, JobState, Parent, Waiting},
     reason::{Reason, ReasonCode},
     stream::{Event, EventBody},
 };
@@ -57,57 +57,69 @@ pub(crate) async fn show(
     Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
-    // Entries are only added behind the others, so how many were there already is a place.
-    let from: usize = list::read_cursor(ORDER, query.cursor.as_deref())?.unwrap_or(0);
     let job = jobs::find(&app, &id).await?;
+    let pages = Pages::new("history", ORDER).of_job(job.id.as_str());
+    // Entries are only added behind the others, so how many were there already is a place.
+    let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.may(Scope::Admin);
     if may_see_who {
         app.audit.flush().await;
     }
     let rows = app.store.history(&job, may_see_who).await?;
     let attempts = app.store.attempts(&job.id).await?;
-    let mut entries = of_states(&job, &rows.states, &rows.requests);
+    let (parent, begun) = parent(&app, &caller, &job, rows.parent).await?;
+    let mut entries = of_states(&job, begun, &rows.states, &rows.requests);
     entries.extend(of_attempts(&attempts, &rows.states));
     // Stable: what was asked for stands before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
-    let parent = match &job.parent {
-        None => None,
-        Some(parent) => {
-            let known = match job_id(&parent.job) {
-                Ok(id) => app.store.job(&id).await?,
-                Err(_) => None,
-            };
-            let known = known.map(|row| row.job).filter(|job| sees(&caller, job));
-            Some(Relative {
-                job: parent.job.clone(),
-                name: known.as_ref().map(|job| job.name.clone()),
-                state: known.as_ref().map(|job| job.state),
-                checkpoint: parent.checkpoint.clone(),
-                at: known.as_ref().map(|job| job.created_at),
-                who: known.and_then(|job| job.owner),
-            })
-        }
-    };
-    let forks = rows.forks.into_iter().filter(|fork| sees(&caller, fork)).filter_map(|fork| {
-        let checkpoint = fork.parent?.checkpoint;
-        Some(Relative {
-            job: fork.id.to_string(),
-            name: Some(fork.name),
-            state: Some(fork.state),
-            checkpoint,
-            at: Some(fork.created_at),
-            who: fork.owner,
-        })
+    let forks = rows.forks.into_iter().filter(|(fork, _)| sees(&caller, fork));
+    let forks = forks.map(|(fork, checkpoint)| Relative {
+        job: fork.id.to_string(),
+        name: Some(fork.name),
+        state: Some(fork.state),
+        checkpoint,
+        at: Some(fork.created_at),
+        who: fork.owner,
     });
     let waits = job.state.is_waiting();
     let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
     let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
-    let next_cursor = (entries.len() > end).then(|| list::cursor(ORDER, &end)).transpose()?;
+    let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;
     entries.truncate(end);
     entries.drain(..from.min(entries.len()));
     Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
+}
+
+/// The job that a fork comes from, where the caller may see that; and the checkpoint that it began from, of a hidden job
+/// as the fork has its own of the same step.
+async fn parent(
+    app: &App,
+    caller: &Caller,
+    job: &Job,
+    parent: Option<Parent>,
+) -> Result<(Option<Relative>, Option<String>)> {
+    let Some(Parent { job: id, checkpoint }) = parent else { return Ok((None, None)) };
+    let known = match job_id(&id) {
+        Ok(id) => app.store.job(&id).await?,
+        Err(_) => None,
+    };
+    let known = known.map(|row| row.job);
+    // One that was deleted is shown as long as nobody had to be kept from seeing it.
+    if known.as_ref().map_or(job.parent.is_none(), |known| !sees(caller, known)) {
+        let begun = checkpoint.strip_prefix(&id).map(|place| format!("{}{place}", job.id));
+        return Ok((None, Some(begun.unwrap_or_default())));
+    }
+    let relative = Relative {
+        job: id,
+        name: known.as_ref().map(|job| job.name.clone()),
+        state: known.as_ref().map(|job| job.state),
+        checkpoint: checkpoint.clone(),
+        at: known.as_ref().map(|job| job.created_at),
+        who: known.and_then(|job| job.owner),
+    };
+    Ok((Some(relative), Some(checkpoint)))
 }
 
 fn sees(caller: &Caller, job: &Job) -> bool {
@@ -151,11 +163,8 @@ fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
 }
 
 /// What changes of state report that attempts do not.
-fn of_states(job: &Job, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
-    let begin = match &job.parent {
-        Some(parent) => What::Forked { checkpoint: parent.checkpoint.clone() },
-        None => What::Submitted,
-    };
+fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
+    let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
     let mut before: Option<(JobState, Option<ReasonCode>)> = None;
     for Event { seq, at, body } in states {

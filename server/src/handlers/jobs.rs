@@ -23,6 +23,7 @@ use crate::{
     dispatch::{self, Wish},
     error::{Error, Problem, Result},
     lifecycle,
+    store::JobRow,
 };
 use axum::{
     Extension, Json,
@@ -44,13 +45,38 @@ pub(super) async fn hidden_from(app: &App, caller: &Caller) -> Result<HashSet<Jo
     }
 }
 
+/// A job with what is not shown of it.
+///
+/// # Errors
+/// 404 when there is none.
+pub(super) async fn row(app: &App, id: &JobId) -> Result<JobRow> {
+    app.store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
+}
+
 /// One job.
 ///
 /// # Errors
 /// 404 when there is none.
 pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
-    let row = app.store.job(&job_id(id)?).await?;
-    let mut job = row.map(|row| row.job).ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    let mut job = row(app, &job_id(id)?).await?.job;
+    app.wait_reasons.tell(&mut job);
+    Ok(job)
+}
+
+/// A job with what it was forked from, where the caller sees that.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn shown_to(app: &App, caller: &Caller, row: JobRow) -> Result<Job> {
+    let mut job = row.job;
+    if let Some(parent) = row.private_parent {
+        let owned = match parent.job.parse() {
+            Ok(id) => app.store.owned_job(&id).await?,
+            Err(_) => None,
+        };
+        let is_seen = owned.is_some_and(|owned| caller.sees(owned.private, owned.owner.as_deref()));
+        job.parent = is_seen.then_some(parent);
+    }
     app.wait_reasons.tell(&mut job);
     Ok(job)
 }
@@ -72,10 +98,12 @@ pub(super) async fn seen(app: &App, caller: &Caller, id: &str) -> Result<Job> {
     responses((status = 200, body = Job), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Path(id): Path<String>,
 ) -> Result<Response> {
-    conditional::tagged(&headers, &find(&app, &id).await?)
+    let row = row(&app, &job_id(&id)?).await?;
+    conditional::tagged(&headers, &shown_to(&app, &caller, row).await?)
 }
 
 /// Cancel a job

@@ -1,20 +1,24 @@
 //! What all lists have in common: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation.
 //! Lists that fit into memory are sorted and cut here ([`List`]); jobs and events are by their queries.
 
+mod cursor;
+
+pub(super) use cursor::Pages;
+
 use super::extract::count;
 use crate::error::{Error, Result};
-use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use jiff::Timestamp;
-use lockstep_protocol::spec::{nearest, shortened};
-use serde::{Deserialize, Serialize, Serializer, de::DeserializeOwned, ser::SerializeMap};
+use lockstep_protocol::{
+    JobId,
+    spec::{nearest, shortened},
+};
+use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
 use serde_json::Value;
 use std::cmp::Ordering;
 use utoipa::IntoParams;
 
 /// Elements of one answer, at most; as documented at each query.
 pub(super) const MAX_LIMIT: u32 = 1000;
-/// The longest cursor: a name of 200 characters is in one.
-const CURSOR_BYTES: usize = 4096;
 
 /// Which part of a list, and what of each element.
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -40,43 +44,32 @@ pub(crate) struct ListParams {
     created_before: Option<String>,
 }
 
-/// A page of a list: `{"<name>": [...], "next_cursor": ..., "total": ...}`.
+/// The elements of a page, of which an answer has what is asked for.
 #[derive(Debug)]
-pub(crate) struct Listed<T> {
-    pub(super) name: &'static str,
+pub(crate) struct Elements<T> {
     pub(super) items: Vec<T>,
     pub(super) fields: Option<Fields>,
-    pub(super) next_cursor: Option<String>,
-    pub(super) total: Option<u64>,
-    /// Under `next` as well, as in the last version.
-    pub(super) also_next: bool,
 }
 
-impl<T: Serialize> Serialize for Listed<T> {
+impl<T: Serialize> Serialize for Elements<T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        match &self.fields {
-            None => map.serialize_entry(self.name, &self.items)?,
-            Some(fields) => {
-                let items: std::result::Result<Vec<Value>, _> =
-                    self.items.iter().map(|item| fields.of(item)).collect();
-                map.serialize_entry(self.name, &items.map_err(serde::ser::Error::custom)?)?;
-            }
-        }
-        map.serialize_entry("next_cursor", &self.next_cursor)?;
-        if self.also_next {
-            map.serialize_entry("next", &self.next_cursor)?;
-        }
-        if let Some(total) = self.total {
-            map.serialize_entry("total", &total)?;
-        }
-        map.end()
+        let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
+        let of = |item| fields.of(item).map_err(S::Error::custom);
+        self.items.iter().map(of).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
     }
+}
+
+/// A page of a list that fits into memory. Answers name its elements.
+#[derive(Debug)]
+pub(super) struct Page<T> {
+    pub(super) elements: Elements<T>,
+    pub(super) next_cursor: Option<String>,
+    pub(super) total: Option<u64>,
 }
 
 /// The fields that are asked for.
 #[derive(Debug, PartialEq)]
-pub(super) struct Fields(Vec<&'static str>);
+pub(crate) struct Fields(Vec<&'static str>);
 
 impl Fields {
     /// # Errors
@@ -135,49 +128,6 @@ pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     })
 }
 
-/// Where a page ended, and of which order. Clients hand it back as it is.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Place<K> {
-    sort: String,
-    at: K,
-}
-
-/// A cursor for the client.
-pub(super) fn cursor<K: Serialize>(sort: &str, at: &K) -> Result<String> {
-    let place = Place { sort: sort.to_owned(), at };
-    let text = serde_json::to_vec(&place).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
-    Ok(BASE64_URL_SAFE_NO_PAD.encode(text))
-}
-
-/// What a client's cursor says.
-///
-/// # Errors
-/// 400: it is none, or one of another order.
-pub(super) fn read_cursor<K: DeserializeOwned>(sort: &str, text: Option<&str>) -> Result<Option<K>> {
-    let Some(text) = text else { return Ok(None) };
-    let wrong = |detail: &str| Error::BadRequest(detail.to_owned());
-    let place = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
-    let place: Option<Place<Value>> = place.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    if place.as_ref().is_some_and(|place| place.sort != sort) {
-        return Err(wrong("the cursor is of another sort: leave it out to begin with the first page"));
-    }
-    // No database of ours has it, and Postgres takes it for a fault.
-    let place = place.filter(|place| !has_nul(&place.at));
-    let at = place.and_then(|place| serde_json::from_value(place.at).ok());
-    at.map(Some)
-        .ok_or_else(|| wrong("the cursor is none of this list: leave it out to begin with the first page"))
-}
-
-fn has_nul(value: &Value) -> bool {
-    match value {
-        Value::String(text) => text.contains('\0'),
-        Value::Array(all) => all.iter().any(has_nul),
-        Value::Object(fields) => fields.values().any(has_nul),
-        _ => false,
-    }
-}
-
 /// What an element is sorted by.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
@@ -232,7 +182,7 @@ impl Key {
 
 /// A list that fits into memory.
 pub(super) struct List<T: 'static> {
-    /// Of the elements in the answer.
+    /// Of the elements in the answer, for cursors.
     pub(super) name: &'static str,
     /// Of an element, as in JSON.
     pub(super) fields: &'static [&'static str],
@@ -247,14 +197,29 @@ pub(super) struct List<T: 'static> {
 }
 
 impl<T> List<T> {
-    /// The part that is asked for.
+    /// The part that is asked for, of a list that the server has one of.
     ///
     /// # Errors
     /// 400: a limit, cursor, field, sort or time that is none.
-    pub(super) fn page(&self, mut items: Vec<T>, params: &ListParams) -> Result<Listed<T>> {
+    pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
+        self.cut(items, params, Pages::new(self.name, self.sort(params)))
+    }
+
+    /// The part that is asked for, of a job's list.
+    ///
+    /// # Errors
+    /// As [`Self::page`].
+    pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
+        self.cut(items, params, Pages::new(self.name, self.sort(params)).of_job(job.as_str()))
+    }
+
+    fn sort<'a>(&self, params: &'a ListParams) -> &'a str {
+        params.sort.as_deref().unwrap_or(self.default_sort)
+    }
+
+    fn cut(&self, mut items: Vec<T>, params: &ListParams, pages: Pages) -> Result<Page<T>> {
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
-        let sort = params.sort.as_deref().unwrap_or(self.default_sort);
-        let (by, _) = sort_key(sort);
+        let (by, _) = sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
         known_name("sort", by, &names)?;
         let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
@@ -277,36 +242,36 @@ impl<T> List<T> {
             None => {}
         }
         let total = (params.count == Some(true)).then_some(items.len() as u64);
-        let next_cursor = part(&mut items, sort, key, self.id, params.cursor.as_deref(), limit)?;
-        Ok(Listed { name: self.name, items, fields, next_cursor, total, also_next: false })
+        let next_cursor = part(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
+        Ok(Page { elements: Elements { items, fields }, next_cursor, total })
     }
 }
 
 /// Sorts `items` by `key`, those of the same by `id`, and leaves at most `limit` of them behind a cursor; answers the next cursor.
 ///
 /// # Errors
-/// 400: a cursor that is none of this order.
+/// 400: a cursor that is none of these pages.
 pub(super) fn part<T>(
     items: &mut Vec<T>,
-    sort: &str,
+    pages: Pages,
     key: impl Fn(&T) -> Key,
     id: impl Fn(&T) -> &str,
     from: Option<&str>,
     limit: usize,
 ) -> Result<Option<String>> {
-    let (_, descending) = sort_key(sort);
+    let (_, descending) = sort_key(pages.sort());
     let order = |a: (&Key, &str), b: (&Key, &str)| {
         let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
         a.0.order(b.0, descending).then(ids)
     };
     items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
-    let from: Option<(Key, String)> = read_cursor(sort, from)?;
+    let from: Option<(Key, String)> = pages.read(from)?;
     if let Some((at, last)) = &from {
         items.retain(|item| order((&key(item), id(item)), (at, last)) == Ordering::Greater);
     }
     let more = items.len() > limit;
     items.truncate(limit);
-    items.last().filter(|_| more).map(|last| cursor(sort, &(key(last), id(last)))).transpose()
+    items.last().filter(|_| more).map(|last| pages.cursor(&(key(last), id(last)))).transpose()
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Path, Query, count, job_id, search_text},
-    list,
+    list::{self, Pages},
 };
 use crate::{
     app::App,
@@ -122,11 +122,11 @@ struct Found {
 }
 
 impl Found {
-    fn page(mut self, order: Order) -> Result<Json<Logs>> {
+    fn page(mut self, pages: Pages, order: Order) -> Result<Json<Logs>> {
         if order == Order::NewestFirst {
             self.lines.reverse();
         }
-        let next_cursor = self.next.map(|next| list::cursor(order.sort(), &next)).transpose()?;
+        let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
         Ok(Json(Logs { lines: self.lines, next_cursor, next: self.next }))
     }
 }
@@ -165,7 +165,8 @@ pub(crate) async fn query(
         None => count("limit", query.limit, DEFAULT_EVENTS, MAX_EVENTS)?,
     };
     let newest = order.is_from_the_end();
-    let from: Option<u64> = list::read_cursor(order.sort(), query.cursor.as_deref())?;
+    let pages = Pages::new("logs", order.sort()).of_job(job.id.as_str());
+    let from: Option<u64> = pages.read(query.cursor.as_deref())?;
     if accepts.starts_with("text/plain") || query.format.is_some() {
         if query.sort.or(query.cursor).is_some() {
             let detail = "a file of the log has all lines, the oldest first: leave sort and cursor out";
@@ -195,7 +196,7 @@ pub(crate) async fn query(
         containing: None,
     };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
-        return Ok(search(&app, &job, filter, q).await?.page(order)?.into_response());
+        return Ok(search(&app, &job, filter, q).await?.page(pages, order)?.into_response());
     }
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
     let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
@@ -208,7 +209,7 @@ pub(crate) async fn query(
         next = Some(first);
         lines.retain(|l| l.seq >= first);
     }
-    Ok(Found { lines, next }.page(order)?.into_response())
+    Ok(Found { lines, next }.page(pages, order)?.into_response())
 }
 
 /// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.

@@ -170,8 +170,7 @@ pub(crate) async fn job(
         .job(&id)
         .await?
         .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
-    let mut job = row.job;
-    app.wait_reasons.tell(&mut job);
+    let job = jobs::shown_to(&app, &caller, row).await?;
     let reports = app.store.rank_reports(&id, job.attempt).await?;
     let places = app
         .store
@@ -369,7 +368,7 @@ pub(crate) async fn audit(
     PageQuery(query): PageQuery<audit::AuditQuery>,
 ) -> Page {
     let audit::AuditPage { entries, next, .. } = audit::page(&app, &query).await?;
-    let lines = entries.into_iter().map(|entry| audit_views::AuditLine {
+    let lines = entries.items.into_iter().map(|entry| audit_views::AuditLine {
         at: entry.at,
         who: entry.who,
         address: entry.address,

@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Body, Path, Query},
-    list::{List, ListParams, Listed},
+    list::{Elements, List, ListParams, Page},
 };
 use crate::{
     access::{Caller, NotSignedIn, Password, PasswordError, SignsInAs},
@@ -54,15 +54,21 @@ pub(crate) struct PersonChange {
 
 /// Everybody.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct PersonList {
     /// By name, unless `sort` says otherwise.
-    people: Vec<Person>,
+    #[schema(value_type = Vec<Person>)]
+    people: Elements<Person>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: people on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
+}
+
+impl From<Page<Person>> for PersonList {
+    fn from(page: Page<Person>) -> Self {
+        Self { people: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Person> = List {
@@ -116,8 +122,8 @@ impl From<PasswordError> for Error {
 pub(crate) async fn list(
     State(app): State<App>,
     Query(params): Query<ListParams>,
-) -> Result<Json<Listed<Person>>> {
-    Ok(Json(LIST.page(app.access.people(), &params)?))
+) -> Result<Json<PersonList>> {
+    Ok(Json(LIST.page(app.access.people(), &params)?.into()))
 }
 
 /// Add a person

@@ -2,7 +2,8 @@
 
 use super::{
     extract::{Path, Query, count},
-    jobs, list,
+    jobs,
+    list::Pages,
 };
 use crate::{
     access::Caller,
@@ -13,6 +14,7 @@ use crate::{
 use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
+    dataset::Dataset,
     inspect::{Pick, Samples},
 };
 use serde::{Deserialize, Serialize};
@@ -66,14 +68,19 @@ impl SamplesQuery {
     ///
     /// # Errors
     /// 400: a cursor that is none of these pictures, or an offset as well.
-    fn begin(&self) -> Result<u64> {
+    fn begin(&self, pages: Pages) -> Result<u64> {
         if self.cursor.is_some() && self.offset.is_some() {
             let detail = "offset and cursor both say where the page begins: leave one of them out";
             return Err(Error::BadRequest(detail.into()));
         }
-        let behind = list::read_cursor(&self.order(), self.cursor.as_deref())?;
+        let behind = pages.read(self.cursor.as_deref())?;
         Ok(behind.or(self.offset).unwrap_or(0))
     }
+}
+
+/// A dataset for cursors: another one may have its name later.
+fn dataset_id(dataset: &Dataset) -> String {
+    format!("{} {}", dataset.name, dataset.added_at)
 }
 
 /// A page of a dataset's pictures.
@@ -97,7 +104,9 @@ pub(crate) async fn of_dataset(
     let dataset = app.store.dataset(&name).await?;
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
     let limit = count("limit", query.limit, DEFAULT, MOST)?;
-    let (order, begin) = (query.order(), query.begin()?);
+    let (order, id) = (query.order(), dataset_id(&dataset));
+    let pages = Pages::new("samples", &order).of_dataset(&id);
+    let begin = query.begin(pages)?;
     // A cursor may have any number.
     let end = |pictures: u64| begin.saturating_add(pictures);
     let (pick, next) = match query.augmented {
@@ -121,7 +130,7 @@ pub(crate) async fn of_dataset(
         }
     };
     let samples = ask(&app, dataset.path, pick).await?;
-    let next_cursor = (next < samples.total).then(|| list::cursor(&order, &next)).transpose()?;
+    let next_cursor = (next < samples.total).then(|| pages.cursor(&next)).transpose()?;
     Ok(Json(SamplePage { samples, next_cursor }))
 }
 

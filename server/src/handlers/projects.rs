@@ -2,7 +2,7 @@
 
 use super::{
     extract::Query,
-    list::{List, ListParams, Listed},
+    list::{Elements, List, ListParams, Page},
 };
 use crate::{
     access::Caller,
@@ -18,10 +18,10 @@ use utoipa::ToSchema;
 
 /// A page of projects.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct ProjectList {
     /// By name, unless `sort` says otherwise.
-    projects: Vec<Project>,
+    #[schema(value_type = Vec<Project>)]
+    projects: Elements<Project>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: projects on all pages together.
@@ -40,6 +40,12 @@ pub(crate) struct Project {
     /// When its newest job was submitted.
     #[schema(value_type = String)]
     newest_at: Timestamp,
+}
+
+impl From<Page<Project>> for ProjectList {
+    fn from(page: Page<Project>) -> Self {
+        Self { projects: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Project> = List {
@@ -75,7 +81,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
-) -> Result<Json<Listed<Project>>> {
+) -> Result<Json<ProjectList>> {
     let rows = app.store.projects(caller.sees_as().as_deref()).await?;
-    Ok(Json(LIST.page(rows.into_iter().map(Project::from).collect(), &params)?))
+    Ok(Json(LIST.page(rows.into_iter().map(Project::from).collect(), &params)?.into()))
 }

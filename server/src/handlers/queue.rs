@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Query, count, search_text},
-    list::{self, Fields, Listed, MAX_LIMIT},
+    list::{Elements, Fields, MAX_LIMIT, Pages},
 };
 use crate::{
     access::Caller,
@@ -27,7 +27,7 @@ use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 100;
 /// The only order, for cursors.
-const ORDER: &str = "place";
+const PAGES: Pages = Pages::new("queue", "place");
 const FIELDS: &[&str] = &[
     "place",
     "id",
@@ -90,9 +90,11 @@ impl QueueQuery {
 /// As [`QueueList`].
 #[derive(Debug, Serialize)]
 pub(crate) struct QueuePage {
-    #[serde(flatten)]
-    pub(super) jobs: Listed<QueuedJob>,
+    pub(super) jobs: Elements<QueuedJob>,
     pub(super) reservations: Vec<Reservation>,
+    pub(super) next_cursor: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) total: Option<u64>,
 }
 
 /// The queue
@@ -116,7 +118,7 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let from: Option<(u64, Option<JobId>)> = list::read_cursor(ORDER, query.cursor.as_deref())?;
+    let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = app.waiting.read(&*app.store).await?;
     // As the newest round of dispatch looked at it; what has come since stays in the order of priority and age.
     app.wait_reasons.sort(&mut rows, |row| &row.job.id);
@@ -140,10 +142,9 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let more = jobs.len() > limit;
     jobs.truncate(limit);
     let last = jobs.last().filter(|_| more).map(|last| (last.place, last.row.map(|row| &row.job.id)));
-    let next_cursor = last.map(|last| list::cursor(ORDER, &last)).transpose()?;
+    let next_cursor = last.map(|last| PAGES.cursor(&last)).transpose()?;
     let items = jobs.into_iter().map(|job| queued(app, &slots, job)).collect();
-    let jobs = Listed { name: "jobs", items, fields, next_cursor, total, also_next: false };
-    Ok(QueuePage { jobs, reservations })
+    Ok(QueuePage { jobs: Elements { items, fields }, reservations, next_cursor, total })
 }
 
 /// A job at its place; without the job, where it is private to somebody else.

@@ -16,15 +16,15 @@ pub(crate) async fn show(
     PageQuery(query): PageQuery<QueueQuery>,
 ) -> Page {
     let query = query.counted();
-    let QueuePage { jobs, reservations } = queue::page(&app, &caller, &query).await?;
+    let QueuePage { jobs, reservations, next_cursor, total } = queue::page(&app, &caller, &query).await?;
     let page = views::QueuePage {
         jobs: jobs.items,
-        total: jobs.total.unwrap_or(0),
+        total: total.unwrap_or(0),
         reservations,
         project: query.project.clone().unwrap_or_default(),
         owner: query.owner.clone().unwrap_or_default(),
         is_first: query.is_first(),
-        next: jobs.next_cursor,
+        next: next_cursor,
         now: crate::now(),
         viewer: viewer(&caller),
     };

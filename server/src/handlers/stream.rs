@@ -1,6 +1,9 @@
 //! Websockets of the dashboard: the events of one job, each exactly once and in order, and the list of jobs.
 
-use super::extract::{Path, Query, job_id};
+use super::{
+    extract::{Path, Query, job_id},
+    jobs,
+};
 use crate::{
     access::Caller,
     app::App,
@@ -79,8 +82,7 @@ pub(crate) async fn job_stream(
     let upgrade = accept(upgrade)?;
     // Subscribed before it is read, so that nothing falls between.
     let subscription = app.hub.subscribe(&id);
-    let row = app.store.job(&id).await?;
-    let row = row.ok_or_else(|| Error::NotFound("no job has this id".into()))?;
+    let row = jobs::row(&app, &id).await?;
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = app.tasks.clone();
         tasks.track_future(async move {
@@ -237,8 +239,7 @@ async fn follow(
     mut subscription: Subscription,
     since: u64,
 ) -> std::result::Result<(), Gone> {
-    let id = row.job.id.clone();
-    let last_seq = row.job.last_seq;
+    let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
     let Ok(first_seq) = app.store.first_seq(&id).await else {
         return away(&mut reader).await;
     };
@@ -248,7 +249,10 @@ async fn follow(
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
     let pace = Pace::from(&row.job);
-    let job = Box::new(Job { notes: None, ..row.job });
+    let Ok(job) = jobs::shown_to(app, &reader.caller, row).await else {
+        return away(&mut reader).await;
+    };
+    let job = Box::new(Job { notes: None, queue: None, ..job });
     reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
     let (mut known_pace, mut due) = (Some(pace), Instant::now());

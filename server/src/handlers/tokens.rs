@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Body, Path, Query},
-    list::{Key, List, ListParams, Listed},
+    list::{Elements, Key, List, ListParams, Page},
 };
 use crate::{
     access::{Caller, Secret},
@@ -51,15 +51,21 @@ pub(crate) struct MadeToken {
 
 /// Every token.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct TokenList {
     /// The first made first, unless `sort` says otherwise. Those that are no longer valid are listed for 90 days.
-    tokens: Vec<Token>,
+    #[schema(value_type = Vec<Token>)]
+    tokens: Elements<Token>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// With `count=true`: tokens on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
+}
+
+impl From<Page<Token>> for TokenList {
+    fn from(page: Page<Token>) -> Self {
+        Self { tokens: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
 }
 
 const LIST: List<Token> = List {
@@ -96,8 +102,8 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
-) -> Result<Json<Listed<Token>>> {
-    Ok(Json(LIST.page(seen_by(&app, &caller), &params)?))
+) -> Result<Json<TokenList>> {
+    Ok(Json(LIST.page(seen_by(&app, &caller), &params)?.into()))
 }
 
 /// The tokens that a caller may see and revoke.

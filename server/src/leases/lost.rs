@@ -1,11 +1,37 @@
 //! Attempts whose ranks have lost each other, and agents that are not waited for until their leases run out.
 
 use super::{Expired, Lease, Leases};
-use lockstep_protocol::agent::AttemptRef;
+use crate::lifecycle::PlaceEnd;
+use lockstep_protocol::agent::{AttemptRef, Ending};
 use std::{
     sync::{MutexGuard, PoisonError},
     time::Instant,
 };
+
+/// How the ranks of an attempt came to an end on one of its agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EndAt {
+    /// They are done, were told to end, or failed for a reason of their own.
+    ByThemselves,
+    /// They have lost those of other agents.
+    LostContact,
+    /// Nobody knows: the agent is gone.
+    Lost,
+}
+
+impl EndAt {
+    /// As the store has it.
+    pub(crate) fn of(end: &PlaceEnd) -> Self {
+        match end {
+            PlaceEnd::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
+            PlaceEnd::Ended { .. } | PlaceEnd::Left(_) => Self::ByThemselves,
+            PlaceEnd::Lost(_) => Self::Lost,
+        }
+    }
+}
+
+/// Attempts of one agent that are remembered for it.
+const CUT_OFF_OF_AGENT: usize = 64;
 
 impl Leases {
     pub(super) fn cut_off(&self) -> MutexGuard<'_, Vec<(String, AttemptRef, Instant)>> {
@@ -59,6 +85,22 @@ impl Leases {
             cut_off.retain(|(_, _, until)| *until > Instant::now());
             cut_off.push((expired.place.agent_id.clone(), expired.attempt.clone(), until));
         }
+    }
+
+    /// The attempts whose ranks an agent says it has, although they are not its own any more; all of them.
+    pub(super) fn note_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
+        let now = Instant::now();
+        let mut cut_off = self.cut_off();
+        cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
+        // An agent may name as many as it likes, and one is as good as many.
+        let kept = attempts.iter().take(CUT_OFF_OF_AGENT);
+        cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
+    }
+
+    /// An agent says that its ranks of an attempt have ended.
+    pub(crate) fn is_gone(&self, agent_id: &str, attempt: &AttemptRef) {
+        self.cut_off().retain(|(id, of, _)| id != agent_id || of != attempt);
+        self.poke();
     }
 
     /// Whether an agent was given up, and ranks may still be there.

@@ -31,9 +31,14 @@ pub fn place_ended(
     }
 }
 
-/// Whether the ranks of the live attempt have ended on an agent, while others still have some.
+/// How the ranks of the live attempt have ended on an agent, while others still have some.
+pub fn end_at<'a>(row: &'a JobRow, agent_id: &str) -> Option<&'a PlaceEnd> {
+    row.progress.ends.iter().find(|(known, _)| known == agent_id).map(|(_, end)| end)
+}
+
+/// Whether they have.
 pub fn has_ended_at(row: &JobRow, agent_id: &str) -> bool {
-    row.progress.ends.iter().any(|(known, _)| known == agent_id)
+    end_at(row, agent_id).is_some()
 }
 
 /// Whether the ranks of the live attempt have to end because they did on an agent.

@@ -3,7 +3,7 @@
 use super::place_end::PlaceEnd;
 use lockstep_protocol::{metric::MetricColumn, throughput::Throughput};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Points of a job's sparkline.
 const SPARKLINE: usize = 40;
@@ -28,6 +28,9 @@ pub struct Progress {
     pub(super) speed: Throughput,
     /// Of the live attempt, the agents (by id) where its ranks have ended, in that order. Empty where one agent has them all.
     pub(super) ends: Vec<(String, PlaceEnd)>,
+    /// Of the live attempt, ranks whose machines do not answer, as their neighbours say.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub unreachable: BTreeSet<u32>,
 }
 
 impl Progress {

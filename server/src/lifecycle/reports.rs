@@ -134,10 +134,15 @@ pub fn report(
         }
         AttemptEvent::Network(network) if network.check().is_ok() => vec![EventBody::Network { attempt }],
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
+        // For a server that is started again before the attempt is over.
+        AttemptEvent::RankFailed { unreachable, .. } => {
+            let ranks = row.job.ranks;
+            row.progress.unreachable.extend(unreachable.into_iter().filter(|rank| *rank < ranks));
+            Vec::new()
+        }
         // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::Running { .. }
         | AttemptEvent::PrecisionFallback { .. }
-        | AttemptEvent::RankFailed { .. }
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
         | AttemptEvent::Rank { .. }
@@ -278,6 +283,12 @@ pub(super) fn ended(
         (Ending::Stopped, None) => {
             let in_order = ReasonCode::AgentStopped.into();
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
+        }
+        // Nothing was tried: no rank has run.
+        (Ending::Failed { reason, retriable: true }, None)
+            if *reason.code() == ReasonCode::AgentRestarted =>
+        {
+            events.extend(requeue(row, &reason, at)?);
         }
         (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
         (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {

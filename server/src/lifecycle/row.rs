@@ -5,7 +5,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken},
     attempt::AttemptState,
-    job::{Job, JobState},
+    job::{Job, JobState, Parent},
     reason::Reason,
 };
 
@@ -16,6 +16,8 @@ pub struct JobRow {
     pub job: Job,
     /// Why its ranks are being stopped at somebody's wish.
     pub stop: Option<Reason>,
+    /// What a fork that others see began from, where they do not see that: then `job` does not show it.
+    pub private_parent: Option<Parent>,
     /// Failed or lost attempts since it was last submitted or retried.
     pub restarts: u32,
     /// When it went back to the queue; none for one that has waited since its submission.
@@ -32,6 +34,11 @@ pub struct JobRow {
 }
 
 impl JobRow {
+    /// Whether it continues another job's run.
+    pub fn is_fork(&self) -> bool {
+        self.job.parent.is_some() || self.private_parent.is_some()
+    }
+
     /// The attempt that may write, if there is one.
     pub fn live(&self) -> Option<AttemptRef> {
         let job = &self.job;

@@ -115,6 +115,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
             while let Some((table, row)) = rows.next()? {
                 sqlite::copy::insert(&mut db, &table, row).await?;
             }
+            sqlite::copy::hide_private_parents(&mut db).await?;
             sqlite::copy::advance_counters(&mut db).await?;
             db.commit().await?;
             super::Store::close(&store).await;
@@ -129,6 +130,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
             while let Some((table, row)) = rows.next()? {
                 postgres::copy::insert(&mut db, &table, row).await?;
             }
+            postgres::copy::hide_private_parents(&mut db).await?;
             postgres::copy::advance_counters(&mut db).await?;
             db.commit().await?;
             super::Store::close(&store).await;

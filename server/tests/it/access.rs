@@ -7,6 +7,7 @@ mod owners;
 mod panels;
 mod people;
 mod private_lists;
+mod private_parents;
 mod private_queue;
 mod roles;
 mod routes;

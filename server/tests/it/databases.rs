@@ -162,6 +162,7 @@ async fn from_before(old: String, new: String) {
     let attempt = agent.started().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     let seq = server.job(&id).await.last_seq;
+    let (secret, fork) = (server.submit(|_| {}).await.id, server.submit(|_| {}).await.id);
     for column in ["name TEXT", "first_step BIGINT", "last_step BIGINT"] {
         let column =
             if old.starts_with("sqlite") { column.replace("BIGINT", "INTEGER") } else { column.into() };
@@ -181,6 +182,16 @@ async fn from_before(old: String, new: String) {
             .await;
     }
     server.execute(&format!("UPDATE jobs SET last_seq = {} WHERE id = '{id}'", seq + 2)).await;
+    // A fork that said which private job it was made from, as all did then.
+    server.execute(&format!("UPDATE jobs SET private = 1 WHERE id = '{secret}'")).await;
+    server
+        .execute(&format!(
+            "UPDATE jobs SET parent_job = '{secret}', parent_checkpoint = '{secret}-1-5', reason = 'forked from ({secret})' \
+             WHERE id = '{fork}'"
+        ))
+        .await;
+    server.execute("ALTER TABLE jobs DROP COLUMN parent_private").await;
+    server.execute("DELETE FROM _sqlx_migrations WHERE version > 100").await;
     server.execute("UPDATE _sqlx_migrations SET version = 25").await;
     server.stop().await;
 
@@ -203,6 +214,9 @@ async fn from_before(old: String, new: String) {
     restore(&Location::parse(&new).unwrap(), &file).await.unwrap();
     let server = TestServer::with(|c| c.database = Some(new)).await;
     assert_eq!(server.number("SELECT count(*) FROM events WHERE kind = 'metrics' AND body <> ''").await, 0);
+    let hidden =
+        "SELECT count(*) FROM jobs WHERE parent_private = 1 AND reason = 'forked from (a private job)'";
+    assert_eq!(server.number(hidden).await, 1);
     let (_, response) = server.get(&format!("/jobs/{id}/metrics")).await;
     let series = response["series"].as_array().unwrap();
     let seen: Vec<_> =

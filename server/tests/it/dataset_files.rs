@@ -4,9 +4,12 @@ use crate::{
     agent::{Agent, hello, info, running},
     test_server::{TestServer, client},
 };
-use lockstep_protocol::agent::{
-    AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, Ending,
-    PART_REFUSED, Source,
+use lockstep_protocol::{
+    agent::{
+        ANEW_BYTES, AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry,
+        DatasetPart, Ending, PART_REFUSED, Source,
+    },
+    reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::symlink, path::Path};
@@ -39,6 +42,10 @@ impl Asks<'_> {
 
     async fn parts(&self, parts: &[DatasetPart], copied: u64) -> (u16, Vec<u8>) {
         self.ask("POST", &json!({"parts": parts, "copied_bytes": copied, "total_bytes": 10})).await
+    }
+
+    async fn logs(&self) -> String {
+        self.server.get(&format!("/jobs/{}/logs", self.attempt.job)).await.1.to_string()
     }
 
     /// The status and the sentence of a refusal.
@@ -169,5 +176,84 @@ async fn a_request_for_parts_has_limits_and_the_log_says_how_far_the_copy_is() {
     let (status, why) = own.refused("GET", &Value::Null).await;
     assert!(status == 404 && why.contains("the server's machine has no files at"), "{status} {why}");
     assert_eq!(own.parts(&[part(1)], 0).await.0, 404);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_an_agent_says_of_its_copy_has_bounds_and_never_goes_back() {
+    let server = TestServer::new().await;
+    let data = tempfile::tempdir().unwrap();
+    fs::write(data.path().join("x"), "0123456789").unwrap();
+    let token = server.agent_token("a").await;
+    let (_agent, attempt) = starts(&server, &token, data.path()).await;
+    let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let part = json!({"path": "x", "size_bytes": 10, "changed_ns": 1, "offset": 0, "length": 1});
+    let said =
+        |copied: u64, total: u64| json!({"parts": [part], "copied_bytes": copied, "total_bytes": total});
+    for (copied, total, words) in [
+        (11, 10, "copied_bytes (11) is more than total_bytes (10)"),
+        (u64::MAX, 10, "is more than total_bytes"),
+        (0, 9, "total_bytes is less than the size of \"x\""),
+    ] {
+        let (status, why) = own.refused("POST", &said(copied, total)).await;
+        assert!(status == 422 && why.contains(words), "{status} {why}");
+    }
+    for copied in [10, 3, 10] {
+        assert_eq!(own.ask("POST", &said(copied, 10)).await.0, 200, "{copied}");
+    }
+    let logs = own.logs().await;
+    assert!(logs.contains("has copied 100 %") && !logs.contains("30 %"), "{logs}");
+
+    // The dataset has changed: it is told, and begins anew.
+    let anew = |why: &str| json!({"parts": [part], "copied_bytes": 2, "total_bytes": 20, "anew": why});
+    assert_eq!(own.ask("POST", &anew("x has changed since it was listed")).await.0, 200);
+    assert_eq!(own.ask("POST", &said(10, 20)).await.0, 200);
+    let logs = own.logs().await;
+    assert!(
+        logs.contains("the dataset pictures changed while a copied it (x has changed since it was listed)"),
+        "{logs}"
+    );
+    assert!(logs.contains("a has copied 50 % of the dataset pictures"), "{logs}");
+    assert_eq!(own.ask("POST", &anew(&"x".repeat(ANEW_BYTES))).await.0, 200);
+    assert_eq!(own.refused("POST", &anew(&"x".repeat(ANEW_BYTES + 1))).await.0, 422);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_that_copies_a_dataset_has_its_name_after_a_restart_of_the_server_too() {
+    let server = TestServer::new().await;
+    let data = tempfile::tempdir().unwrap();
+    fs::write(data.path().join("x"), "0123456789").unwrap();
+    let token = server.agent_token("a").await;
+    let (agent, attempt) = starts(&server, &token, data.path()).await;
+    agent.vanish();
+    let server = TestServer::open(server.stop().await, |_| {}).await;
+    // It asks for files before it has greeted the new server.
+    let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let part = DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length: 1 };
+    assert_eq!(own.parts(&[part], 9).await.0, 200);
+    let logs = own.logs().await;
+    assert!(logs.contains("a has copied 90 % of the dataset") && !logs.contains("id-a"), "{logs}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_that_ended_before_it_started_the_ranks_costs_no_restart() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
+    let facts = Facts { agent: Some("a".into()), ..Facts::default() };
+    let reason = Reason::new(ReasonCode::AgentRestarted, facts);
+    for number in 1..=3 {
+        let attempt = agent.started().await.attempt;
+        assert_eq!(attempt.attempt, number);
+        agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
+    }
+    let attempt = agent.started().await.attempt;
+    let (_, list) = server.get(&format!("/jobs/{id}/attempts")).await;
+    assert_eq!(list["attempts"][2]["reason"]["code"], "agent_restarted", "{list}");
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(server.job(&id).await.state, lockstep_protocol::JobState::Succeeded);
     server.stop().await;
 }

@@ -59,7 +59,7 @@ pub async fn stopped(agent: &mut Agent) -> bool {
 }
 
 /// A job of four ranks that both have started.
-async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
+pub async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let attempt = again(a, b).await;
     (id, attempt)
@@ -78,13 +78,13 @@ pub fn killed(rank: u32) -> Ending {
     Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
 }
 
-fn lost_contact(rank: u32) -> Ending {
+pub fn lost_contact(rank: u32) -> Ending {
     let detail = Some("lost the connection".to_owned());
     let facts = Facts { rank: Some(rank), step: Some(3), detail, ..Facts::default() };
     Ending::Secondary { reason: Reason::new(ReasonCode::RankFailed, facts) }
 }
 
-const LONG_LEASE: Duration = Duration::from_secs(30);
+pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
 /// Two machines whose leases are long and whose heartbeats are short.
 async fn of_long_lease() -> (TestServer, Agent, Agent) {

@@ -114,7 +114,7 @@ async fn events_are_read_in_pages_by_their_types() {
 }
 
 /// Answers requests for pictures as an agent does whose dataset has five.
-async fn show_pictures(mut agent: Agent) {
+pub async fn show_pictures(mut agent: Agent) {
     while let Some(message) = agent.next().await {
         let ToAgent::Request { id, request: AgentRequest::Samples { pick, .. } } = message else { continue };
         let places: Vec<u64> = match pick {

@@ -9,6 +9,7 @@ mod preemption;
 mod test_server;
 
 mod access;
+mod cursors;
 mod databases;
 mod dataset_files;
 mod dataset_roots;
@@ -30,6 +31,7 @@ mod list_columns;
 mod listening;
 mod lists;
 mod log_pages;
+mod lost_contact;
 mod machines;
 mod many_agents;
 mod metrics;

@@ -152,7 +152,7 @@ async fn the_queue_has_pages_and_refuses_what_it_does_not_have() {
         ("projekt=x", "did you mean \\\"project\\\""),
         ("project=a%20b", "project must have"),
         ("cursor=x", "the cursor is none of this list"),
-        (of_jobs.as_str(), "another sort"),
+        (of_jobs.as_str(), "another list"),
     ] {
         let (status, problem) = server.get(&format!("/queue?{query}")).await;
         assert!(status == 400 && problem.to_string().contains(words), "{query}: {status} {problem}");

@@ -272,6 +272,52 @@ async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_ti
 }
 
 #[tokio::test]
+async fn a_checkpoint_whose_holders_cannot_be_noted_is_not_taken_until_they_can() {
+    let server = TestServer::new().await;
+    let tokens = [server.agent_token("a").await, server.agent_token("b").await];
+    let mut a =
+        Agent::greet_with(&server, &tokens[0], hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    a.register(&server).await;
+    let mut b =
+        Agent::greet_with(&server, &tokens[1], hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
+    let attempt = again(&mut a, &mut b).await;
+    let asks = |n: usize| Asks {
+        server: &server,
+        http: client(&tokens[n]),
+        agent_id: ["id-a", "id-b"][n].into(),
+        attempt: attempt.clone(),
+    };
+    for n in 0..2 {
+        assert_eq!(asks(n).ask("POST", "", vec![]).await.0, 204);
+    }
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    // The list of those that have it cannot be written.
+    let in_the_way = server.dir.path().join("jobs").join(&id).join("attempts/1/kept.new");
+    fs::create_dir_all(&in_the_way).unwrap();
+    let report = FromAgent::Report {
+        attempt: attempt.clone(),
+        source: Source::Rank(2),
+        first: 0,
+        events: vec![checkpoint(17)],
+    };
+    b.send(&report).await;
+    while let Some(said) = b.next().await {
+        assert!(!matches!(said, ToAgent::Ack(_)), "{said:?}");
+    }
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(listed["checkpoints"], json!([]), "it is not stored either");
+    // Told again, as its agent does on its next connection, it counts.
+    fs::remove_dir(&in_the_way).unwrap();
+    let back = hello_at("b", 2, vec![attempt.clone()], "10.0.0.2");
+    let mut b = Agent::greet_with(&server, &tokens[1], back).await.unwrap();
+    assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await, 1);
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(listed["checkpoints"][0]["uploading_from"], "b", "{listed}");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn after_a_wait_in_vain_for_an_upload_the_job_gets_the_slots_that_were_freed_for_it() {
     let server = TestServer::with(|c| c.checkpoint_wait = Duration::from_millis(300)).await;
     let token = server.agent_token("stuck").await;

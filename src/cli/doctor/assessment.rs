@@ -245,6 +245,11 @@ fn pace(pair: &Pair, there: &Way, back: &Way, fastest: f64) -> Vec<Finding> {
     findings
 }
 
+/// Whether a way that is measured again may turn out better than a finding would say.
+pub(super) fn is_suspicious(way: &Way) -> bool {
+    way.bytes_per_second < SLOW || way.round_trip_ms > FAR
+}
+
 /// The worst of the findings.
 pub(super) fn worst(findings: &[Finding]) -> Grade {
     let has = |grade| findings.iter().any(|finding| finding.grade == grade);

@@ -3,6 +3,7 @@
 use super::{
     super::{file, wrong},
     bundle::{BUNDLE_BYTES, Bundle, Node},
+    kill_wait,
 };
 use lockstep_worker::host::{own_program, write_private};
 use std::{
@@ -51,6 +52,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let folder = home().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
     let failed = |e: io::Error| wrong(format!("the agent's folder {}: {e}", folder.display()));
     let mut command = agent(&bundle, node, &folder, has_gpus()).map_err(failed)?;
+    if let Some(secs) = kill_wait::of_slurm() {
+        command.args(["--killed-after", &secs.to_string()]);
+    }
     // On success this does not return.
     Err(anyhow::Error::from(command.exec())
         .context(format!("{} cannot be started", own_program()?.display())))

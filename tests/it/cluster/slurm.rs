@@ -18,6 +18,11 @@ pub(crate) struct Slurm {
 impl Slurm {
     /// A cluster whose nodes have two cores each.
     pub(crate) fn start(folder: &Path, nodes: u16) -> Self {
+        Self::start_with(folder, nodes, 30)
+    }
+
+    /// One that kills so many seconds after it has asked a process to end.
+    pub(crate) fn start_with(folder: &Path, nodes: u16, kill_wait_secs: u64) -> Self {
         let folder = folder.join("slurm");
         fs::create_dir_all(folder.join("state")).expect("a folder");
         // munged looks whether others can write above its socket.
@@ -46,7 +51,7 @@ impl Slurm {
              SlurmctldPidFile={shown}/slurmctld.pid\nSlurmdPidFile={shown}/slurmd.%n.pid\nSlurmctldLogFile={shown}/slurmctld.log\n\
              SlurmdLogFile={shown}/slurmd.%n.log\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n\
              SchedulerType=sched/builtin\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nReturnToService=2\nMailProg=/bin/true\n\
-             SlurmdTimeout=5\nKillWait=30\nOverTimeLimit=0\nSlurmdParameters=config_overrides\n",
+             SlurmdTimeout=5\nKillWait={kill_wait_secs}\nOverTimeLimit=0\nSlurmdParameters=config_overrides\n",
             free_port()
         );
         for (node, port) in ports.iter().enumerate() {

@@ -25,6 +25,8 @@ fn submitted(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> Stri
     slurm.job()
 }
 
+const KILL_WAIT_SECS: u64 = 13;
+
 async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
@@ -119,14 +121,15 @@ async fn before_its_time_limit_a_batch_job_keeps_a_checkpoint_and_queues_again()
     server.stop().await;
 }
 
-/// Slurm counts in minutes, and looks at limits every half a minute: the signal comes after at most 30 s.
+/// Slurm counts in minutes and looks at limits every half a minute, so it sends a signal that is due 30 s before the end up to half a minute
+/// early: between 60 and 90 s after the start, when training has begun long ago, and never later than 30 s before the end.
 #[tokio::test]
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let _turn = turn().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit")).await;
-    let batch = submitted(&server, &slurm, &id, &["--time=1", "--signal=B:USR1@50"]);
+    let batch = submitted(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
@@ -139,6 +142,46 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let log = fs::read_to_string(log).expect("its log");
     assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");
     continues_and_is_cancelled(&server, &slurm, &id, &batch, kept).await;
+    // Its folder is in the server's.
+    drop(slurm);
+    server.stop().await;
+}
+
+/// Slurm ends a job that is requeued as one that is preempted: it asks, and kills after KillWait. A checkpoint that is not done by then is
+/// all that is lost.
+#[tokio::test]
+async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_alone() {
+    let _turn = turn().await;
+    let server = server().await;
+    let slurm = Slurm::start_with(server.folder().path(), 1, KILL_WAIT_SECS);
+    let id = submit(&server, &endless("too-slow")).await;
+    // The disk stands still in the third checkpoint.
+    let hold = server.folder().path().join("hold");
+    let fault = format!("checkpoint.model:hold@3:{}", hold.display());
+    let mut command = launch(&server, &[&id, "--with", "slurm", "--detach"], &[]);
+    Finished::of(command.env("SLURM_CONF", slurm.config()).env("LOCKSTEP_FAULT", fault)).ok();
+    let batch = slurm.job();
+    server.until("it is being written", async |_: &Server| hold.exists()).await;
+    let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("checkpoints");
+    assert_eq!(kept, 100, "two are written");
+    let rank = server.folder().path().join("jobs").join(&id).join("attempts/1/rank.0.json");
+    let rank: Value = serde_json::from_slice(&fs::read(rank).expect("a file")).expect("JSON");
+    assert_eq!(rank["stop_within_secs"], KILL_WAIT_SECS - 10, "the agent has asked Slurm how long it has");
+    slurm.say("scontrol", &["requeue", &batch]);
+    let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
+    assert!(number(&job["step"]) > kept, "steps after it are lost: {job:#}");
+    let logs = server.get(&format!("/jobs/{id}/logs")).await.to_string();
+    assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
+    slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    slurm.start_now(&batch);
+    trains_past(&server, &id, 2, kept).await;
+    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
+    let begun = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint");
+    assert!(begun.ends_with("-100"), "{attempts:#}");
+    server.cli(&["cancel", &id]).ok();
+    slurm.until("Slurm's job is over", |slurm| {
+        ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
+    });
     // Its folder is in the server's.
     drop(slurm);
     server.stop().await;

@@ -198,6 +198,7 @@ mod tests {
             datasets: Datasets::default(),
             dataset_cache: None,
             dataset_cache_bytes: 0,
+            killed_after_secs: 30,
         }
     }
 

@@ -80,6 +80,8 @@ pub(super) struct Surroundings {
     pub(super) remote: Option<Arc<Remote>>,
     /// Datasets that this machine has from the server; none where nothing is copied.
     pub(super) copies: Option<Arc<Copies>>,
+    /// How long ranks that are asked to end have for their step and its checkpoint, where this agent is about to end, too.
+    pub(super) stop_within_secs: u32,
     /// The devices of ranks, by slot; none for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }

@@ -3,6 +3,7 @@
 mod cache;
 mod list;
 mod pull;
+mod size;
 
 pub(super) use cache::Copies;
 
@@ -13,7 +14,7 @@ use super::{
 };
 use crate::data;
 use cache::About;
-use lockstep_protocol::reason::ReasonCode;
+use lockstep_protocol::{agent::ANEW_BYTES, reason::ReasonCode};
 use reqwest::StatusCode;
 use std::{
     fs, io,
@@ -77,10 +78,14 @@ pub(super) async fn have(
     if is_here.unwrap_or(true) {
         return Ok(());
     }
-    let (mut pause, mut tries) = (RETRY.0, Tries::default());
+    let (mut pause, mut tries, mut anew) = (RETRY.0, Tries::default(), None);
     loop {
         let mut came = Came::default();
-        let why = match copy(stored, remote, copies, &mut came).await {
+        let tried = copy(stored, remote, copies, &mut came, &mut anew).await;
+        if let Err(Trouble::Changed(why)) = &tried {
+            anew = Some(why[..why.floor_char_boundary(ANEW_BYTES)].to_owned());
+        }
+        let why = match tried {
             Ok(Some(here)) => {
                 stored.start.dataset_path = here.to_string_lossy().into_owned();
                 return Ok(());
@@ -144,11 +149,13 @@ fn is_here(path: &Path) -> bool {
 }
 
 /// One try, which gives the path of the copy; none where the server has no such files either. What has come stays for the next.
+/// `anew`: why it is begun anew, until the server was told.
 async fn copy(
     stored: &StoredAttempt,
     remote: &Remote,
     copies: &Copies,
     came: &mut Came,
+    anew: &mut Option<String>,
 ) -> Result<Option<PathBuf>, Trouble> {
     let start = &stored.start;
     let talk = remote.talk(&start.attempt)?;
@@ -166,11 +173,20 @@ async fn copy(
         files: list.files,
         bytes: list.bytes,
     };
+    let key = list.key.clone();
     let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&gone)).await?;
     // Of several jobs one pulls, and the others find it done.
     let turn = copies.turn(&entry).await;
-    pull::complete(&talk, (&entry, &turn), &about, copies, came).await?;
+    if pull::complete(&talk, (&entry, &turn), &about, copies, (came, anew)).await? {
+        // The server compares what it sends. What changed after it was sent, or came on top, it does not see.
+        let now = list::fetch(&talk, copies.dir(), &start.dataset_path, came).await?;
+        if now.key != key {
+            return Err(Trouble::Changed(
+                "its files are not those that were listed when the copy began".into(),
+            ));
+        }
+    }
     entry.note_read(&start.attempt).map_err(on_disk(entry.dir()))?;
     Ok(Some(match about.within.as_str() {
         "" => entry.data(),
@@ -189,7 +205,10 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal
     match trouble {
         Trouble::Server(failed) => unusable(failed.words()),
         Trouble::Changed(why) => {
-            unusable(&format!("{why}; it changes while it is copied: retry the job when it stays as it is"))
+            let times = IN_VAIN + 1;
+            unusable(&format!(
+                "{why}; it changed in each of {times} tries to copy it: retry the job when nothing writes into it"
+            ))
         }
         Trouble::Damaged(why) => unusable(&why),
         Trouble::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),

@@ -96,6 +96,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         wake: Arc::new(Notify::new()),
         remote: Some(remote.clone()),
         copies,
+        stop_within_secs: options.stop_within_secs(),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
     // Started before ranks are adopted, which check it; ends with this process.

@@ -1,7 +1,7 @@
 //! How an agent runs, and why it ended.
 
 use super::{place::Datasets, state_dir::StateDirError};
-use crate::tls::IdentityFiles;
+use crate::{rank::TO_LEAVE_SECS, tls::IdentityFiles};
 use lockstep_protocol::job::JobId;
 use std::path::PathBuf;
 
@@ -47,6 +47,15 @@ pub struct Options {
     pub dataset_cache: Option<PathBuf>,
     /// What these copies may have together; 0: nothing is copied.
     pub dataset_cache_bytes: u64,
+    /// From SIGTERM to SIGKILL, for this agent and its ranks alike: what whoever starts it does to end it.
+    pub killed_after_secs: u32,
+}
+
+impl Options {
+    /// How long ranks that are asked to end have for their step and its checkpoint.
+    pub(super) fn stop_within_secs(&self) -> u32 {
+        self.killed_after_secs.saturating_sub(TO_LEAVE_SECS).max(1)
+    }
 }
 
 /// Why an agent ended.

@@ -10,11 +10,11 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// What became of a snapshot.
@@ -54,6 +54,8 @@ pub struct CheckpointWriter {
     thread: Option<JoinHandle<()>>,
     /// Nobody waits for a disk that is full any more.
     give_up: Arc<AtomicBool>,
+    /// How long the newest one took, in milliseconds.
+    took_ms: Arc<AtomicU64>,
 }
 
 impl CheckpointWriter {
@@ -72,7 +74,9 @@ impl CheckpointWriter {
             keep: (spec.keep as usize).max(2),
             metric: spec.keep_best.clone(),
             best,
+            took_ms: Arc::default(),
         };
+        let took_ms = retention.took_ms.clone();
         let write_all = move || {
             let mut unwritten = None;
             for snapshot in incoming {
@@ -94,6 +98,7 @@ impl CheckpointWriter {
             events,
             thread: Some(thread),
             give_up,
+            took_ms,
         })
     }
 
@@ -119,6 +124,11 @@ impl CheckpointWriter {
     /// What has become of snapshots since the last call.
     pub fn events(&self) -> Vec<CheckpointEvent> {
         self.events.try_iter().collect()
+    }
+
+    /// How long it took to write the newest one.
+    pub fn took(&self) -> Duration {
+        Duration::from_millis(self.took_ms.load(Ordering::Relaxed))
     }
 
     /// No snapshot follows; `None` when all are on disk and reported, else the next events, if any came within a
@@ -149,6 +159,7 @@ struct Retention {
     keep: usize,
     metric: String,
     best: Option<Best>,
+    took_ms: Arc<AtomicU64>,
 }
 
 impl Retention {
@@ -191,7 +202,10 @@ impl Retention {
         if let Some(best) = Best::improved(self.best.as_ref(), &self.metric, &snapshot.state) {
             self.best = Some(best);
         }
+        let began = Instant::now();
         let size_bytes = write(&self.directory, snapshot, self.best.as_ref())?;
+        let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.took_ms.store(took_ms, Ordering::Relaxed);
         events.push(CheckpointEvent::Written(snapshot.info(self.best.as_ref(), size_bytes)));
         // Newest by step; there may be later ones than this, of an attempt that went further.
         let mut others = list(&self.directory)?;

@@ -50,6 +50,23 @@ pub struct Way {
     pub clock_within_ms: f64,
 }
 
+impl Way {
+    /// Of two measurements of the same way, what each says best: a machine that is busy at the moment makes a way seem slower than it is, and
+    /// never faster.
+    #[must_use]
+    pub fn best(self, other: Self) -> Self {
+        let clock = if other.clock_within_ms < self.clock_within_ms { &other } else { &self };
+        let (clock_ahead_ms, clock_within_ms) = (clock.clock_ahead_ms, clock.clock_within_ms);
+        Self {
+            connect_ms: self.connect_ms.min(other.connect_ms),
+            round_trip_ms: self.round_trip_ms.min(other.round_trip_ms),
+            bytes_per_second: self.bytes_per_second.max(other.bytes_per_second),
+            clock_ahead_ms,
+            clock_within_ms,
+        }
+    }
+}
+
 /// Listens at `ip` on a port of the kernel's choice, for callers that know `secret`, until the process ends.
 ///
 /// # Errors
@@ -218,6 +235,21 @@ mod tests {
         let way = probe((LOOPBACK, port).into(), b"secret").unwrap();
         assert!(way.round_trip_ms > 0.0 && way.bytes_per_second > 1e6, "{way:?}");
         assert!(way.clock_ahead_ms.abs() <= way.clock_within_ms + 0.5, "{way:?}");
+    }
+
+    #[test]
+    fn of_two_measurements_each_number_is_the_better_one() {
+        let way = |round_trip_ms, bytes_per_second, clock_ahead_ms, clock_within_ms| Way {
+            connect_ms: round_trip_ms,
+            round_trip_ms,
+            bytes_per_second,
+            clock_ahead_ms,
+            clock_within_ms,
+        };
+        let (slow, far) = (way(0.1, 1e6, 5.0, 0.05), way(3.0, 9e6, -7.0, 1.5));
+        let best = way(0.1, 9e6, 5.0, 0.05);
+        assert_eq!(slow.clone().best(far.clone()), best);
+        assert_eq!(far.best(slow), best);
     }
 
     #[test]

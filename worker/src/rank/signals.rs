@@ -7,14 +7,12 @@ use std::{
     time::Duration,
 };
 
-/// From SIGTERM or SIGINT to the end of waiting for the step, the other ranks and the checkpoint. Slurm and Kubernetes
-/// kill after 30 s. An agent kills sooner, and says what is lost itself.
-const STOP_WITHIN: Duration = Duration::from_secs(20);
 /// How often the agent's lease is checked. It must be expired twice in a row, so that a machine that slept does not end its
 /// ranks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
-/// Stops in order on SIGTERM and SIGINT, by force when that takes too long (the error then says what is lost), and on SIGUSR1
+/// Stops in order on SIGTERM and SIGINT, by force when the step, the other ranks and the checkpoint take longer than the configuration says
+/// (the error then says what is lost; an agent kills sooner, and says it itself), and on SIGUSR1
 /// however long the step takes; ignores SIGHUP. Ends at once when the agent's lease is over: others have the job then.
 pub(super) fn listen_to_signals(
     config: &RankConfig,
@@ -34,6 +32,7 @@ pub(super) fn listen_to_signals(
         )
     };
     let config = config.clone();
+    let within = Duration::from_secs(config.stop_within_secs.into());
     let wait = async move {
         let mut overdue = 0;
         let mut until = None;
@@ -46,8 +45,8 @@ pub(super) fn listen_to_signals(
             };
             tokio::select! {
                 () = late => break,
-                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&life))),
-                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&life))),
+                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&life, within))),
+                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&life, within))),
                 _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
@@ -62,7 +61,7 @@ pub(super) fn listen_to_signals(
                 }
             }
         }
-        let why = format!("the step or its checkpoint was not done within {} s", STOP_WITHIN.as_secs());
+        let why = format!("the step or its checkpoint was not done within {} s", within.as_secs());
         life.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
         // Still running: it waits for something that cannot be interrupted otherwise. A rank that ended in order is exiting.
@@ -83,7 +82,7 @@ pub(super) fn listen_to_signals(
 }
 
 /// Orders the rank to stop; returns the time by which it has to have ended.
-fn begin_stop(life: &Life) -> tokio::time::Instant {
+fn begin_stop(life: &Life, within: Duration) -> tokio::time::Instant {
     life.stop.store(true, Ordering::Relaxed);
-    tokio::time::Instant::now() + STOP_WITHIN
+    tokio::time::Instant::now() + within
 }

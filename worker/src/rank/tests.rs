@@ -61,6 +61,7 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
         gpu,
         lease: None,
         job_dir: folder.path().into(),
+        stop_within_secs: stop_within_secs(),
     };
     fs::create_dir_all(config.attempt_dir()).unwrap();
     fs::create_dir_all(config.checkpoints_dir()).unwrap();

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     gpu::RankGpu,
     host::{boot_id, cores, write_private, write_whole},
-    rank::RankConfig,
+    rank::{RankConfig, stop_within_secs},
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{
@@ -50,6 +50,7 @@ pub fn configs(
             gpu: (!devices.is_empty()).then(|| RankGpu { ordinal, visible: devices.to_vec() }),
             lease: lease.map(Path::to_owned),
             job_dir: job_dir.to_owned(),
+            stop_within_secs: stop_within_secs(),
         })
         .collect()
 }
@@ -92,6 +93,11 @@ impl RankProcess {
             return Err(error);
         }
         Ok(process)
+    }
+
+    /// Whether an earlier agent was about to start a rank, or has.
+    pub fn was_begun(attempt_dir: &Path, rank: u32) -> bool {
+        rank_file(attempt_dir, rank, "json").exists()
     }
 
     /// Adopts a rank that an earlier agent started. It may have ended already: [`RankProcess::poll`] shows it.
@@ -153,6 +159,7 @@ mod tests {
             gpu: None,
             lease: None,
             job_dir: job_dir.into(),
+            stop_within_secs: stop_within_secs(),
         };
         fs::create_dir_all(config.attempt_dir()).unwrap();
         config

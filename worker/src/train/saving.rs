@@ -131,11 +131,30 @@ impl Run<'_> {
     }
 
     /// Reports the checkpoints that were written or removed since the last call.
-    pub(super) fn announce_checkpoints(&self) {
-        if let Some(writer) = &self.writer {
-            announce(self.training, writer.events());
+    pub(super) fn announce_checkpoints(&mut self) {
+        let Some(writer) = &self.writer else { return };
+        announce(self.training, writer.events());
+        let warning = may_not_fit(writer.took(), self.training.stop_within);
+        // Once in a run: the next ones take as long.
+        if let Some(warning) = warning.filter(|_| !self.told_slow) {
+            self.told_slow = true;
+            self.training.observer.log(&warning);
         }
     }
+}
+
+/// What to know of checkpoints that take so long to write, where ranks that are asked to end have `within` for their step and its checkpoint.
+fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
+    // The step comes first, and the disk is not always as fast.
+    (took > within / 2).then(|| {
+        format!(
+            "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
+             stopped) have {} s for their step and its checkpoint: it may not be done by then, and the job continues from the one before. Give \
+             them more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
+            took.as_secs_f64(),
+            within.as_secs()
+        )
+    })
 }
 
 /// The state that the rank with the checkpoint writer contributes.
@@ -180,6 +199,17 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_checkpoint_that_may_not_be_done_in_time_is_told() {
+        let within = Duration::from_secs(20);
+        assert_eq!(may_not_fit(Duration::from_secs(10), within), None);
+        let words = may_not_fit(Duration::from_millis(10_001), within).unwrap();
+        assert!(
+            words.starts_with("a checkpoint takes 10.0 s to write") && words.contains("have 20 s"),
+            "{words}"
+        );
+    }
 
     #[test]
     fn the_rank_that_writes_checkpoints_has_to_contribute_the_state() {

@@ -194,6 +194,7 @@ impl Bench {
             stop: &stop,
             progress: &progress,
             kept: &kept,
+            stop_within: Duration::from_secs(20),
         };
         let outcome = train_with(&training, &build).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
         Ended {

@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Problem, Result},
     handlers::{
         extract::{Query, count},
-        list::{self, Key, Listed, MAX_LIMIT},
+        list::{self, Key, MAX_LIMIT, Pages},
     },
     store::{GroupRow, GroupValue, Spread},
 };
@@ -51,7 +51,7 @@ pub(crate) struct GroupsQuery {
     /// At most so many groups: 1 to 1000; 100 when absent.
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
-    /// `next_cursor` of the page before, with the same `sort`.
+    /// `next_cursor` of the page before, with the same `by` and `sort`.
     cursor: Option<String>,
     /// Also how many groups there are on all pages together, as `total`.
     count: Option<bool>,
@@ -79,7 +79,6 @@ pub(crate) struct GroupsQuery {
 
 /// A page of groups.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct GroupList {
     /// In the order of `sort`.
     groups: Vec<Group>,
@@ -188,7 +187,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<GroupsQuery>,
-) -> Result<Json<Listed<Group>>> {
+) -> Result<Json<GroupList>> {
     let by = group_keys::by(&query.by)?;
     let names = names(query.metrics.as_deref())?;
     let metrics = names.iter().map(|name| number(name)).collect::<Result<Vec<_>>>()?;
@@ -225,6 +224,8 @@ pub(crate) async fn list(
     let mut groups = found.into_iter().map(|row| Group::new(row, &names)).collect::<Result<Vec<_>>>()?;
     let total = (query.count == Some(true)).then_some(groups.len() as u64);
     let key = |group: &Group| group.key(sorted_by);
-    let next_cursor = list::part(&mut groups, sort, key, |group| &group.id, query.cursor.as_deref(), limit)?;
-    Ok(Json(Listed { name: "groups", items: groups, fields: None, next_cursor, total, also_next: false }))
+    let pages = Pages::new("groups", sort).of_grouping(&query.by);
+    let cursor = query.cursor.as_deref();
+    let next_cursor = list::part(&mut groups, pages, key, |group| &group.id, cursor, limit)?;
+    Ok(Json(GroupList { groups, next_cursor, total }))
 }

@@ -7,7 +7,7 @@ use crate::{
     handlers::{
         extract::{Query, count, search_text},
         jobs::{conditions, group_keys},
-        list::{self, Fields, Listed, MAX_LIMIT},
+        list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
     store::{JobFilter, JobSort, SortBy},
 };
@@ -81,10 +81,10 @@ const SORTS: [(&str, SortBy); 19] = [
 
 /// A page of jobs.
 #[derive(Debug, Serialize, ToSchema)]
-#[allow(dead_code)] // For the document: answers are `Listed`.
 pub(crate) struct JobList {
     /// In the order of `sort`; with `fields`, those fields alone.
-    jobs: Vec<Job>,
+    #[schema(value_type = Vec<Job>)]
+    jobs: Elements<Job>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
     /// The same, by its name of the last version.
@@ -183,8 +183,12 @@ impl ListQuery {
             created_before: list::time("created_before", self.created_before.as_deref())?,
             sort: sort(self.sort_text())?,
             limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
-            cursor: list::read_cursor(self.sort_text(), self.cursor.as_deref())?,
+            cursor: self.pages().read(self.cursor.as_deref())?,
         })
+    }
+
+    fn pages(&self) -> Pages<'_> {
+        Pages::new("jobs", self.sort_text())
     }
 
     fn sort_text(&self) -> &str {
@@ -203,7 +207,7 @@ impl ListQuery {
 
     /// `next_cursor` for a place in this list.
     pub(crate) fn next_cursor(&self, next: Option<&crate::store::Cursor>) -> Result<Option<String>> {
-        next.map(|next| list::cursor(self.sort_text(), next)).transpose()
+        next.map(|next| self.pages().cursor(next)).transpose()
     }
 }
 
@@ -294,7 +298,7 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<ListQuery>,
-) -> Result<Json<Listed<Job>>> {
+) -> Result<Json<JobList>> {
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
@@ -310,7 +314,8 @@ pub(crate) async fn list(
         _ => None,
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
-    Ok(Json(Listed { name: "jobs", items: page.jobs, fields, next_cursor, total, also_next: true }))
+    let jobs = Elements { items: page.jobs, fields };
+    Ok(Json(JobList { jobs, next: next_cursor.clone(), next_cursor, total }))
 }
 
 #[cfg(test)]

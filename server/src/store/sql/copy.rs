@@ -8,6 +8,7 @@ use super::{
 use crate::store::{
     backup_file::{BackupError, Writer},
     cells::{Cell, Column, Kind, Table},
+    migrations,
 };
 use futures_util::TryStreamExt;
 use sqlx::{AssertSqlSafe, Row};
@@ -84,6 +85,11 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
         }
     }
     Ok(true)
+}
+
+/// Hides what forks of an older backup tell of private jobs.
+pub(in crate::store) async fn hide_private_parents(db: &mut Connection) -> sqlx::Result<()> {
+    sqlx::raw_sql(migrations::of_private_parents()).execute(db).await.map(drop)
 }
 
 /// Counters over rows that were numbered elsewhere continue after them.

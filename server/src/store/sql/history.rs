@@ -9,7 +9,10 @@ use crate::store::{
     quarantine::readable,
     values::{from_json, time, uint},
 };
-use lockstep_protocol::{job::Job, stream::Event};
+use lockstep_protocol::{
+    job::{Job, Parent},
+    stream::Event,
+};
 use sqlx::{AssertSqlSafe, Row};
 
 /// Changes of state, forks and requests that are listed at most: the newest changes, the oldest forks, the newest requests.
@@ -23,6 +26,12 @@ fn event(row: &DbRow) -> Result<Event> {
     })
 }
 
+/// What a job was forked from.
+fn parent(row: &DbRow) -> Option<Parent> {
+    let text = |name: &str| row.try_get::<Option<String>, _>(name).ok().flatten();
+    Some(Parent { job: text("parent_job")?, checkpoint: text("parent_checkpoint")? })
+}
+
 impl SqlStore {
     pub(super) async fn read_history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         let states = sqlx::query(
@@ -32,6 +41,10 @@ impl SqlStore {
         .bind(MOST)
         .fetch_all(&self.reader)
         .await?;
+        let own = sqlx::query("SELECT parent_job, parent_checkpoint FROM jobs WHERE id = $1")
+            .bind(job.id.as_str())
+            .fetch_optional(&self.reader)
+            .await?;
         let query =
             format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
         let forks = sqlx::query(AssertSqlSafe(query))
@@ -62,7 +75,11 @@ impl SqlStore {
         .await?;
         Ok(HistoryRows {
             states: readable(states.iter().rev().map(event)),
-            forks: readable(forks.iter().map(|row| Ok(job_row(row)?.job))),
+            parent: own.as_ref().and_then(parent),
+            forks: readable(forks.iter().map(|row| {
+                let begun = row.try_get::<Option<String>, _>("parent_checkpoint")?;
+                Ok((job_row(row)?.job, begun.unwrap_or_default()))
+            })),
             requests: readable(requests.iter().rev().map(audit::entry)),
             before_it: uint(before_it),
         })

@@ -75,6 +75,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let (state, reason) = (known.unwrap_or(stands_for), optional("reason")?);
     let cause = optional("cause")?.and_then(|text| read(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
+    let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
+    let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
+    let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
     let job = Job {
         name: spec.name.clone(),
         failure: Failure::of(state, reason.as_deref(), cause.as_ref()),
@@ -85,7 +88,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         tags,
         queue: None,
         notes: optional("notes")?,
-        parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
+        parent,
         owner: optional("owner")?,
         batch: flaws
             .is_empty()
@@ -114,6 +117,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     Ok(JobRow {
         stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
+        private_parent,
         restarts: small(row.try_get("restarts")?),
         waiting_since: optional_time("waiting_since")?,
         fencing_token,
@@ -307,7 +311,8 @@ impl SqlStore {
         datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
-             project, owner, private, preemptible) VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+             parent_private, project, owner, private, preemptible) \
+             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -317,6 +322,7 @@ impl SqlStore {
         .bind(new.at.as_millisecond())
         .bind(new.fork.as_ref().map(|fork| &fork.parent.job))
         .bind(new.fork.as_ref().map(|fork| &fork.parent.checkpoint))
+        .bind(i64::from(new.fork.as_ref().is_some_and(|fork| fork.hides_parent)))
         .bind(&new.spec.project)
         .bind(new.owner.as_deref().map(plain))
         .bind(i64::from(new.spec.private))

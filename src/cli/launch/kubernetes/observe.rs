@@ -7,13 +7,18 @@ use kube::{
     api::{DynamicObject, ListParams, WatchEvent, WatchParams},
 };
 use serde_json::Value;
-use std::{pin::pin, time::Duration};
+use std::{
+    pin::pin,
+    time::{Duration, Instant},
+};
 use tokio::sync::mpsc::Sender;
 
 /// The API server ends a watch after this time; it is then continued.
 const WATCH_SECS: u32 = 240;
 /// A connection that is silent for longer is dead.
 const SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
+/// A watch that ends sooner, with nothing to see, was refused rather than ended.
+const AT_ONCE: Duration = Duration::from_secs(1);
 /// What the API server says when the version to continue from is forgotten.
 const GONE: u16 = 410;
 
@@ -74,13 +79,14 @@ pub(super) async fn observe(
             let ended = match api.watch(&follow, &version).await {
                 Ok(events) => {
                     cluster.note_back();
-                    let before = version.clone();
+                    let (before, began) = (version.clone(), Instant::now());
                     let ended = until_cut(kind, events, &mut version, &to).await;
                     if to.is_closed() {
                         return Ok(());
                     }
-                    if before == version {
-                        // A server that ends each watch at once is not asked without a pause.
+                    if before == version && began.elapsed() < AT_ONCE {
+                        // A server that ends each watch at once is not asked without a pause. One at which nothing happens ends them after
+                        // their time: what happens next, an end of the server itself included, is to be seen at once.
                         wait(&mut pause).await;
                     } else {
                         pause = RETRY.0;

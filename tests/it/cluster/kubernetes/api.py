@@ -147,6 +147,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def watch(self, resource, namespace, query):
         version = int(query["resourceVersion"][0])
+        if resource == "jobs":
+            STATE["watches"].append(time.time())
         until = time.time() + min(int(query.get("timeoutSeconds", ["60"])[0]), STATE.get("watch_secs", 600))
         with LOCK:
             if version < STATE["oldest"] or STATE["expired"]:
@@ -253,7 +255,7 @@ def drop(body):
 
 def objects(_):
     with LOCK:
-        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"], "lists": STATE["lists"]}
+        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"], "lists": STATE["lists"], "watches": STATE["watches"]}
 
 
 def put(body):

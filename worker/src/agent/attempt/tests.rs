@@ -52,6 +52,7 @@ fn place(ranks: u32, script: &str) -> Place {
         wake: Arc::new(Notify::new()),
         remote: None,
         copies: None,
+        stop_within_secs: 20,
         devices: Arc::default(),
     };
     Place { dir, stored, around }
@@ -278,6 +279,21 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let third = Attempt::adopt(place.stored.clone(), place.around.clone());
     assert!(third.is_over() && third.has_failed());
     assert_eq!(self::ending(&place.stored), Some(ending));
+}
+
+#[tokio::test]
+async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_and_not_that_they_died() {
+    let place = place(2, "exit 0");
+    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    match place.end_of(&adopted).await {
+        Ending::Failed { reason, retriable: true } => assert_eq!(*reason.code(), ReasonCode::AgentRestarted),
+        other => panic!("{other:?}"),
+    }
+    // One of which a rank was about to start may have run.
+    let place = self::place(2, "exit 0");
+    fs::write(rank_file(&place.stored.attempt_dir(), 1, "json"), "{}").unwrap();
+    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    assert_eq!(reason(place.end_of(&adopted).await), "rank 0 died at step 0 while no agent was watching it");
 }
 
 #[tokio::test]

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     checkpoint, host,
+    rank::RankConfig,
     supervisor::{
         EndDelays, Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, configs, supervise,
     },
@@ -30,13 +31,10 @@ pub(super) const GRACE: Duration = Duration::from_secs(5);
 /// From TERM to KILL when another rank was killed or died: the others' work is in vain, unless rank 0 is writing a checkpoint. They
 /// end by themselves, unless their GPU blocks them.
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
-/// For ranks that should write a checkpoint, before TERM: when they are paused, and when their agent is to end.
+/// For ranks that should write a checkpoint, before TERM, when they are paused.
 const PAUSE: Duration = Duration::from_secs(120);
-const LEAVE: Duration = Duration::from_secs(20);
-/// How long the agent waits after a rank has lost the connection to another for the other's own reason. Ranks that were
-/// asked to stop, by anyone, have time for their checkpoint.
-const END_DELAYS: EndDelays =
-    EndDelays { certain: Duration::ZERO, provisional: Duration::from_secs(1), stopping: LEAVE };
+/// How long the agent waits after a rank has lost the connection to another for the other's own reason.
+const PROVISIONAL: Duration = Duration::from_secs(1);
 
 /// What the agent keeps of a rank's records.
 #[derive(Default)]
@@ -66,6 +64,8 @@ pub(super) struct Watch {
     pub(super) decided: Option<Ending>,
     /// They end because another one was killed or died.
     peer_died: bool,
+    /// For ranks that should write a checkpoint, before TERM, when their agent is to end.
+    leave_within: Duration,
     /// Processes that the kernel's OOM killer had ended when this began.
     pub(super) oom_kills: Option<u64>,
 }
@@ -86,6 +86,7 @@ impl Watch {
             read_at: Instant::now(),
             decided: None,
             peer_died: false,
+            leave_within: Duration::from_secs(around.stop_within_secs.into()),
             oom_kills: host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
@@ -99,7 +100,7 @@ impl Watch {
             Beginning::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
                 ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
-                None
+                this.never_begun().then(|| not_begun(around))
             }
         };
         if decided.is_some() {
@@ -111,10 +112,17 @@ impl Watch {
 
     fn launch(&self, around: &Surroundings, ranks: &mut RankGroup<Recorded>) -> io::Result<()> {
         let start = &self.stored.start;
-        for config in configs(start, &around.devices_of(start), Some(&around.fence), &self.stored.job_dir) {
+        let all = configs(start, &around.devices_of(start), Some(&around.fence), &self.stored.job_dir);
+        for config in all {
+            let config = RankConfig { stop_within_secs: around.stop_within_secs, ..config };
             ranks.ranks.push(self.watched(RankProcess::start(&around.program, &config)?));
         }
         Ok(())
+    }
+
+    /// Whether an earlier agent ended before it started any of the ranks.
+    fn never_begun(&self) -> bool {
+        !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::was_begun(&self.dir, *rank))
     }
 
     fn watched(&self, process: RankProcess) -> Rank<Recorded> {
@@ -174,7 +182,7 @@ impl Policy for Watch {
         let how = match &order {
             Order::Stop { patient: false } => Stop::Terminate,
             Order::Stop { patient: true } => Stop::Save { within: PAUSE },
-            Order::Leave | Order::Full(_) => Stop::Save { within: LEAVE },
+            Order::Leave | Order::Full(_) => Stop::Save { within: self.leave_within },
         };
         // The first decision stands.
         if !ranks.is_stopping() {
@@ -200,7 +208,10 @@ impl Policy for Watch {
             let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
             self.decided = failed(Reason::new(ReasonCode::ServerSilent, facts));
         } else if ranks.failure_cause().is_some() {
-            if !ranks.is_to_end(END_DELAYS) {
+            // Ranks that were asked to stop, by anyone, have time for their checkpoint.
+            let delays =
+                EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL, stopping: self.leave_within };
+            if !ranks.is_to_end(delays) {
                 return;
             }
             self.peer_died = ranks.ends().any(RankEnd::is_death);
@@ -215,6 +226,12 @@ impl Policy for Watch {
     fn grace(&self, ranks: &RankGroup<Recorded>) -> Duration {
         if self.peer_died && !self.is_writing(ranks) { GRACE_AFTER_DEATH } else { GRACE }
     }
+}
+
+fn not_begun(around: &Surroundings) -> Ending {
+    let agent = around.remote.as_ref().map(|remote| remote.name.clone());
+    let reason = Reason::new(ReasonCode::AgentRestarted, Facts { agent, ..Facts::default() });
+    Ending::Failed { reason, retriable: true }
 }
 
 fn not_started(Refusal { code, detail }: Refusal) -> Ending {

@@ -7,6 +7,7 @@ use super::{
     Trouble, blocking,
     list::{LISTED, List},
     on_disk,
+    size::{megabytes, sizes},
 };
 use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
 use serde::{Deserialize, Serialize};
@@ -124,9 +125,9 @@ impl Entry {
 
     /// Whether ranks of some attempt may have its files open, or are about to.
     pub(super) fn is_read(&self) -> bool {
-        let uses = self.uses();
-        uses.iter()
-            .any(|name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS))
+        let reads =
+            |name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS);
+        self.uses().iter().any(reads)
     }
 
     /// The attempt has found the copy whole.
@@ -204,12 +205,8 @@ impl Copies {
         }
         // The limit may have been lowered. What is hidden was about to be removed, or had not come.
         let mut gone = copies.evict(0, None).map_err(failed)?.0;
-        for found in fs::read_dir(&copies.dir).map_err(failed)?.flatten() {
-            let name = found.file_name();
-            if is_left(&name) {
-                gone.push(found.path());
-            }
-        }
+        let found = fs::read_dir(&copies.dir).map_err(failed)?.flatten();
+        gone.extend(found.filter(|found| is_left(&found.file_name())).map(|found| found.path()));
         // Large folders take a while, and nobody needs to wait for it.
         std::thread::spawn(move || {
             if let Err(error) = remove(&gone) {
@@ -287,7 +284,7 @@ impl Copies {
         }
         if !entry.data().exists() {
             let refused = |why: String| Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
-            let (bytes, limit) = (megabytes(about.bytes), megabytes(self.limit_bytes));
+            let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
             if about.bytes > self.limit_bytes {
                 return refused(format!(
                     "it has {bytes}, and copies of datasets may have {limit} there: raise the agent's --dataset-cache-limit"
@@ -342,6 +339,12 @@ impl Copies {
         Ok((gone, kept))
     }
 
+    /// What those have that no attempt uses, of the files in their lists.
+    pub(super) fn unused_bytes(&self) -> io::Result<u64> {
+        let unused = self.entries()?.into_iter().filter(|(entry, _)| entry.uses().is_empty());
+        Ok(unused.fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes)))
+    }
+
     /// Takes the one away that was not used for longest, where the disk has no room; none where all are in use.
     pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -388,10 +391,6 @@ pub(super) fn remove(gone: &[PathBuf]) -> Result<(), Trouble> {
         }
     }
     Ok(())
-}
-
-pub(super) fn megabytes(bytes: u64) -> String {
-    format!("{:.1} MB", bytes as f64 / 1e6)
 }
 
 #[cfg(test)]

@@ -5,9 +5,10 @@ mod incoming;
 
 use super::{
     Came, Trouble, blocking,
-    cache::{self, About, Copies, Entry, Turn, megabytes},
+    cache::{self, About, Copies, Entry, Turn},
     list::Entries,
     on_disk,
+    size::{down, up},
 };
 use crate::{agent::remote::Talk, host};
 use incoming::receive;
@@ -32,7 +33,7 @@ const SYNC_BYTES: u64 = 1 << 30;
 const BLOCK_BYTES: u64 = 4096;
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// Pulls what is missing of a copy, and gives it its name.
+/// Pulls what is missing of a copy, and gives it its name. Whether anything was missing. The first request says why it is begun `anew`.
 ///
 /// # Errors
 /// It did not come, or has no room.
@@ -41,13 +42,13 @@ pub(super) async fn complete(
     (entry, turn): (&Entry, &Turn),
     about: &About,
     copies: &Copies,
-    came: &mut Came,
-) -> Result<(), Trouble> {
+    (came, anew): (&mut Came, &mut Option<String>),
+) -> Result<bool, Trouble> {
     let missing = {
         let entry = entry.clone();
         turn.blocking(move || begin(&entry)).await?
     };
-    let Some(missing) = missing else { return Ok(()) };
+    let Some(missing) = missing else { return Ok(false) };
     check_disk(entry, about, &missing, copies).await?;
     tracing::info!(dataset = about.dataset, files = about.files, bytes = missing.bytes, "copying it");
     let mut copied_bytes = about.bytes.saturating_sub(missing.bytes);
@@ -66,9 +67,10 @@ pub(super) async fn complete(
             break;
         }
         let bytes: u64 = parts.iter().map(|part| part.length).sum();
-        let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes };
+        let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes, anew: anew.clone() };
         let download = talk.dataset_parts(&wanted).await?;
         came.any = true;
+        *anew = None;
         receive(download, wanted.parts, (&entry.part(), turn), came).await?;
         copied_bytes += bytes;
         unsynced += bytes;
@@ -81,7 +83,7 @@ pub(super) async fn complete(
     let entry = entry.clone();
     turn.blocking(move || finish(&entry)).await?;
     tracing::info!(dataset = about.dataset, "copied");
-    Ok(())
+    Ok(true)
 }
 
 /// What is missing of a copy.
@@ -187,24 +189,36 @@ fn look(entry: &Entry, folder: &Path) -> Result<Missing, Trouble> {
 async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Copies) -> Result<(), Trouble> {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     loop {
+        let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
         let found = rustix::fs::statvfs(entry.dir()).map_err(|e| on_disk(entry.dir())(e.into()))?;
         let free = found.f_bavail.saturating_mul(found.f_frsize);
         if free >= needed {
             return Ok(());
         }
-        let Some(gone) = copies.evict_oldest().map_err(on_disk(entry.dir()))? else {
-            let why = format!(
-                "the disk of {} has {} free, and the copy of the dataset {} needs {} more: free some space, or give the agent \
-                 another folder with --dataset-cache, and retry the job",
-                copies.dir().display(),
-                megabytes(free),
-                about.dataset,
-                megabytes(needed)
-            );
+        // None is removed in vain.
+        let gone = match free.saturating_add(unused) >= needed {
+            true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
+            false => None,
+        };
+        let Some(gone) = gone else {
+            let why = too_small(copies.dir(), &about.dataset, missing, free);
             return Err(Trouble::Refused(ReasonCode::DiskFull, why));
         };
         blocking(move || cache::remove(&[gone])).await?;
     }
+}
+
+/// Why there is no room on the disk: what is needed, what is there, and what to change.
+fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
+    let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
+    // Rounded so that whoever frees what it says has enough.
+    let (left, spare, short) = (up(missing.disk_bytes), up(SPARE_BYTES), up(needed.saturating_sub(free)));
+    format!(
+        "the copy of the dataset {dataset} needs {left} more on the disk of {}, with {spare} to be left free, and {} are free: free \
+         {short} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
+        folder.display(),
+        down(free),
+    )
 }
 
 /// What is to be asked for next.

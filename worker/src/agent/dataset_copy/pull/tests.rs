@@ -187,3 +187,35 @@ async fn a_disk_without_room_is_said_with_what_to_change() {
     }
     assert!(entry.list().exists(), "what is in use stays");
 }
+
+#[test]
+fn a_disk_that_is_too_small_is_told_with_what_is_needed_what_is_free_and_what_to_change() {
+    let missing = Missing { files: 2, bytes: 899_999_999, disk_bytes: 900_001_792 };
+    let spare = SPARE_BYTES;
+    assert_eq!(
+        too_small(Path::new("/cache"), "birds", &missing, 300_049_999),
+        "the copy of the dataset birds needs 900.1 MB more on the disk of /cache, with 67.2 MB to be left free, and 300.0 MB are \
+         free: free 667.1 MB there, or give the agent a folder on another disk with --dataset-cache, and retry the job"
+    );
+    // A byte too few is never said to be enough.
+    let words = too_small(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
+    assert!(words.contains(": free 0.1 MB there"), "{words}");
+}
+
+#[tokio::test]
+async fn a_copy_that_fits_on_no_disk_is_refused_and_those_that_are_there_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let (copies, other) = entry(dir.path(), &[("a", 5)]);
+    fs::remove_dir_all(other.dir().join("uses")).unwrap();
+    fs::create_dir(other.dir().join("uses")).unwrap();
+    let about =
+        About { dataset: "large".into(), path: "/l".into(), within: String::new(), files: 1, bytes: 1 << 60 };
+    let missing = Missing { files: 1, bytes: 1 << 60, disk_bytes: 1 << 60 };
+    match check_disk(&other, &about, &missing, &copies).await {
+        Err(Trouble::Refused(ReasonCode::DiskFull, why)) => {
+            assert!(why.contains("1152921504606.9 MB more") && why.contains("--dataset-cache"), "{why}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(other.dir().exists(), "a copy that nobody uses was removed in vain");
+}

@@ -1,0 +1,76 @@
+//! A server that is started again while the machines of an attempt have lost each other goes on as the one before it would have.
+
+use crate::{
+    agent::{Agent, running},
+    gangs::{LONG_LEASE, hello_at, loses_contact, machines, started},
+    test_server::TestServer,
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
+    job::JobState,
+};
+use lockstep_server::ServeConfig;
+use std::time::Duration;
+
+fn long_lease(config: &mut ServeConfig) {
+    (config.lease, config.heartbeat) = (LONG_LEASE, Duration::from_millis(100));
+}
+
+#[tokio::test]
+async fn a_machine_that_does_not_answer_is_not_waited_for_after_a_restart_of_the_server_either() {
+    let server = TestServer::with(long_lease).await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    // Its word, so that it is not given up before the server ends.
+    b.heartbeat(std::slice::from_ref(&attempt)).await;
+    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    let server = TestServer::open(server.stop().await, long_lease).await;
+    let began = tokio::time::Instant::now();
+    let mut a = Agent::greet(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let job = server.until(&id, JobState::Restarting).await;
+    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    let reason = job.reason.unwrap();
+    assert!(
+        reason.contains("agent \"b\" was silent") && reason.contains("have lost those on it"),
+        "{reason}"
+    );
+
+    // It is back, with ranks that still hold the memory of its slots: none of the next attempt starts there.
+    let server = TestServer::open(server.stop().await, long_lease).await;
+    let back = hello_at("a", 2, Vec::new(), "10.0.0.1");
+    drop(a);
+    a = Agent::greet(&server, back).await.unwrap();
+    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "it is told to end them");
+    let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
+    assert!(early.is_err(), "{early:?}");
+    b.heartbeat(&[]).await;
+    assert_eq!(a.started().await.attempt.attempt, 2);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_that_says_that_ranks_which_nobody_waits_for_have_ended_gets_work_again() {
+    let server = TestServer::with(long_lease).await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    b.vanish();
+    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    server.until(&id, JobState::Restarting).await;
+    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    let early = tokio::time::timeout(Duration::from_millis(1000), a.next()).await;
+    assert!(early.is_err(), "{early:?}");
+    let events = vec![AttemptEvent::Ended(Ending::Stopped)];
+    b.send(FromAgent::Report { attempt, source: Source::Agent, first: 0, events }).await;
+    let next = loop {
+        match b.next().await {
+            Some(ToAgent::Stop { .. }) => {}
+            Some(ToAgent::Start(start)) => break start.attempt.attempt,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(next, 2);
+    server.stop().await;
+}

@@ -1,0 +1,65 @@
+//! How long Slurm waits between asking the processes of a job to end and killing them: `KillWait` of its configuration.
+
+use std::{
+    io::Read as _,
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// A controller that is away must not keep the agent from starting: it takes what is usual then.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Seconds, where this process is one of a job of Slurm and Slurm says.
+pub(super) fn of_slurm() -> Option<u32> {
+    std::env::var_os("SLURM_JOB_ID")?;
+    let mut asked = Command::new("scontrol");
+    asked.args(["show", "config"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = asked.spawn().ok()?;
+    let mut said = child.stdout.take()?;
+    // It has some hundred lines: more than a pipe may hold while nobody reads.
+    let reading = thread::spawn(move || {
+        let mut text = String::new();
+        said.read_to_string(&mut text).map(|_| text)
+    });
+    let began = Instant::now();
+    while child.try_wait().ok()?.is_none() {
+        if began.elapsed() > PATIENCE {
+            let _ = child.kill();
+            let _ = child.wait();
+            return None;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    seconds(&reading.join().ok()?.ok()?)
+}
+
+/// Of `KillWait                = 30 sec`.
+fn seconds(config: &str) -> Option<u32> {
+    let line = config.lines().find_map(|line| line.trim_start().strip_prefix("KillWait")?.split_once('='));
+    let (name, value) = line?;
+    let value = value.trim().strip_suffix("sec").unwrap_or(value).trim();
+    value.parse().ok().filter(|secs| name.trim().is_empty() && (1..=86_400).contains(secs))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_is_read_from_what_slurm_prints() {
+        let config = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 75 sec\nLaunchParameters        = (null)\n";
+        assert_eq!(seconds(config), Some(75));
+        assert_eq!(seconds("KillWait=1 sec"), Some(1));
+        for none in [
+            "",
+            "KillOnBadExit = 30",
+            "KillWait = soon",
+            "KillWait = 0 sec",
+            "KillWait = 86401 sec",
+            "KillWaits = 5 sec",
+        ] {
+            assert_eq!(seconds(none), None, "{none}");
+        }
+    }
+}

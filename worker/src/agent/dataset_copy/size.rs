@@ -1,0 +1,42 @@
+//! Sizes in words.
+
+pub(super) fn megabytes(bytes: u64) -> String {
+    format!("{:.1} MB", bytes as f64 / 1e6)
+}
+
+/// At least so much.
+pub(super) fn up(bytes: u64) -> String {
+    format!("{:.1} MB", bytes.div_ceil(100_000) as f64 / 10.0)
+}
+
+/// At most so much.
+pub(super) fn down(bytes: u64) -> String {
+    format!("{:.1} MB", (bytes / 100_000) as f64 / 10.0)
+}
+
+/// Two sizes of which one is too large for the other: in bytes where they are the same in megabytes.
+pub(super) fn sizes(one: u64, other: u64) -> (String, String) {
+    match (megabytes(one), megabytes(other)) {
+        (a, b) if a == b => (format!("{one} bytes"), format!("{other} bytes")),
+        differ => differ,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_differ_are_told_apart() {
+        assert_eq!(sizes(2_000_000, 1_000_000), ("2.0 MB".into(), "1.0 MB".into()));
+        assert_eq!(sizes(1_000_001, 1_000_000), ("1000001 bytes".into(), "1000000 bytes".into()));
+    }
+
+    #[test]
+    fn what_is_needed_is_rounded_up_and_what_is_there_down() {
+        assert_eq!(
+            (up(100_000), up(100_001), down(199_999)),
+            ("0.1 MB".into(), "0.2 MB".into(), "0.1 MB".into())
+        );
+    }
+}

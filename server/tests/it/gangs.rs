@@ -59,7 +59,7 @@ pub async fn stopped(agent: &mut Agent) -> bool {
 }
 
 /// A job of four ranks that both have started.
-async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
+pub async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let attempt = again(a, b).await;
     (id, attempt)

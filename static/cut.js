@@ -32,10 +32,30 @@ export function cut(node, words) {
   if (node.tagName === "A") node.setAttribute("aria-label", words);
 }
 
-/** The same for a canvas, of at most `most` characters. */
+/** The place from `low` to `high` where a word begins that is the nearest to `wanted`; `wanted` where none does. */
+function between(all, wanted, low, high) {
+  let best = -1;
+  for (let at = low; at <= high && at < all.length; at++) if (begins(all, at) && (best < 0 || Math.abs(at - wanted) < Math.abs(best - wanted))) best = at;
+  return best < 0 ? wanted : best;
+}
+
+/** At most `most` characters: the beginning and the end, both cut between two words where there is a place near by. As protocol/src/cut.rs. */
 export function middle(words, most) {
-  const all = [...words], end = tail(all, most >> 1, Math.floor(most * 0.7)), begin = all.slice(0, most - end - 1);
-  return all.length <= most ? words : `${begin.join("")}…${all.slice(-end).join("")}`;
+  const all = [...words];
+  if (all.length <= most) return words;
+  const end = between(all, all.length - (most >> 1), all.length - Math.floor(most * 0.7), all.length - Math.max(1, most >> 2)), room = most - 1 - (all.length - end);
+  return `${all.slice(0, between(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
+}
+
+/** A path or a name of a sentence is not longer than this. */
+const WORD = 48;
+
+/** Writes a sentence with its long words (paths, names) shortened in the middle; the whole stands in the tooltip. */
+export function sentenceOf(node, words) {
+  const shown = words.split(" ").map((word) => middle(word, WORD)).join(" ");
+  if (node.textContent !== shown) node.textContent = shown;
+  const title = shown === words ? "" : words;
+  if (node.title !== title) node.title = title;
 }
 
 /** Writes words that may go on in the next line, as paths do: between two words of theirs. */

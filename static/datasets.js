@@ -23,10 +23,10 @@ function show(errors) {
 /** What a folder holds, in a sentence. */
 function found({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
-  const splits = info.splits.map((s) => `${count(s.samples)} ${s.name}`).join(", ");
+  const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
   const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
   const left = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
-  return `Found ${info.format.replace("_", " ")}: ${splits} pictures ${size}, ${plural(info.classes.length, "class").replace("classs", "classes")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
+  return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
 /** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */

@@ -16,6 +16,7 @@ import { Network } from "./job/network.js";
 import { Panels } from "./job/panels.js";
 import { Ranks } from "./job/ranks.js";
 import { Tabs } from "./job/tabs.js";
+import { waits } from "./jobs/queue.js";
 
 /** Further behind than this, history comes over REST again instead of event by event. */
 const FAR_BEHIND = 20_000;
@@ -28,7 +29,6 @@ const metrics = new Metrics(job.id, job.ranks, (name) => charts.points(name));
 const ranks = new Ranks(metrics, () => charts.redraw(true));
 const charts = new Charts(() => job, metrics, ranks);
 const panels = new Panels(() => job, charts, metrics, data.panels, data.may_change);
-const facts = new Facts(job, metrics, ranks);
 const log = new Log(job.id);
 const past = new History(job.id, () => { charts.marks(past.reasons); facts.queue = past.queue; factsSoon(); });
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
@@ -37,6 +37,8 @@ const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   byId("panels").scrollIntoView({ block: "nearest" });
 });
 checkpoints.draw();
+const facts = new Facts(job, metrics, ranks, checkpoints);
+checkpoints.changed.add(() => factsSoon());
 const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
@@ -47,6 +49,8 @@ const histograms = new Histograms(job.id), network = new Network(job.id);
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
+/** The attempt whose ranks' machines are known. */
+let seatsOf = job.attempt;
 log.ranks(job.ranks, job.attempt);
 /** For tests and consoles: `lockstep.charts.loss.snapshot()`, `lockstep.seq`. */
 window.lockstep = { charts: charts.all, panels, view: charts.view, metrics, get seq() { return stream?.seq ?? 0; }, get job() { return job; } };
@@ -71,7 +75,7 @@ function factsSoon() {
 // The clock moves on its own, and silence is noticed by nothing arriving.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
 // Its place in the queue changes with other jobs.
-setInterval(() => { if (job.state === "queued" && !document.hidden) past.load().catch(() => {}); }, 5000);
+setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
   if (isFinal(next.state) && !isFinal(job.state)) notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
@@ -109,7 +113,7 @@ function apply(event) {
       charts.redraw();
       break;
     case "state":
-      if (event.attempt > job.attempt) ranks.forget();
+      if (event.attempt > job.attempt) { ranks.forget(); seatsOf = null; }
       setJob({ ...job, state: event.state, reason: event.reason, cause: event.cause ?? null, attempt: event.attempt });
       refresh();
       break;
@@ -126,7 +130,7 @@ function refresh() {
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
-      await past.load();
+      await Promise.all([past.load(), seatsAgain()]);
     } catch { /* the stream's reconnection will show it */ }
   }, 150);
 }
@@ -187,15 +191,33 @@ async function reload() {
   }
 }
 
-/** What came with the page, as it is now: the ranks' reports and their machines, and the panels that not every job has. */
-async function pageAgain() {
+/** The page as the server writes it now, and what is in its data; null where it is another page: to sign in, which the next question leads to. */
+async function pageNow() {
   const answer = await get(`/jobs/${job.id}`);
   if (!answer.ok) throw new Problem(answer.status, null);
   const page = new DOMParser().parseFromString(await answer.text(), "text/html"), now = page.getElementById("data");
-  // Another page: to sign in, which the next question leads to.
-  if (!now) return;
+  return now && { page, now: JSON.parse(now.textContent) };
+}
+
+/** Which machines have the ranks of the attempt that is shown: no event tells. */
+async function seatsAgain() {
+  if (seatsOf === job.attempt) return;
+  const found = await pageNow();
+  if (found?.now.job.attempt !== job.attempt) return;
+  seatsOf = job.attempt;
+  // What the stream has told of the ranks is newer.
+  for (const { rank, agent } of found.now.ranks) ranks.seat({ rank, agent });
+  factsSoon();
+}
+
+/** What came with the page, as it is now: the ranks' reports and their machines, and the panels that not every job has. */
+async function pageAgain() {
+  const found = await pageNow();
+  if (!found) return;
+  const { page, now } = found;
   ranks.forget();
-  for (const seat of JSON.parse(now.textContent).ranks) ranks.seat(seat);
+  for (const seat of now.ranks) ranks.seat(seat);
+  seatsOf = now.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.more();
   if (tabs.isOpened("network")) network.load();

@@ -1,7 +1,7 @@
 // The machines, read again every few seconds and as jobs come and go; and the switch that lets one take no new work.
 
 import { read, write } from "./address.js";
-import { ask, byId, press, sentence, showLive, signIn, text } from "./page.js";
+import { ask, byId, confirmThen, press, sentence, showLive, signIn, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Lines, RANGES } from "./machines/lines.js";
 import { morph } from "./machines/morph.js";
@@ -39,6 +39,16 @@ byId("machines").addEventListener("click", async (event) => {
     text(button.closest(".machine").querySelector(".error"), "");
     await refresh();
   } catch (error) { text(button.closest(".machine").querySelector(".error"), sentence(error)); } finally { changing = false; }
+});
+
+byId("machines").addEventListener("click", (event) => {
+  const button = event.target.closest("[data-remove]");
+  if (!button) return;
+  const { remove, name } = button.dataset;
+  confirmThen({
+    title: `Remove ${name}?`, detail: "It is taken off this list, with what it has measured. Its checkpoints and logs on the server stay. An agent that starts there again joins again, unless its token or certificate is revoked.", yes: "Remove it",
+    act: async () => { await ask(`/api/v1/agents/${encodeURIComponent(remove)}`, { method: "DELETE" }); await refresh(); },
+  });
 });
 
 new Stream({

@@ -38,7 +38,10 @@ export function age(then, now) {
   return `${Math.floor(s / 86400)} d ago`;
 }
 
-export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+/** As `nouns` in protocol/src/numbers.rs. */
+const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun}es` : `${noun}s`);
+
+export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 
 /** `24.9 ms`, `1.52 s`. */
 export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);

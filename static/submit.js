@@ -182,9 +182,9 @@ function showMistakes(errors) {
 function showPlan(answer) {
   const { samples, steps_per_epoch, total_steps, global_batch_size } = answer ?? {};
   const parts = [];
-  if (samples) parts.push(`${count(samples)} pictures`);
+  if (samples) parts.push(plural(samples, "picture"));
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
-  if (steps_per_epoch) parts.push(`${count(steps_per_epoch)} steps an epoch`);
+  if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
   // Where the field holds a split that the dataset does not have and nobody chose it.
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");

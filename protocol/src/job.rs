@@ -231,7 +231,11 @@ pub struct Job {
     pub started_at: Option<jiff::Timestamp>,
     #[schema(value_type = Option<String>)]
     pub finished_at: Option<jiff::Timestamp>,
-    /// Highest validation accuracy so far, 0 to 1.
+    /// Seconds in which its attempts had their slots, from the start of each to its end: pauses, waiting in the queue and an attempt
+    /// that still runs do not count. Absent before the first has ended.
+    #[serde(default)]
+    pub ran_secs: Option<f64>,
+    /// Highest validation accuracy so far, 0 to 1, of all evaluations: there may be no checkpoint of it.
     pub best: Option<Measured>,
     /// The newest value of every metric.
     pub last: LastValues,

@@ -5,6 +5,8 @@
 pub mod access;
 pub mod agent;
 pub mod attempt;
+pub mod best;
+pub mod cut;
 pub mod dataset;
 pub mod fault;
 pub mod histograms;

@@ -5,9 +5,39 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 100.0).next_up())
 }
 
+/// `1 rank`, `4 ranks`, `2 classes`.
+pub fn plural(n: u64, noun: &str) -> String {
+    format!("{n} {}", nouns(n, noun))
+}
+
+/// The noun alone: `rank`, `ranks`. As `nouns` in `static/numbers.js`.
+pub fn nouns(n: u64, noun: &str) -> String {
+    let hisses = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
+    match (n, hisses) {
+        (1, _) => noun.to_owned(),
+        (_, true) => format!("{noun}es"),
+        (_, false) => format!("{noun}s"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_is_not_many() {
+        for (n, noun, words) in [
+            (0, "rank", "0 ranks"),
+            (1, "rank", "1 rank"),
+            (2, "rank", "2 ranks"),
+            (1, "class", "1 class"),
+            (10, "class", "10 classes"),
+            (3, "patch", "3 patches"),
+            (2, "other", "2 others"),
+        ] {
+            assert_eq!(plural(n, noun), words);
+        }
+    }
 
     #[test]
     fn ties_are_rounded_as_in_a_browser() {

@@ -1,11 +1,23 @@
 //! The queue as `GET /queue` lists it: what waits, in which order, for what, and which slots are kept for whom. Times are RFC 3339 UTC.
 
 use crate::{
-    job::{JobId, JobState},
+    job::{Job, JobId, JobState},
     reason::Reason,
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
+
+/// What a waiting job waits for now and, where its own reason tells how its last attempt ended instead, that behind it. As `#waiting` in
+/// `static/job/facts.js`.
+pub fn waits_for(job: &Job) -> Option<String> {
+    let now = job.queue.as_ref().and_then(|queue| queue.reason.as_ref()).map(Reason::words);
+    match (now, job.reason.as_deref()) {
+        (Some(now), Some(before)) if now != before && job.attempt > 0 => {
+            Some(format!("{now}. Before: {before}"))
+        }
+        (now, reason) => now.or(reason).map(str::to_owned),
+    }
+}
 
 /// A page of the queue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

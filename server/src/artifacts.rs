@@ -151,6 +151,9 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
 /// # Errors
 /// The disk.
 pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> {
+    if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
+        return Ok(());
+    }
     let (job_dir, attempt) = (app.job_dir(&report.attempt.job), report.attempt.attempt);
     let mut events = std::mem::take(&mut report.events);
     let kept = move || {

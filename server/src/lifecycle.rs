@@ -64,6 +64,11 @@ fn go(
         row.waiting_since = Some(at);
     }
     let job = &mut row.job;
+    match (job.state.is_active(), state.is_active()) {
+        (false, true) => row.progress.begin(at),
+        (true, false) => job.ran_secs = row.progress.end(at),
+        _ => {}
+    }
     job.state = state;
     job.set_reason(match (reason, next) {
         (Some(reason), Some(next)) => Some(reason.then(next)),

@@ -173,6 +173,11 @@ impl Machines {
         }
     }
 
+    /// Forgets a machine.
+    pub(crate) fn forget(&self, agent: &str) {
+        self.all().remove(agent);
+    }
+
     /// The newest sample of a machine.
     pub(crate) fn newest(&self, agent: &str) -> Option<Newest> {
         let all = self.all();

@@ -90,6 +90,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(datasets::show, datasets::delete))
         .routes(routes!(agents::list))
         .routes(routes!(machine_metrics::find))
+        .routes(routes!(agents::remove))
         .routes(routes!(agents::drain))
         .routes(routes!(agents::undrain))
         .routes(routes!(agent_socket::socket))

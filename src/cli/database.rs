@@ -1,6 +1,7 @@
 //! `lockstep migrate`, `backup` and `restore`: operations on a database outside of the server.
 
 use super::{block_on, file, output, wrong};
+use lockstep_protocol::numbers::plural;
 use lockstep_server::{
     ServeConfig,
     store::{
@@ -150,7 +151,9 @@ fn report(did: &str, location: &Location, file: &Path, done: &Summary, json: boo
     let rows: u64 = done.tables.iter().map(|(_, rows)| rows).sum();
     let jobs = done.tables.iter().find(|(name, _)| name == "jobs").map_or(0, |(_, rows)| *rows);
     output::line(format_args!(
-        "{did} {jobs} jobs ({rows} rows, {:.1} MB): {location}, {}",
+        "{did} {} ({}, {:.1} MB): {location}, {}",
+        plural(jobs, "job"),
+        plural(rows, "row"),
         done.size_bytes as f64 / 1e6,
         file.display()
     ))

@@ -13,6 +13,7 @@ use super::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::dataset::{Dataset, DatasetInfo};
+use lockstep_protocol::numbers::plural;
 use lockstep_worker::data::PrepareSettings;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
@@ -303,7 +304,7 @@ fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
 
 fn unnamed(count: u64) -> anyhow::Result<()> {
     if count > 0 {
-        output::line(format_args!("and {count} more broken files"))?;
+        output::line(format_args!("and {}", plural(count, "more broken file")))?;
     }
     Ok(())
 }
@@ -319,14 +320,13 @@ pub(super) fn sentence(info: &DatasetInfo) -> String {
     };
     let broken = match info.broken_count {
         0 => String::new(),
-        1 => ", 1 broken file".to_owned(),
-        n => format!(", {n} broken files"),
+        n => format!(", {}", plural(n, "broken file")),
     };
     format!(
-        "{}, {} classes, pictures {size}, {} channels: {}{broken}",
+        "{}, {}, pictures {size}, {}: {}{broken}",
         info.format,
-        info.classes.len(),
-        info.channels,
+        plural(info.classes.len() as u64, "class"),
+        plural(info.channels.into(), "channel"),
         splits(info)
     )
 }

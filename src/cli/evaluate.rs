@@ -7,6 +7,7 @@ use super::{
     output,
 };
 use indicatif::{ProgressBar, ProgressStyle};
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{inspect::ModelEvaluation, numbers::percent};
 use reqwest::{Method, StatusCode};
 use serde::Serialize;
@@ -87,9 +88,9 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
 
 fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
     output::line(format_args!(
-        "checkpoint {checkpoint}: accuracy {:.2} % of {} pictures, loss {:.4}",
+        "checkpoint {checkpoint}: accuracy {:.2} % of {}, loss {:.4}",
         found.accuracy * 100.0,
-        found.samples,
+        plural(found.samples, "picture"),
         found.loss
     ))?;
     let rows: Vec<_> = found

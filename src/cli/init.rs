@@ -4,6 +4,7 @@ mod choice;
 
 use super::{api::mistake, dataset, output, wrong};
 use choice::Choice;
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{dataset::DatasetInfo, spec::from_toml};
 use lockstep_worker::data;
 use std::{
@@ -118,7 +119,7 @@ fn classes(info: &DatasetInfo) -> String {
     let named = named.collect::<Vec<_>>().join(", ");
     let more = info.classes.len().saturating_sub(NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("{} classes: {named}{more}.", info.classes.len())
+    format!("{}: {named}{more}.", plural(info.classes.len() as u64, "class"))
 }
 
 /// Lines of a comment.

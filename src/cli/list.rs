@@ -89,7 +89,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
     let rows: Vec<_> = jobs.iter().map(row).collect();
-    output::table(["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST"], &rows)
+    let header = ["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST"];
+    output::table_of_names(header, &["NAME"], &rows)
 }
 
 fn row(job: &Job) -> [String; 8] {

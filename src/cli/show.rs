@@ -4,7 +4,10 @@ use super::{
     api::{ServerArgs, list},
     block_on, output,
 };
-use lockstep_protocol::{Job, job::Batch, labels::DEFAULT_PROJECT, reason::Reason};
+use lockstep_protocol::numbers::plural;
+use lockstep_protocol::{
+    Job, agent::CheckpointInfo, best::best_checkpoint, job::Batch, labels::DEFAULT_PROJECT, reason::Reason,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -23,10 +26,14 @@ pub(crate) struct Args {
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let (job, answer) = block_on(async {
+    let (job, answer, checkpoints) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let answer: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-        anyhow::Ok((job, answer))
+        let checkpoints = match args.server.json {
+            true => Vec::new(),
+            false => api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?,
+        };
+        anyhow::Ok((job, answer, checkpoints))
     })?;
     if args.server.json {
         // As the server sent them, so that fields of a newer server are included.
@@ -34,7 +41,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::json(&Shown { job, attempts });
     }
     let attempts: Vec<AttemptRow> = list(&answer, "attempts")?;
-    for (key, value) in lines(&job).into_iter().chain(attempts.iter().map(line)) {
+    let checkpoints: Vec<CheckpointInfo> = list(&Value::Array(checkpoints), "checkpoints")?;
+    for (key, value) in lines(&job, &checkpoints).into_iter().chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
     output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
@@ -73,7 +81,7 @@ fn line(attempt: &AttemptRow) -> (String, String) {
     (format!("attempt {}", attempt.attempt), text)
 }
 
-fn lines(job: &Job) -> Vec<(String, String)> {
+fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
     let percent = |value: f64| format!("{:.2} %", value * 100.0);
     let mut lines = vec![("job", job.id.to_string()), ("name", job.name.clone())];
     let state = match &job.reason {
@@ -112,7 +120,7 @@ fn lines(job: &Job) -> Vec<(String, String)> {
     ));
     if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
-        let ranks = if job.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", job.ranks) };
+        let ranks = plural(job.ranks.into(), "rank");
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
     }
     if job.attempt > 0 {
@@ -130,9 +138,15 @@ fn lines(job: &Job) -> Vec<(String, String)> {
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
         ("validation accuracy", job.last.val_accuracy.map(percent)),
         ("best", job.best.map(|best| format!("{} after epoch {}", percent(best.value), best.epoch))),
+        (
+            "best checkpoint",
+            best_checkpoint(checkpoints)
+                .map(|(c, accuracy)| format!("{}-{}, {}", c.epoch, c.step, percent(accuracy))),
+        ),
         ("created", Some(job.created_at.to_string())),
         ("started", job.started_at.map(|t| t.to_string())),
         ("finished", job.finished_at.map(|t| t.to_string())),
+        ("ran", job.ran_secs.map(|secs| format!("{secs:.0} s, without pauses and waiting"))),
     ];
     lines.extend(optional.into_iter().filter_map(|(key, value)| Some((key, value?))));
     lines.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()

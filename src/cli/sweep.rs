@@ -5,6 +5,7 @@ use super::{
     api::{Api, mistake},
     job_file, output, wrong,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job,
     spec::{from_json, set_key, shortened, toml_document},
@@ -45,7 +46,8 @@ impl Submitted {
         for job in &self.jobs {
             output::line(format_args!("{}  {}/jobs/{}  {}", job.id, api.base(), job.id, job.spec.name))?;
         }
-        output::line(format_args!("{} jobs: {}/jobs?tag={}", self.jobs.len(), api.base(), self.tag))
+        let jobs = plural(self.jobs.len() as u64, "job");
+        output::line(format_args!("{jobs}: {}/jobs?tag={}", api.base(), self.tag))
     }
 }
 

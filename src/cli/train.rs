@@ -9,6 +9,7 @@ mod show;
 use super::{api::mistake, init_tracing, output, wrong};
 use launcher::{Place, Ranks};
 use local::Ended;
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::{AttemptRef, FencingToken, StartAttempt},
@@ -252,7 +253,8 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
             out.join("checkpoints").display()
         )),
         Ended::Succeeded { accuracy: None, step } => output::line(format_args!(
-            "succeeded: {step} steps in {:.0} s; checkpoints are in {}",
+            "succeeded: {} in {:.0} s; checkpoints are in {}",
+            plural(*step, "step"),
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display()
         )),

@@ -6,6 +6,7 @@ use super::{
     block_on, job_file, output, wrong,
 };
 use lockstep_protocol::JobSpec;
+use lockstep_protocol::numbers::plural;
 use lockstep_worker::{checkpoint, data};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -96,12 +97,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&answer);
     }
     output::line(format_args!(
-        "{} has no mistake: {} training pictures, {} a step, {} steps an epoch, {} steps",
+        "{} has no mistake: {}, {} a step, {} an epoch, {}",
         args.job.display(),
-        plan.samples,
+        plural(plan.samples, "training picture"),
         plan.global_batch_size,
-        plan.steps_per_epoch,
-        plan.total_steps
+        plural(plan.steps_per_epoch, "step"),
+        plural(plan.total_steps, "step")
     ))
 }
 

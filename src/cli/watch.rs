@@ -1,19 +1,17 @@
 //! `lockstep watch`: a job's progress, live.
 
+mod progress;
+
 use super::{
     api::{Api, PATIENCE, ServerArgs},
     block_on, output, sentence, wrong,
 };
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::{
     Job, JobState,
     stream::{Event, EventBody, Frame},
 };
-use std::{
-    collections::BTreeMap,
-    io::IsTerminal,
-    time::{Duration, Instant},
-};
+use progress::Progress;
+use std::time::{Duration, Instant};
 
 /// Show a job's progress until it ends
 #[derive(clap::Args)]
@@ -24,8 +22,8 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Without a terminal a line of progress is printed this often.
-const LINE_EVERY: Duration = Duration::from_secs(2);
+/// A waiting job is asked this often where it stands: that depends on other jobs, and is no event of its own.
+const ASK_EVERY: Duration = Duration::from_secs(2);
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
@@ -59,7 +57,8 @@ pub(crate) fn announce(job: &Job) {
 /// The job did not succeed, or the server went away.
 pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Result<()> {
     let mut progress = Progress::new(&job, json);
-    let job = follow(api, job, |frame| progress.show(frame)).await?;
+    progress.stands(&job)?;
+    let job = follow(api, job, &mut progress).await?;
     progress.finish();
     if json {
         output::json(&job)?;
@@ -111,13 +110,9 @@ impl std::fmt::Display for NotSucceeded {
 
 impl std::error::Error for NotSucceeded {}
 
-/// Hands every frame of a job's stream to `see`, each event once, however often the connection breaks;
-/// returns the job when it is over.
-async fn follow(
-    api: &Api,
-    job: Job,
-    mut see: impl FnMut(&Frame) -> anyhow::Result<()>,
-) -> anyhow::Result<Job> {
+/// Hands every frame of a job's stream to `progress`, each event once, however often the connection breaks, and says where the
+/// job stands while it waits; returns the job when it is over.
+async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<Job> {
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
     let mut pause = RETRY.0;
@@ -126,7 +121,20 @@ async fn follow(
         let lost = match api.stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
-                match stream.next().await {
+                let next = match progress.waits() {
+                    false => stream.next().await,
+                    true => match tokio::time::timeout(ASK_EVERY, stream.next()).await {
+                        Ok(next) => next,
+                        Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
+                            Ok(now) => {
+                                progress.stands(&now)?;
+                                continue;
+                            }
+                            Err(error) => Err(error),
+                        },
+                    },
+                };
+                match next {
                     Err(error) => break Some(error),
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
@@ -145,7 +153,7 @@ async fn follow(
                                 over = state.is_final();
                             }
                         }
-                        see(&frame)?;
+                        progress.show(&frame)?;
                         if over {
                             break None;
                         }
@@ -185,138 +193,8 @@ pub(crate) fn summary(job: &Job) -> String {
             }
         }
     }
-    if let (Some(started), Some(finished)) = (job.started_at, job.finished_at) {
-        let secs = (finished.as_millisecond() - started.as_millisecond()).max(0) as f64 / 1000.0;
+    if let Some(secs) = job.ran_secs {
         line += &format!(" in {secs:.0} s");
     }
     line
-}
-
-/// What is shown while a job runs: a bar on a terminal, else lines; or every frame as JSON.
-struct Progress {
-    json: bool,
-    bar: Option<ProgressBar>,
-    steps_per_epoch: u64,
-    total_steps: u64,
-    step: u64,
-    /// The newest loss of each rank.
-    losses: BTreeMap<u32, f32>,
-    images_per_second: Option<f64>,
-    last_line: Option<Instant>,
-}
-
-impl Progress {
-    fn new(job: &Job, json: bool) -> Self {
-        let bar = (!json && std::io::stderr().is_terminal() && std::io::stdout().is_terminal()).then(|| {
-            let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10));
-            if let Ok(style) =
-                ProgressStyle::with_template("{prefix:.bold} {wide_bar} {pos}/{len} {msg} {eta} left")
-            {
-                bar.set_style(style);
-            }
-            bar.set_prefix(job.state.as_str());
-            bar
-        });
-        let mut this = Self {
-            json,
-            bar,
-            steps_per_epoch: 0,
-            total_steps: 0,
-            step: job.step,
-            losses: BTreeMap::new(),
-            images_per_second: job.images_per_second,
-            last_line: None,
-        };
-        this.plan(job.total_steps, job.steps_per_epoch, job.step);
-        this
-    }
-
-    fn plan(&mut self, total_steps: u64, steps_per_epoch: u64, step: u64) {
-        (self.total_steps, self.steps_per_epoch, self.step) = (total_steps, steps_per_epoch, step);
-        if let Some(bar) = &self.bar {
-            bar.set_length(total_steps);
-            bar.set_position(step);
-            bar.reset_eta();
-        }
-    }
-
-    fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
-        if self.json {
-            return output::line(serde_json::to_string(frame)?);
-        }
-        let event = match frame {
-            Frame::Event(event) => event,
-            Frame::Progress(pace) => {
-                self.images_per_second = pace.images_per_second;
-                return Ok(());
-            }
-            _ => return Ok(()),
-        };
-        match &event.body {
-            EventBody::State { state, reason, .. } => {
-                if let Some(bar) = &self.bar {
-                    bar.set_prefix(state.as_str());
-                }
-                if !state.is_final() {
-                    let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
-                    self.say(format!("{state}{reason}"))?;
-                }
-            }
-            EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
-                self.plan(*total_steps, *steps_per_epoch, *start_step);
-            }
-            EventBody::Metrics { rank, name, steps, values, .. } => {
-                let Some((step, value)) = steps.last().zip(values.last()) else { return Ok(()) };
-                if name == "loss" {
-                    self.losses.insert(*rank, value.unwrap_or(f32::NAN));
-                    self.step = self.step.max(*step);
-                    self.moved()?;
-                }
-            }
-            EventBody::Evaluation { evaluation, .. } => {
-                self.say(format!(
-                    "epoch {}: validation accuracy {}, loss {:.4}",
-                    evaluation.epoch,
-                    lockstep_protocol::numbers::percent(evaluation.accuracy),
-                    evaluation.loss
-                ))?;
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// A line that stays.
-    fn say(&mut self, text: String) -> anyhow::Result<()> {
-        match &self.bar {
-            Some(bar) => {
-                bar.suspend(|| output::line(text))?;
-            }
-            None => output::line(text)?,
-        }
-        Ok(())
-    }
-
-    fn moved(&mut self) -> anyhow::Result<()> {
-        let loss = self.losses.values().sum::<f32>() / self.losses.len().max(1) as f32;
-        let speed = self.images_per_second.map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
-        if let Some(bar) = &self.bar {
-            bar.set_position(self.step);
-            bar.set_message(format!("loss {loss:.4}{speed}"));
-        } else if self.last_line.is_none_or(|at| at.elapsed() >= LINE_EVERY) {
-            self.last_line = Some(Instant::now());
-            let epoch = self.step.saturating_sub(1).checked_div(self.steps_per_epoch).map_or(1, |e| e + 1);
-            output::line(format_args!(
-                "epoch {epoch}, step {} of {}: loss {loss:.4}{speed}",
-                self.step, self.total_steps
-            ))?;
-        }
-        Ok(())
-    }
-
-    fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
 }

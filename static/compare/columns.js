@@ -7,12 +7,13 @@ import { written } from "../settings.js";
 import { settings } from "./names.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
-const took = (j) => (j.started_at ? (Date.parse(j.finished_at ?? new Date(serverNow()).toISOString()) - Date.parse(j.started_at)) / 1000 : NaN);
+/** Without pauses and waiting in the queue: of the attempts that have ended, and of a first one so far. */
+const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
 /** Key in the address, name, value of a job, how it is written. */
 export const RESULTS = [
   ["loss", "loss", (j) => j.last.loss, value], ["val_loss", "val. loss", (j) => j.last.val_loss, value], ["accuracy", "accuracy", (j) => j.last.accuracy, percent],
   ["val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent], ["best", "best accuracy", (j) => j.best?.value, percent],
-  ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "time", took, clock],
+  ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "ran for", ran, clock],
 ];
 
 /** A column of numbers. `at(v)`: from 0, the lowest, to 1. */

@@ -6,6 +6,12 @@ import { bytes, count, percent } from "../numbers.js";
 /** Links of a row; `average` is there in jobs that keep one. */
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
+/** The best of all evaluations and its epoch, and the best checkpoint's accuracy where that is another number. As `best_words` in protocol/src/best.rs. */
+export function bestWords(best, checkpoint) {
+  const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
+  return `best ${shown} at ${best.epoch}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
+}
+
 export class Checkpoints {
   #all = new Map();
   /** Called when there is another one, or one less. */
@@ -23,6 +29,9 @@ export class Checkpoints {
 
   get size() { return this.#all.size; }
   get newest() { return this.sorted[0]; }
+  /** The one that commands call `best`. */
+  get best() { return this.sorted.find((c) => c.best); }
+  has(step) { return [...this.#all.values()].some((c) => c.step === step); }
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 

@@ -1,6 +1,9 @@
 // The row of numbers, the title's line and the banner: what one glance has to answer.
 
 import { byId, text } from "../page.js";
+import { bestWords } from "./checkpoints.js";
+import { sentenceOf } from "../cut.js";
+import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, timeOfDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"];
@@ -30,9 +33,10 @@ export class Facts {
   /** `{ place, reason }` while the job waits. */
   queue = null;
 
-  constructor(job, metrics, ranks) {
-    Object.assign(this, { job, metrics, ranks });
+  constructor(job, metrics, ranks, checkpoints) {
+    Object.assign(this, { job, metrics, ranks, checkpoints });
     this.#step = job.step;
+    this.queue = job.queue ?? null;
   }
 
   draw(now = Date.now()) {
@@ -55,9 +59,10 @@ export class Facts {
     bar.value = Math.min(step, total);
     bar.dataset.state = job.state;
 
-    if (done && job.started_at && job.finished_at) {
-      label("left", "Took");
-      fact("left", clock((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000), "");
+    // Without pauses, and without waiting in the queue.
+    if (done && job.ran_secs != null) {
+      label("left", "Ran for");
+      fact("left", clock(job.ran_secs), "");
     } else {
       label("left", "Left");
       const left = job.state === "running" ? job.eta_secs : null;
@@ -70,7 +75,11 @@ export class Facts {
     byId("loss").title = last == null ? "" : String(last);
 
     const [measured, best] = this.#accuracy();
-    fact("accuracy", measured == null ? "–" : percent(measured), best ? `best ${percent(best.value)} at ${best.epoch}` : "");
+    fact("accuracy", measured == null ? "–" : percent(measured), best ? bestWords(best, this.checkpoints.best) : "");
+    // Once there are checkpoints: whoever takes the best one should know that it is not the best epoch's.
+    const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
+    byId("best-note").hidden = !lost;
+    text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
     const wait = this.ranks.waitShare();
     text(byId("wait"), Number.isFinite(wait) ? percent(wait) : "–");
 
@@ -87,7 +96,7 @@ export class Facts {
         const v = segment.mean[i];
         if (!Number.isFinite(v)) continue;
         last = v;
-        if (!best || segment.max[i] > best.value) best = { value: segment.max[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
+        if (!best || segment.max[i] > best.value) best = { value: segment.max[i], step: segment.steps[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
       }
     }
     return [last ?? job.last.val_accuracy, best ?? job.best];
@@ -118,7 +127,7 @@ export class Facts {
     const { tone, what, why, link = ["#panels", "Log"] } = found;
     band.dataset.tone = tone;
     text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
-    text(byId("banner-why"), why ?? "");
+    sentenceOf(byId("banner-why"), why ?? "");
     // Without what counts up: that would be read out again every second.
     const said = `${what} ${why ?? ""}`.trim(), steady = said.replace(/\d[\d:,.]*/g, "");
     if (steady !== this.#said) { this.#said = steady; text(byId("banner-status"), said); }
@@ -127,12 +136,12 @@ export class Facts {
     text(a, link[1]);
   }
 
-  /** Its place, and what it waits for now: its own reason may say how its last attempt ended. */
+  /** Its place, and what it waits for now: its own reason may say how its last attempt ended. As `waiting` in web/src/job.rs. */
   #waiting(reason) {
-    const { queue } = this, now = queue?.reason?.words;
-    if (!queue && !reason) return null;
-    const why = now && reason && now !== reason && this.job.attempt ? `${now}. Before: ${reason}` : now ?? reason;
-    return { tone: "warn", what: queue ? `Waiting, number ${queue.place} in the queue.` : "Waiting.", why, link: ["/queue", "Queue"] };
+    const { queue, job } = this, now = queue?.reason?.words, again = job.state === "restarting";
+    if (!queue && !reason && !again) return null;
+    const why = now && reason && now !== reason && job.attempt ? `${now}. Before: ${reason}` : now ?? reason;
+    return { tone: "warn", what: `${again ? "Starting again" : "Waiting"}${queue ? `, number ${queue.place} in the queue` : ""}.`, why, link: ["/queue", "Queue"] };
   }
 
   #trouble(now, step) {
@@ -141,8 +150,8 @@ export class Facts {
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
-      case "restarting": return { tone: "warn", what: "Starting again.", why: reason };
-      case "queued": return this.#waiting(reason);
+      case "queued":
+      case "restarting": return this.#waiting(reason);
       case "running": break;
       case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
@@ -166,7 +175,7 @@ export class Facts {
 function unreadable({ unreadable: flaw, state, finished_at }, reason) {
   const shown = `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest.`;
   // A state of another version is given as failed, without an end.
-  if (["queued", "restarting", "paused"].includes(state) || (state === "failed" && !finished_at)) {
+  if (waits({ state }) || state === "paused" || (state === "failed" && !finished_at)) {
     return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;
   }
   return state === "failed" ? `${shown} The job failed: ${reason}` : shown;

@@ -252,7 +252,7 @@ export class Log {
     if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line has this.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
       : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones not searched yet" : ""}`
-      : this.#older ? `${count(this.box.childElementCount)} lines, older ones above` : this.#total ? plural(this.#total, "line") : "");
+      : this.#older ? `${plural(this.box.childElementCount, "line")}, older ones above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
 }

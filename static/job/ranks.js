@@ -53,8 +53,8 @@ export class Ranks {
 
   reportOf(rank) { return this.#reports.get(rank); }
 
-  /** A new attempt: what was said of the old one's ranks no longer holds. */
-  forget() { this.#reports.clear(); this.#slowSince.clear(); }
+  /** A new attempt: what was said of the old one's ranks, and where they were, no longer holds. */
+  forget() { this.#reports.clear(); this.#slowSince.clear(); this.#seats.clear(); }
 
   /** How a rank's step divides, in milliseconds, over the newest steps. */
   split(rank) {
@@ -77,11 +77,16 @@ export class Ranks {
 
   /** What the job's speed depends on, in words, or "" while there are too few steps to know. */
   #limit(splits) {
-    const known = splits.filter((s, rank) => s.step > 0 && this.metrics.of("step_ms", rank).last?.lastStep >= WINDOW);
+    const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastStep >= WINDOW);
     if (!known.length) return "";
     // All wait for the rank whose pictures come last.
-    const share = Math.max(...known.map((s) => s.data / s.step));
-    return share > STARVED ? ` · limited by pictures (${percent(share, 0)} of a step waits for them)` : " · limited by computing";
+    const pictures = Math.max(...known.map((s) => s.data / s.step));
+    // A rank's wait is for slower ranks and for the gradients' way. Whoever comes last waits for the latter alone.
+    const last = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = last.wait / last.step;
+    if (last.wait > last.compute && all_reduce > pictures) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
+    if (pictures > STARVED) return ` · limited by pictures (${percent(pictures, 0)} of a step waits for them)`;
+    if (known.length > 1 && known.every((s) => s === last || s.wait > s.compute)) return ` · limited by rank ${last.rank}: the others wait for it`;
+    return " · limited by computing";
   }
 
   /** The rank that holds the others up: `{ rank, share, since, cause }`, or null. */

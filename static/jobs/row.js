@@ -51,8 +51,8 @@ export function fill(row, job) {
 
 function progress(job) {
   if (FINAL.includes(job.state)) {
-    return job.started_at && job.finished_at
-      ? `took ${clock((Date.parse(job.finished_at) - Date.parse(job.started_at)) / 1000)}` : "never started";
+    if (!job.started_at) return "never started";
+    return job.ran_secs == null ? "" : `ran for ${clock(job.ran_secs)}`;
   }
   if (!job.total_steps) return "";
   const epoch = `epoch ${job.epoch} of ${Math.ceil(job.total_steps / (job.steps_per_epoch || 1))}`;

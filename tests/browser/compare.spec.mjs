@@ -270,7 +270,7 @@ describe("results", () => {
   test("have a column for each that has an axis, validation loss among them, and sort by it", async () => {
     const page = await browser.page(server, where());
     await drawn(page);
-    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "time"]);
+    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();

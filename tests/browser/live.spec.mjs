@@ -59,6 +59,18 @@ describe("a rank's lane", () => {
       for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
     }, [job.id, RANKS]);
     await until("pictures come in time", async () => (await note.textContent()) === "last 50 steps · limited by computing · 790 images/s in all");
+    /** Further steps of 40.5 ms, with so much of them in all-reduce on each rank. */
+    const waiting = (from, waits) => agent.evaluate(async ([id, from, waits]) => {
+      const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
+      const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
+      for (const [rank, wait] of waits.entries()) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5), column("all_reduce_ms", wait)] }]);
+    }, [job.id, from, waits]);
+    await waiting(111, [30.5, 32.5, 28.5, 30.5]);
+    await until("gradients take longer than computing", async () => /^last 50 steps · limited by communication \(all-reduce takes 70 % of a step\) · /.test(await note.textContent()));
+    await waiting(161, [30.5, 30.5, 1.5, 30.5]);
+    await until("three wait for one", async () => /^last 50 steps · limited by rank 2: the others wait for it · /.test(await note.textContent()));
+    await waiting(211, [10.5, 10.5, 10.5, 10.5]);
+    await until("computing takes longest", async () => /^last 50 steps · limited by computing · /.test(await note.textContent()));
     const words = await lane(1).locator(".rank-about").innerText();
     for (const told of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(told), `${told} in ${words}`);
 

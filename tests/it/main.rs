@@ -59,4 +59,5 @@ mod sweeps;
 mod throughput;
 mod tls;
 mod train;
+mod watch;
 mod world_size;

@@ -61,6 +61,7 @@ fn sample(
         created_at: started,
         started_at: (share > 0.0).then_some(started),
         finished_at: state.is_final().then_some(started + SignedDuration::from_secs(194)),
+        ran_secs: state.is_final().then_some(187.0),
         best: (share > 0.2).then_some(Measured { value: 0.889, step: 2340, epoch: 6 }),
         last: LastValues {
             loss: (share > 0.0).then_some(0.4127),

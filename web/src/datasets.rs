@@ -2,7 +2,7 @@
 
 use crate::{
     layout::{Bar, Nav, Viewer},
-    numbers::{age, count},
+    numbers::{age, count, plural},
 };
 use askama::Template;
 use jiff::Timestamp;
@@ -67,6 +67,7 @@ struct DatasetCard<'a> {
     dataset: &'a Dataset,
     format: &'static str,
     pictures: String,
+    class_count: String,
     normalisation: String,
     age: String,
     /// Class name, then its samples in each split.
@@ -98,6 +99,7 @@ impl<'a> DatasetCard<'a> {
                 (0, _) | (_, 0) => "pictures of different sizes".into(),
                 (w, h) => format!("{w} × {h}, {}", if info.channels == 1 { "grey" } else { "colour" }),
             },
+            class_count: plural(info.classes.len() as u64, "class"),
             normalisation: format!("mean {} · std {}", numbers(&info.mean), numbers(&info.std)),
             age: age(dataset.added_at, now),
             classes: classes
@@ -111,8 +113,7 @@ impl<'a> DatasetCard<'a> {
             more_classes: info.classes.len().saturating_sub(Self::CLASSES_SHOWN),
             broken: match info.broken_count {
                 0 => String::new(),
-                1 => "1 file cannot be read".into(),
-                n => format!("{} files cannot be read", count(n)),
+                n => format!("{} cannot be read", plural(n, "file")),
             },
         }
     }

@@ -2,14 +2,16 @@
 
 use crate::{
     layout::{Bar, Nav, Viewer, data_block},
-    numbers::{bytes, clock, count, percent, plural, rate, value},
+    numbers::{Shown, bytes, clock, count, percent, plural, rate, value},
 };
 use askama::Template;
 use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
+    best::best_words,
     job::{Job, JobState},
     panels::Panel,
+    queue::waits_for,
 };
 use serde::Serialize;
 
@@ -93,7 +95,7 @@ impl JobPage {
             panels: &self.panels,
             may_change: self.may_change,
         })?;
-        JobTemplate { facts: Facts::new(&self.job), page: self, job: &self.job, data }.render()
+        JobTemplate { facts: Facts::new(self), page: self, job: &self.job, data }.render()
     }
 }
 
@@ -140,19 +142,27 @@ impl JobTemplate<'_> {
     }
 
     /// The banner's first words and its sentence, when something is wrong.
-    fn banner(&self) -> Option<(&'static str, String)> {
+    fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Before the state, which another version may have called something else.
         if let Some(flaw) = &self.job.unreadable {
-            return Some(("Not all of this job can be read.", unreadable(flaw, self.job, &reason)));
+            return Some((
+                "Not all of this job can be read.".to_owned(),
+                Shown::sentence(&unreadable(flaw, self.job, &reason)),
+            ));
         }
-        match self.job.state {
-            JobState::Failed => Some(("The job failed.", reason)),
-            JobState::Lost => Some(("Its machine is silent.", reason)),
-            JobState::Restarting => Some(("Starting again.", reason)),
-            JobState::Queued if !reason.is_empty() => Some(("Waiting.", reason)),
-            _ => None,
+        let (mut what, why) = match self.job.state {
+            JobState::Failed => ("The job failed.".to_owned(), reason),
+            JobState::Lost => ("Its machine is silent.".to_owned(), reason),
+            JobState::Restarting | JobState::Queued => waiting(self.job)?,
+            _ => return None,
+        };
+        // The sentence goes on.
+        if why.starts_with(|c: char| c.is_ascii_lowercase()) && what.ends_with('.') {
+            what.pop();
+            what.push(':');
         }
+        Some((what, Shown::sentence(&why)))
     }
 
     /// `bad`, `warn`: how the banner is coloured.
@@ -191,6 +201,18 @@ impl JobTemplate<'_> {
         let averaged_from = self.job.spec.train.ema_steps;
         CheckpointRow { averaged: self.is_averaged(), averaged_from, ..CheckpointRow::default() }
     }
+}
+
+/// Its place in the queue, and what it waits for now. As `#waiting` in `static/job/facts.js`.
+fn waiting(job: &Job) -> Option<(String, String)> {
+    let again = job.state == JobState::Restarting;
+    let why = waits_for(job);
+    if job.queue.is_none() && why.is_none() && !again {
+        return None;
+    }
+    let place = job.queue.as_ref().map(|queue| format!(", number {} in the queue", queue.place));
+    let what = if again { "Starting again" } else { "Waiting" };
+    Some((format!("{what}{}.", place.unwrap_or_default()), why.unwrap_or_default()))
 }
 
 /// As `unreadable` in `static/job/facts.js`.
@@ -233,6 +255,7 @@ struct Facts {
     total_steps: u64,
     epoch: (String, String),
     steps: (String, String),
+    left_label: &'static str,
     left: (String, String),
     speed: (String, String),
     loss: (String, String),
@@ -240,15 +263,13 @@ struct Facts {
 }
 
 impl Facts {
-    fn new(job: &Job) -> Self {
+    fn new(page: &JobPage) -> Self {
+        let job = &page.job;
         let dash = || "–".to_owned();
         let none = String::new;
         let known = job.total_steps > 0;
         let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
-        let took = match (job.started_at, job.finished_at) {
-            (Some(start), Some(end)) => Some(clock((end.as_second() - start.as_second()) as f64)),
-            _ => None,
-        };
+        let ran = job.ran_secs.filter(|_| job.state.is_final()).map(clock);
         Self {
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
@@ -262,8 +283,9 @@ impl Facts {
             } else {
                 (dash(), none())
             },
-            left: match (took, job.eta_secs) {
-                (Some(took), _) => (took, "in all".into()),
+            left_label: if ran.is_some() { "Ran for" } else { "Left" },
+            left: match (ran, job.eta_secs) {
+                (Some(ran), _) => (ran, none()),
                 (None, Some(left)) => (clock(left), none()),
                 (None, None) => (dash(), none()),
             },
@@ -274,7 +296,7 @@ impl Facts {
             loss: (job.last.loss.map_or_else(dash, value), none()),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, percent),
-                job.best.map_or_else(none, |b| format!("best {} at {}", percent(b.value), b.epoch)),
+                job.best.map_or_else(none, |best| best_words(best, page.checkpoints.iter().map(|c| &c.info))),
             ),
         }
     }

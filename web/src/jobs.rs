@@ -73,10 +73,10 @@ impl JobsTemplate<'_> {
     }
 
     fn states(&self) -> Vec<StateLink> {
-        use JobState::{Cancelled, Failed, Paused, Queued, Running, Succeeded};
+        use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Succeeded};
         let chosen = &self.page.filter.states;
-        let mut shown = vec![Running, Queued, Paused, Succeeded, Failed, Cancelled];
-        // Rarer states reached through the address are shown while they are chosen.
+        let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
+        // States that pass within seconds are reached through the address, and shown while they are chosen.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
         let all = StateLink { label: "all", state: "", leads_to: String::new(), on: chosen.is_empty() };
         let link = |state: JobState| {
@@ -248,11 +248,11 @@ fn waiting(job: &Job) -> String {
 /// How far a job is, in words: `epoch 3 of 10 · 0:12 left`.
 fn progress(job: &Job) -> String {
     if job.state.is_final() {
-        return match (job.started_at, job.finished_at) {
-            (Some(start), Some(end)) => {
-                format!("took {}", clock((end.as_second() - start.as_second()) as f64))
-            }
-            _ => "never started".into(),
+        return match (job.started_at, job.ran_secs) {
+            (None, _) => "never started".into(),
+            (_, Some(secs)) => format!("ran for {}", clock(secs)),
+            // An earlier version did not count.
+            (_, None) => String::new(),
         };
     }
     if job.total_steps == 0 {
@@ -325,7 +325,7 @@ mod tests {
         assert!(html.contains("Show all jobs") && html.contains("lost"), "{html}");
         assert!(!html.contains("x\"<y"), "the search is escaped");
         let others = "q=x%22%3Cy&#38;project=vision&#38;tag=a%20b&#38;owner=ada&#38;where=train.lr%3E0.1";
-        for states in ["", "failed", "lost", "lost,failed,running"] {
+        for states in ["", "failed", "lost", "lost,failed,running", "lost,failed,restarting"] {
             let link = format!("href=\"/jobs?state={states}&#38;{others}&#38;sort=loss\"");
             assert!(html.contains(&link), "{link}: {html}");
         }

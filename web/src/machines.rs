@@ -7,7 +7,7 @@ pub use join::Join;
 
 use crate::{
     layout::{Bar, Nav, Viewer},
-    numbers::{age, bytes, plural},
+    numbers::{Shown, age, bytes, plural},
 };
 use askama::Template;
 use gauges::Gauge;
@@ -50,7 +50,7 @@ pub struct SlotCell {
 pub struct AgentCard {
     /// Kept by the agent over restarts.
     pub id: String,
-    /// Unique among agents.
+    /// Two may have the same: one that was made anew has another id.
     pub name: String,
     /// Its socket is open.
     pub online: bool,
@@ -106,6 +106,16 @@ impl MachinesTemplate<'_> {
         Nav::Machines.seen_by(self.page.viewer)
     }
 
+    /// Whether another machine has the same name.
+    fn is_twin(&self, card: &AgentCard) -> bool {
+        self.page.agents.iter().filter(|other| other.name == card.name).count() > 1
+    }
+
+    /// One that is away and holds nothing, by those who may.
+    fn may_remove(&self, card: &AgentCard) -> bool {
+        self.page.viewer.is_admin && !card.online
+    }
+
     /// `3 of 8 slots busy on 2 machines`.
     fn summary(&self) -> String {
         let online = || self.page.agents.iter().filter(|a| a.online);
@@ -119,7 +129,29 @@ impl MachinesTemplate<'_> {
     }
 }
 
+impl Holder {
+    fn name(&self) -> Shown {
+        Shown::name(&self.job_name)
+    }
+}
+
+impl KeptFor {
+    fn name(&self) -> Shown {
+        Shown::name(&self.job_name)
+    }
+}
+
+/// The beginning of an agent's id, which tells it from another one of the same name.
+pub fn short_id(id: &str) -> &str {
+    const CHARS: usize = 8;
+    &id[..id.char_indices().nth(CHARS).map_or(id.len(), |(end, _)| end)]
+}
+
 impl AgentCard {
+    fn short_id(&self) -> &str {
+        short_id(&self.id)
+    }
+
     /// Hardware, version, and how the connection and its leases are.
     fn about(&self, now: Timestamp) -> String {
         let m = &self.machine;

@@ -2,6 +2,7 @@
 //! does not change when the page goes live.
 
 use jiff::Timestamp;
+use lockstep_protocol::cut;
 
 /// `2736` as `2,736`.
 pub fn count(n: u64) -> String {
@@ -16,7 +17,34 @@ pub fn count(n: u64) -> String {
     out
 }
 
+use lockstep_protocol::numbers::nouns;
 pub use lockstep_protocol::numbers::percent;
+
+/// Words as a page has room for them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Shown {
+    /// Long names and paths are cut in the middle.
+    pub text: String,
+    /// The whole, for the tooltip; empty where nothing was cut.
+    pub title: String,
+}
+
+impl Shown {
+    fn of(whole: &str, text: String) -> Self {
+        let title = if text == whole { String::new() } else { whole.to_owned() };
+        Self { text, title }
+    }
+
+    /// A name or a path.
+    pub fn name(name: &str) -> Self {
+        Self::of(name, cut::middle(name, cut::WORD))
+    }
+
+    /// A sentence, whose names and paths may be long.
+    pub fn sentence(words: &str) -> Self {
+        Self::of(words, cut::long_words(words))
+    }
+}
 
 /// A loss or a learning rate: four decimals, or the same number of digits in powers of ten when small.
 pub fn value(v: f64) -> String {
@@ -75,9 +103,9 @@ pub fn age(then: Timestamp, now: Timestamp) -> String {
     }
 }
 
-/// `1 rank`, `4 ranks`.
+/// `1 rank`, `4 ranks`, `1,200 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
-    format!("{} {noun}{}", count(n), if n == 1 { "" } else { "s" })
+    format!("{} {}", count(n), nouns(n, noun))
 }
 
 #[cfg(test)]
@@ -103,6 +131,7 @@ mod tests {
         assert_eq!(clock(11_642.0), "3:14:02");
         assert_eq!(clock(200_000.0), "2 d 7 h");
         assert_eq!(plural(1, "rank"), "1 rank");
+        assert_eq!(plural(1200, "class"), "1,200 classes");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::{
     jobs::encoded,
     layout::{Bar, Nav, Viewer},
-    numbers::{age, plural},
+    numbers::{Shown, age, plural},
 };
 use askama::Template;
 use jiff::Timestamp;
@@ -95,8 +95,14 @@ impl QueuePage {
         }
     }
 
-    fn reason(&self, job: &QueuedJob) -> String {
-        job.reason.as_ref().map_or_else(|| "It has not been considered yet.".into(), ToString::to_string)
+    fn reason(&self, job: &QueuedJob) -> Shown {
+        let unknown = || "It has not been considered yet.".to_owned();
+        Shown::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
+    }
+
+    /// Of the job that something is kept for.
+    fn name(&self, reservation: &Reservation) -> Shown {
+        Shown::name(reservation.name.as_deref().unwrap_or_default())
     }
 
     /// `2 slots kept`; empty for none.

@@ -5,7 +5,7 @@
 
 use crate::{
     layout::{Bar, Nav, Viewer},
-    numbers::count,
+    numbers::plural,
 };
 use askama::Template;
 use fields::{Field, GROUPS, Kind};
@@ -196,10 +196,11 @@ impl SubmitTemplate<'_> {
                 let pictures = train.map_or(0, |s| s.samples);
                 let broken = match d.info.broken_count {
                     0 => String::new(),
-                    n => format!(", {} broken {}", count(n), if n == 1 { "file" } else { "files" }),
+                    n => format!(", {}", plural(n, "broken file")),
                 };
-                let classes = d.info.classes.len();
-                let about = format!("{}, {} pictures, {classes} classes{broken}", d.name, count(pictures));
+                let (pictures, classes) =
+                    (plural(pictures, "picture"), plural(d.info.classes.len() as u64, "class"));
+                let about = format!("{}, {pictures}, {classes}{broken}", d.name);
                 (d.name.clone(), about, d.name == chosen)
             })
             .collect();
@@ -212,8 +213,7 @@ impl SubmitTemplate<'_> {
     fn slots(&self) -> String {
         match self.page.slots {
             0 => "no machine is online: the job will wait".into(),
-            1 => "1 slot online".into(),
-            n => format!("{} slots online", count(n.into())),
+            n => format!("{} online", plural(n.into(), "slot")),
         }
     }
 }

@@ -5,8 +5,9 @@ use super::{
     DataSpec, ImageSize, JobSpec, Recipe,
     document::toml_document,
     fewer_ranks,
-    keys::{KEYS, MAX_LR, Section, nearest},
+    keys::{KEYS, MAX_LR, Section},
     mistake::{SpecError, shortened, type_of},
+    nearest::nearest,
     renamed,
 };
 use crate::{

@@ -3,8 +3,9 @@
 use super::{
     Arch, DEVICE_NAMES, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
+    nearest::nearest,
 };
-use crate::{labels, limits::KEY_BYTES};
+use crate::labels;
 use serde_json::Value;
 
 /// What a key may hold.
@@ -375,15 +376,4 @@ pub(super) fn grouped(n: i64) -> String {
         out.push(digit);
     }
     out
-}
-
-/// The name that a person who typed `word` most likely meant.
-pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // Comparing takes time with the length of both, and nobody meant one of our names with more.
-    let word = Some(word.to_lowercase()).filter(|word| word.len() <= KEY_BYTES)?;
-    names
-        .map(|n| (strsim::jaro_winkler(&word, &n.to_lowercase()), n))
-        .filter(|(score, _)| *score > 0.8)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, n)| n)
 }

@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Needed::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 34] = [
+const RULES: [(Methods, &str, Needed); 35] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -57,6 +57,7 @@ const RULES: [(Methods, &str, Needed); 34] = [
     (All, "/api/v1/audit", S(Scope::Admin)),
     (All, "/audit", S(Scope::Admin)),
     // Machines are everybody's.
+    (All, "/api/v1/agents/{id}", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/drain", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/undrain", S(Scope::Admin)),
     // Named here though they are the default: numbers about jobs, and the streams of the dashboard.

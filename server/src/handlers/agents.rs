@@ -149,6 +149,39 @@ pub(crate) async fn undrain(State(app): State<App>, Path(id): Path<String>) -> R
     set_draining(&app, &id, false).await
 }
 
+/// Remove a machine that is away
+///
+/// It is taken off the list, with what it has measured. An agent that starts there again joins again.
+#[utoipa::path(delete, path = "/agents/{id}", tag = "agents", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(crate) async fn remove(State(app): State<App>, Path(id): Path<String>) -> Result<StatusCode> {
+    let agents = app.store.agents().await?;
+    let Some(agent) = agents.iter().find(|agent| agent.id == id) else {
+        return Err(Error::NotFound("no machine has this id".into()));
+    };
+    let name = &agent.name;
+    if app.agents.is_connected(&id) {
+        return Err(Error::Conflict(
+            format!("{name:?} is online: stop its agent first (or drain it, to let it take no new work)"),
+            None,
+        ));
+    }
+    if let Some((attempt, _)) = app.leases.of_agent(&id).first() {
+        return Err(Error::Conflict(
+            format!(
+                "{name:?} may still have ranks of job {}: wait until its lease has ended, or cancel the job",
+                attempt.job
+            ),
+            None,
+        ));
+    }
+    app.store.remove_agent(&id).await?;
+    app.machines.forget(&id);
+    app.agents.set_draining(app.store.draining().await?);
+    app.leases.poke();
+    Ok(StatusCode::NO_CONTENT)
+}
+
 async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode> {
     if !app.store.agents().await?.iter().any(|a| a.id == id) {
         return Err(Error::NotFound("no machine has this id".into()));

@@ -18,6 +18,7 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
@@ -197,7 +198,7 @@ fn info_mistake(info: &DatasetInfo) -> Option<String> {
     if info.classes.is_empty() {
         Some("holds no classes".into())
     } else if ![1, 3].contains(&info.channels) {
-        Some(format!("has pictures of {} channels; they must have 1 or 3", info.channels))
+        Some(format!("has pictures of {}; they must have 1 or 3", plural(info.channels.into(), "channel")))
     } else if !info.mean.iter().all(|mean| mean.is_finite()) {
         Some("has pictures whose mean is not a finite number".into())
     } else if !info.std.iter().all(|std| std.is_finite() && *std > 0.0) {

@@ -64,7 +64,10 @@ impl Running {
                 format!("{name} is being evaluated on {agent}; ask again")
             }
             Some(QueuePosition { agent, ahead }) => {
-                format!("{name} waits on {agent}, behind {ahead} others; ask again")
+                format!(
+                    "{name} waits on {agent}, behind {}; ask again",
+                    lockstep_protocol::numbers::plural(*ahead as u64, "other")
+                )
             }
         };
         let (agent, ahead) = place.map_or((None, 0), |place| (Some(place.agent), place.ahead));

@@ -7,6 +7,7 @@ use crate::{
     error::{Error, Result},
     regular,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobSpec, JobState,
     dataset::{Dataset, classes_differ},
@@ -104,7 +105,8 @@ pub(super) fn mistakes(
     }
     if trained.channels != info.channels {
         let (was, is) = (trained.channels, info.channels);
-        let detail = format!("it was trained on pictures of {was} channels, those of {name} have {is}");
+        let was = plural(was.into(), "channel");
+        let detail = format!("it was trained on pictures of {was}, those of {name} have {is}");
         mistake("/data/dataset", detail);
     }
     let (was, is) = (trained.image_size, spec.data.evaluation_size().unwrap_or(info.height));

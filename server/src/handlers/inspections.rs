@@ -153,7 +153,10 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> Inspectio
         }
         // An agent runs so many inspections at a time.
         None if ahead >= CONCURRENT_REQUESTS => {
-            format!("the inspection of {path} waits on {name}, behind {ahead} others; ask again")
+            format!(
+                "the inspection of {path} waits on {name}, behind {}; ask again",
+                lockstep_protocol::numbers::plural(ahead as u64, "other")
+            )
         }
         None => format!("{name} is inspecting {path}; ask again"),
     };

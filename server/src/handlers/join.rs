@@ -1,6 +1,6 @@
 //! What another machine needs to join this server: an address that it reaches, a token, and the server's authority.
 
-use crate::{app::App, config::TlsConfig, tls::addresses};
+use crate::{addresses::host_and_port, app::App, config::TlsConfig, tls::addresses};
 use lockstep_web::machines::Join;
 use std::net::IpAddr;
 
@@ -21,6 +21,15 @@ pub(super) fn commands(app: &App, seen: &str, is_admin: bool) -> Join {
     }
 }
 
+/// Whether the host of a URL is whatever machine it is used on: loopback, or no address at all (`0.0.0.0`), which browsers take for that.
+fn is_local(url: &str) -> bool {
+    let authority = url.split("://").last().unwrap_or_default();
+    let Some((host, _)) = host_and_port(authority) else { return false };
+    let is_name = host.eq_ignore_ascii_case("localhost") || host.to_ascii_lowercase().ends_with(".localhost");
+    let ip = host.parse::<IpAddr>().map(|ip| ip.to_canonical());
+    is_name || ip.is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified())
+}
+
 fn host(ip: IpAddr) -> String {
     match ip {
         IpAddr::V4(ip) => ip.to_string(),
@@ -31,15 +40,8 @@ fn host(ip: IpAddr) -> String {
 /// The address at which another machine reaches the server: the public one, the one that the reader uses, or, where the reader is on
 /// the server's machine, one of the machine's own. None where the server listens on loopback alone.
 fn reachable(app: &App, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Option<String> {
-    if app.ingress.public_url.is_some() {
-        return Some(seen.to_owned());
-    }
-    let seen_host = seen.split("://").last().unwrap_or_default();
-    let seen_ip = seen_host.rsplit_once(':').map_or(seen_host, |(host, _)| host).trim_matches(['[', ']']);
-    let is_local = seen_ip.eq_ignore_ascii_case("localhost")
-        || seen_ip.parse::<IpAddr>().is_ok_and(|seen_ip| seen_ip.is_loopback());
-    // A tunnel or a proxy leads there from elsewhere by a name of its own.
-    if !is_local {
+    // A public URL, or a tunnel or a proxy that leads there from elsewhere by a name of its own.
+    if !is_local(seen) {
         return Some(seen.to_owned());
     }
     if ip.is_loopback() {
@@ -53,4 +55,34 @@ fn reachable(app: &App, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Opti
         ip
     };
     Some(format!("{scheme}://{}:{port}", host(own)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_means_another_machine_on_each_is_none_to_join_by() {
+        for url in [
+            "http://127.0.0.1:7070",
+            "http://127.1.2.3",
+            "http://localhost:7070",
+            "https://LOCALHOST",
+            "http://lockstep.localhost:7070",
+            "http://[::1]:7070",
+            "http://[::ffff:127.0.0.1]:7070",
+            "http://0.0.0.0:7070",
+            "http://[::]:7070",
+        ] {
+            assert!(is_local(url), "{url}");
+        }
+        for url in [
+            "http://10.0.0.1:7070",
+            "https://lockstep.example.org",
+            "http://[2001:db8::7]:7070",
+            "http://gpu:7070",
+        ] {
+            assert!(!is_local(url), "{url}");
+        }
+    }
 }

@@ -31,8 +31,8 @@ use std::{
 };
 use utoipa::{IntoParams, ToSchema};
 
-const DEFAULT_EVENTS: u32 = 1000;
-const MAX_EVENTS: u32 = 10_000;
+const DEFAULT_LINES: u32 = 1000;
+const MAX_LINES: u32 = 10_000;
 /// Events that are read in one query to the database while searching, and for how long to continue.
 const SEARCHED: u64 = 50_000;
 const SEARCH: Duration = Duration::from_millis(300);
@@ -48,7 +48,8 @@ pub(crate) struct LogsQuery {
     after: u64,
     /// Only what came before this event.
     before: Option<u64>,
-    /// Events to read, each of one line or a few: 1 to 10000; 1000 when absent.
+    /// Lines of a page: 1 to 10000; 1000 when absent. Lines that a rank reported together come together: a page has more than `limit` where
+    /// its first report alone does, else fewer.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
     /// `seq`, the oldest line first, when absent; `-seq` for the newest first.
@@ -122,6 +123,26 @@ struct Found {
 }
 
 impl Found {
+    /// The first lines, or the newest ones, of whole events: at most `limit`, unless one event has more.
+    fn at_most(mut self, limit: usize, newest: bool) -> Self {
+        let all = self.lines.len();
+        let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
+        if all <= limit {
+            return self;
+        }
+        // The event of the first line that has no room is left out as a whole.
+        let kept = if newest {
+            (self.lines[all - limit - 1].seq + 1).min(last.seq)..=last.seq
+        } else {
+            first.seq..=(self.lines[limit].seq - 1).max(first.seq)
+        };
+        self.lines.retain(|line| kept.contains(&line.seq));
+        if self.lines.len() < all {
+            self.next = Some(if newest { *kept.start() } else { *kept.end() });
+        }
+        self
+    }
+
     fn page(mut self, pages: Pages, order: Order) -> Result<Json<Logs>> {
         if order == Order::NewestFirst {
             self.lines.reverse();
@@ -161,8 +182,8 @@ pub(crate) async fn query(
     }
     let order = query.order()?;
     let limit = match query.tail {
-        Some(_) => count("tail", query.tail, DEFAULT_EVENTS, MAX_EVENTS)?,
-        None => count("limit", query.limit, DEFAULT_EVENTS, MAX_EVENTS)?,
+        Some(_) => count("tail", query.tail, DEFAULT_LINES, MAX_LINES)?,
+        None => count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?,
     };
     let newest = order.is_from_the_end();
     let pages = Pages::new("logs", order.sort()).of_job(job.id.as_str());
@@ -177,7 +198,7 @@ pub(crate) async fn query(
             attempt: query.attempt,
             after: query.after,
             before: query.before,
-            limit: DEFAULT_EVENTS,
+            limit: DEFAULT_LINES,
             newest: false,
             containing: query.q,
         };
@@ -196,7 +217,9 @@ pub(crate) async fn query(
         containing: None,
     };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
-        return Ok(search(&app, &job, filter, q).await?.page(pages, order)?.into_response());
+        let found = search(&app, &job, filter, q).await?;
+        let found = if order == Order::Tail { found } else { found.at_most(limit as usize, newest) };
+        return Ok(found.page(pages, order)?.into_response());
     }
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
     let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
@@ -209,7 +232,9 @@ pub(crate) async fn query(
         next = Some(first);
         lines.retain(|l| l.seq >= first);
     }
-    Ok(Found { lines, next }.page(pages, order)?.into_response())
+    let found = Found { lines, next };
+    let found = if order == Order::Tail { found } else { found.at_most(limit as usize, newest) };
+    Ok(found.page(pages, order)?.into_response())
 }
 
 /// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.

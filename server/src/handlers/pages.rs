@@ -13,7 +13,7 @@ use crate::{
     access::Caller,
     app::App,
     error::{Code, Error, PageError},
-    store::JobFilter,
+    store::{JobFilter, Place},
 };
 use axum::{
     Extension, Form,
@@ -172,23 +172,13 @@ pub(crate) async fn job(
         .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
     let job = jobs::shown_to(&app, &caller, row).await?;
     let reports = app.store.rank_reports(&id, job.attempt).await?;
-    let places = app
-        .store
-        .live_attempts()
-        .await?
-        .into_iter()
-        .find(|a| a.attempt.job == id)
-        .map(|a| a.places)
-        .unwrap_or_default();
+    let places = app.store.places(&id, job.attempt).await?;
     let ranks = (0..job.ranks_now())
         .map(|rank| {
             let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
             job_views::RankSeat {
                 rank,
-                agent: place
-                    .map(|p| p.agent.clone())
-                    .or_else(|| job.agents.first().cloned())
-                    .unwrap_or_default(),
+                agent: place.map(|place| machine_name(place, &places)).unwrap_or_default(),
                 report: reports.iter().find(|(r, _)| *r == rank).map(|(_, report)| report.clone()),
             }
         })
@@ -222,6 +212,13 @@ pub(crate) async fn job(
         }
         .render(),
     )
+}
+
+/// A machine's name, with the beginning of its id where another one of them has the same.
+fn machine_name(place: &Place, all: &[Place]) -> String {
+    let Place { agent, agent_id, .. } = place;
+    let has_twin = all.iter().any(|other| other.agent == *agent && other.agent_id != *agent_id);
+    if has_twin { format!("{agent} ({})", machines::short_id(agent_id)) } else { agent.clone() }
 }
 
 /// What deleting a folder frees; `None` when it cannot be read.

@@ -4,6 +4,7 @@
 use crate::{
     access::Caller, agent_requests, agents::RequestError, app::App, dataset_roots, dispatch, error::Result,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
@@ -46,8 +47,7 @@ pub(super) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let named = named.collect::<Vec<_>>().join("; ");
     let more = info.broken_count.saturating_sub(info.broken.len().min(NAMED) as u64);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    let files =
-        if info.broken_count == 1 { "1 file".to_owned() } else { format!("{} files", info.broken_count) };
+    let files = plural(info.broken_count, "file");
     vec![format!(
         "{files} of {} could not be read when it was registered, and data.broken_files = \"fail\" ends the job where one \
          still cannot: mend them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",

@@ -1,6 +1,7 @@
 //! Where a job's newest values and its sparkline come from.
 
 use super::place_end::PlaceEnd;
+use jiff::Timestamp;
 use lockstep_protocol::{metric::MetricColumn, throughput::Throughput};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,9 +32,34 @@ pub struct Progress {
     /// Of the live attempt, ranks whose machines do not answer, as their neighbours say.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub unreachable: BTreeSet<u32>,
+    /// When the live attempt began.
+    began: Option<Timestamp>,
+    /// How long the attempts before it had their slots, in milliseconds; none before the first has ended.
+    ran_ms: Option<u64>,
 }
 
 impl Progress {
+    /// An attempt has its slots from now on.
+    pub(super) fn begin(&mut self, at: Timestamp) {
+        self.began = Some(at);
+    }
+
+    /// An attempt has given its slots back; answers how long all of them had theirs.
+    pub(super) fn end(&mut self, at: Timestamp) -> Option<f64> {
+        // One that an earlier version began has no beginning.
+        if let Some(began) = self.began.take() {
+            let ms = at.as_millisecond().saturating_sub(began.as_millisecond());
+            // A clock may have been put back.
+            self.ran_ms = Some(self.ran_ms.unwrap_or(0) + u64::try_from(ms).unwrap_or(0));
+        }
+        self.ran_secs()
+    }
+
+    /// How long all attempts that have ended had their slots; none before the first has.
+    pub fn ran_secs(&self) -> Option<f64> {
+        self.ran_ms.map(|ms| ms as f64 / 1000.0)
+    }
+
     pub(super) fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
         self.parts.resize(SPARKLINE, (0.0, 0));
         let total = total_steps.max(1);

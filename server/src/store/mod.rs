@@ -114,6 +114,8 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<Option<Vec<GroupRow>>>;
     /// A job's attempts, in order.
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
+    /// Where the ranks of an attempt are, or were; empty when there is no such attempt.
+    async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>>;
     /// What a job's history is made of, next to its attempts; `with_requests`: also who asked for what.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
     /// A page of the jobs that wait for slots: those of the highest priority first, of equal ones the oldest. With where the next page
@@ -232,6 +234,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// Stores agents as they introduced themselves, or when they were last seen, in one transaction.
     async fn put_agents(&self, agents: &[AgentRow]) -> Result<()>;
+    /// Removes an agent with what it has measured; nothing happens when there is none.
+    async fn remove_agent(&self, id: &str) -> Result<()>;
     /// By name.
     async fn agents(&self) -> Result<Vec<AgentRow>>;
     /// Agents that have this name, and the one with this id.

@@ -16,6 +16,7 @@ use crate::{
     config::{ServeConfig, TlsConfig},
     tls_suites,
 };
+use lockstep_protocol::numbers::plural;
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error as TlsError, RootCertStore,
     SignatureScheme,
@@ -319,7 +320,8 @@ impl AgentTrust {
         let more = ending.len().saturating_sub(NAMED);
         warnings.extend(ending.into_iter().take(NAMED));
         if more > 0 {
-            warnings.push(format!("the certificates of {more} more agents end soon; see the page Machines"));
+            let agents = plural(more as u64, "more agent");
+            warnings.push(format!("the certificates of {agents} end soon; see the page Machines"));
         }
         warnings
     }

@@ -2,8 +2,8 @@
 //! documented, and every success that is documented is given.
 
 use crate::{
-    agent::{Agent, info, line, losses, running},
-    test_server::{TestServer, spec},
+    agent::{Agent, hello, info, line, losses, running},
+    test_server::{DEADLINE, TestServer, spec},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -327,6 +327,13 @@ async fn what_is_answered_is_documented() {
     assert_eq!(held.ask("delete", "/api/v1/jobs/{id}", &place, |r| r).await.0, 204);
     let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");
     assert_eq!(held.ask("post", undrain.0, undrain.1, |r| r).await.0, 204);
+    Agent::greet(&server, hello("gone", 1, Vec::new())).await.unwrap().vanish();
+    let gone = ("/api/v1/agents/{id}", "/api/v1/agents/id-gone");
+    let since = std::time::Instant::now();
+    // Until its connection has ended.
+    while held.ask("delete", gone.0, gone.1, |r| r).await.0 != 204 {
+        assert!(since.elapsed() < DEADLINE);
+    }
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(held.ask("get", path, path, |r| r).await.0, 200);
     }

@@ -5,7 +5,7 @@ use crate::{
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, AttemptEvent, Ending, FromAgent, LogLine, Source, ToAgent},
     inspect::{Pick, Sample, Samples},
 };
 use serde_json::Value;
@@ -77,6 +77,42 @@ async fn a_log_is_read_in_pages_from_either_end() {
         let (status, body) = server.get(&format!("{logs}?{query}")).await;
         assert_eq!(status, 400, "{query}: {body}");
         assert!(body["detail"].as_str().unwrap().contains(words), "{query}: {body}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_page_of_a_log_has_as_many_lines_as_were_asked_for_in_whole_reports() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id;
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    // Four reports of three lines.
+    for report in 0..4 {
+        let number = |n: u64| 3 * report + n;
+        let at = "2026-01-02T03:04:05Z".parse().unwrap();
+        let line = |n| LogLine { number: number(n), at, text: format!("line {}", number(n)) };
+        let lines = AttemptEvent::Log { rank: 0, lines: (1..=3).map(line).collect() };
+        agent.report(&attempt, Source::Rank(0), 1 + report, vec![lines]).await;
+    }
+    let logs = format!("/jobs/{id}/logs");
+    let oldest: Vec<String> = (1..=12).map(|n| format!("\"line {n}\"")).collect();
+    let newest: Vec<String> = oldest.iter().rev().cloned().collect();
+    for (limit, lines) in [(1, 3), (2, 3), (3, 3), (5, 3), (6, 6), (11, 9), (12, 12), (13, 12), (10_000, 12)]
+    {
+        for q in ["", "&q=LINE"] {
+            for (sort, all) in [("seq", &oldest), ("-seq", &newest)] {
+                let path = format!("{logs}?limit={limit}&sort={sort}{q}");
+                let (_, page) = server.get(&path).await;
+                assert_eq!(page["lines"].as_array().unwrap().len(), lines, "{path}");
+                assert_eq!(page["next_cursor"].is_null(), lines == 12, "{path}");
+                assert_eq!(&walked(&server, &path).await.0, all, "{path}");
+            }
+        }
+    }
+    for limit in [0, 10_001] {
+        assert_eq!(server.get(&format!("{logs}?limit={limit}")).await.0, 400, "{limit}");
     }
     server.stop().await;
 }

@@ -1,7 +1,7 @@
 //! What agents measure: taken in, kept, told to who may know, and left out where no machine has it.
 
 use crate::{
-    agent::{Agent, hello_gpus},
+    agent::{Agent, hello, hello_gpus},
     test_server::{DEADLINE, TestServer, client},
 };
 use lockstep_protocol::{
@@ -149,5 +149,77 @@ async fn who_may_look_may_look_and_an_agent_that_sends_nothing_works() {
     assert_eq!((&found["at_ms"], &found["gpus"]), (&json!([]), &json!([])));
     let (_, page) = server.text("/machines").await;
     assert!(page.contains("online"), "{page}");
+    server.stop().await;
+}
+
+/// What the server answers to the removal of a machine, once it is no longer refused because its connection is still there.
+async fn removed(server: &TestServer, id: &str) -> (u16, Value) {
+    let since = Instant::now();
+    loop {
+        let (status, body) = server.delete(&format!("/agents/{id}")).await;
+        if !body["detail"].as_str().is_some_and(|detail| detail.contains("is online")) {
+            return (status, body);
+        }
+        assert!(since.elapsed() < DEADLINE, "{body}");
+    }
+}
+
+#[tokio::test]
+async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
+    let server = TestServer::with(|c| c.lease = Duration::from_secs(3)).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id;
+    agent.started().await;
+    let (status, body) = server.delete("/agents/id-a").await;
+    let said = body["detail"].as_str().unwrap();
+    assert!(status == 409 && said.contains("\"a\" is online: stop its agent first"), "{body}");
+    agent.vanish();
+    let (status, body) = removed(&server, "id-a").await;
+    let said = body["detail"].as_str().unwrap();
+    assert!(status == 409 && said.contains(&format!("may still have ranks of job {id}")), "{body}");
+    assert_eq!(server.get("/agents").await.1["agents"].as_array().unwrap().len(), 1);
+    // Once its lease has ended, nobody waits for it any more.
+    server.until(id.as_str(), lockstep_protocol::JobState::Restarting).await;
+    assert_eq!(server.delete("/agents/id-a").await.0, 204);
+    assert_eq!(server.get("/agents").await.1["agents"], json!([]));
+    assert_eq!(server.delete("/agents/id-a").await.0, 404);
+    let (_, audit) = server.get("/audit").await;
+    let entries: Vec<_> = audit["entries"].as_array().unwrap().iter().collect();
+    let entry = entries.iter().find(|entry| entry["status"] == 204).unwrap();
+    assert_eq!(
+        (&entry["action"], &entry["object"]),
+        (&json!("DELETE /api/v1/agents/{id}"), &json!("/api/v1/agents/id-a")),
+        "{entry}"
+    );
+    // It is welcome again.
+    let _agent = Agent::greet(&server, hello("a", 2, Vec::new())).await.unwrap();
+    assert_eq!(machine(&server).await["online"], true);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_page_gives_no_address_that_means_another_machine_elsewhere_and_says_what_to_do() {
+    let server = TestServer::new().await;
+    let port = server.address.port();
+    for host in ["127.0.0.1", "localhost", "0.0.0.0"] {
+        let asked = server.http.get(server.url("/machines")).header("host", format!("{host}:{port}"));
+        let answer = asked.send().await.unwrap();
+        if host == "0.0.0.0" && answer.status() != 200 {
+            // It is none of this server's names.
+            assert_eq!(answer.status(), 421);
+            continue;
+        }
+        let html = answer.text().await.unwrap();
+        assert!(html.contains("no other machine reaches it"), "{host}: {html}");
+        assert!(
+            html.contains(&format!("lockstep serve --listen 0.0.0.0:{port} --tls-own-ca")),
+            "{host}: {html}"
+        );
+        assert!(html.contains("--advertise ADDRESS"), "{html}");
+        assert!(
+            !html.contains(&format!("--server http://{host}:{port}")) || host == "127.0.0.1",
+            "{host}: {html}"
+        );
+    }
     server.stop().await;
 }

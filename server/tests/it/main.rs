@@ -24,6 +24,7 @@ mod gangs;
 mod groups;
 mod history;
 mod ingest;
+mod job_page;
 mod layers;
 mod life;
 mod limits;

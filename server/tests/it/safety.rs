@@ -164,6 +164,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /password",
         "post /login-links",
         "get /audit",
+        "delete /agents/{id}",
         "post /agents/{id}/drain",
         "post /agents/{id}/undrain",
         "get /jobs/{id}/metrics",

@@ -4,6 +4,7 @@
 use super::{SHOW_EVERY, unnamed};
 use crate::cli::{output, wrong};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::BrokenFiles;
 use lockstep_worker::data::{self, PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use std::path::{Path, PathBuf};
@@ -100,8 +101,9 @@ pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
         0 => String::new(),
         kept => format!(", {kept} of them were there"),
     };
-    let (folder, shards, mb) = (to.display(), made.shards, made.bytes.div_ceil(1_000_000));
-    output::line(format_args!("{folder}: {} pictures in {shards} shards{kept}; {mb} MB", splits.join(", ")))?;
+    let (folder, mb) = (to.display(), made.bytes.div_ceil(1_000_000));
+    let shards = plural(made.shards as u64, "shard");
+    output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
     for broken in made.broken.iter().take(NAMED) {
         output::line(format_args!("left out: {}: {}", broken.file, broken.detail))?;
     }

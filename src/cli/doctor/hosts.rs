@@ -11,6 +11,7 @@ use super::{
     peer::{MEETING, Order, Said},
     remote::{Greeting, Remote, Silent},
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_worker::doctor::{Finding, Gathered, Grade, Way};
 use serde::Serialize;
 use std::{
@@ -290,7 +291,8 @@ fn about(host: &Examined) -> String {
     };
     let driver = facts.driver.as_ref().map(|v| format!(", driver {v}")).unwrap_or_default();
     let nccl = facts.nccl.as_ref().map(|v| format!(", NCCL {v}")).unwrap_or_default();
-    format!("{version} at {}{interface}: {} cores, {gpus}{driver}{nccl}", facts.address, facts.cores)
+    let cores = plural(facts.cores as u64, "core");
+    format!("{version} at {}{interface}: {cores}, {gpus}{driver}{nccl}", facts.address)
 }
 
 fn between(pair: &Pair) -> String {

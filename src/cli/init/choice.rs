@@ -1,6 +1,7 @@
 //! What a job file for some pictures says, each with the reason.
 
 use lockstep_protocol::dataset::{DatasetInfo, default_validation};
+use lockstep_protocol::numbers::plural;
 
 /// A comment and the lines of TOML that it is about.
 type Lines = (String, String);
@@ -86,8 +87,8 @@ fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines
             info.broken.first().map(|broken| format!(", the first {}", broken.file)).unwrap_or_default();
         data.push((
             format!(
-                "{} files could not be read{first}: they are left out. With \"fail\" they would end the job.",
-                info.broken_count
+                "{} could not be read{first}, and is left out. With \"fail\" the job would end.",
+                plural(info.broken_count, "file")
             ),
             "broken_files = \"skip\"".into(),
         ));
@@ -156,7 +157,12 @@ fn train(train_on: u64, batch: u64, is_small: bool) -> Vec<Lines> {
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
     vec![
         (
-            format!("{train_on} pictures are {steps} steps an epoch, {} in all.", steps * epochs),
+            format!(
+                "{}: {} an epoch, {} in all.",
+                plural(train_on, "picture"),
+                plural(steps, "step"),
+                steps * epochs
+            ),
             format!("epochs = {epochs}"),
         ),
         (

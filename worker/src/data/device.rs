@@ -3,6 +3,7 @@
 //! A device's result is bytes in the host's memory, in the form in which cores make them. So everything after the crop is the
 //! same for both, and each picture of a batch may come from either.
 
+use lockstep_protocol::numbers::plural;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -80,7 +81,7 @@ pub struct Decoded {
 impl fmt::Display for Decoded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let cores: u64 = self.by_cores.values().sum();
-        write!(f, "{} pictures were decoded by the GPU", self.by_device)?;
+        write!(f, "decoded by the GPU: {}", plural(self.by_device, "picture"))?;
         if cores > 0 {
             let kinds: Vec<String> = self.by_cores.iter().map(|(why, n)| format!("{n} {why}")).collect();
             write!(f, ", {cores} on cores ({})", kinds.join(", "))?;

@@ -2,6 +2,7 @@
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
 use crate::data::loader::DataSource;
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     dataset::classes_differ,
     inspect::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
@@ -33,8 +34,10 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         DataSource::open(Path::new(&request.dataset), &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
-            "the model was trained on pictures of {} channels, those of {} have {}",
-            model.channels, spec.data.dataset, data.shape.channels
+            "the model was trained on pictures of {}, those of {} have {}",
+            plural(model.channels as u64, "channel"),
+            spec.data.dataset,
+            data.shape.channels
         ));
     }
     if let Some(difference) = classes_differ(&model.classes, &data.shape.classes) {

@@ -11,6 +11,7 @@ use crate::{
     engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer},
     net,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -107,7 +108,8 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     let skipped = &data.shape.skipped;
     if training.group.rank() == 0 && !skipped.is_empty() {
         let observer = training.observer;
-        observer.log(&format!("{} broken files are left out:", skipped.len()));
+        let are = if skipped.len() == 1 { "is" } else { "are" };
+        observer.log(&format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
     }
     same_everywhere(training, &data)?;
@@ -278,13 +280,13 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         trained.map(|(_, tensor)| tensor.values.len()).sum()
     });
     observer.log(&format!(
-        "{} of {weights} parameters, {} classes, {}x{} pixels; {} training and {} validation pictures",
+        "{} of {weights} parameters, {}, {}x{} pixels; {} training and {}",
         spec.model.arch.name(),
-        shape.classes.len(),
+        plural(shape.classes.len() as u64, "class"),
         shape.image_size,
         shape.image_size,
         shape.train_samples,
-        shape.validation_samples,
+        plural(shape.validation_samples as u64, "validation picture"),
     ));
     if shape.training_sizes.iter().any(|(_, side)| *side != shape.image_size) {
         let sizes: Vec<_> = shape
@@ -324,13 +326,13 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         ));
     }
     observer.log(&format!(
-        "{} ranks ({}) x batch {} x accumulate {} = {} pictures a step; {} steps, {} an epoch",
-        group.size(),
+        "{} ({}) x batch {} x accumulate {} = {} a step; {}, {} an epoch",
+        plural(group.size() as u64, "rank"),
         engine.device_name(),
         plan.batch_size,
         plan.accumulate,
-        plan.global_batch_size,
-        plan.total_steps,
+        plural(plan.global_batch_size as u64, "picture"),
+        plural(plan.total_steps, "step"),
         plan.steps_per_epoch
     ));
     let exchange = engine.exchange();

@@ -13,6 +13,7 @@ use crate::{
     },
 };
 use axum::{Extension, Json, extract::State};
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     dataset::Dataset,
@@ -296,10 +297,9 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             mistake(
                 pointer,
                 format!(
-                    "has {} values, but the pictures have {} channel{}",
-                    values.len(),
-                    info.channels,
-                    if info.channels == 1 { "" } else { "s" }
+                    "has {}, but the pictures have {}",
+                    plural(values.len() as u64, "value"),
+                    plural(info.channels.into(), "channel")
                 ),
             );
         }
@@ -314,8 +314,8 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         mistake(
             pointer,
             format!(
-                "one step takes {} pictures over all ranks, but {} has {samples} to train on",
-                spec.global_batch_size(),
+                "one step takes {} over all ranks, but {} has {samples} to train on",
+                plural(spec.global_batch_size(), "picture"),
                 dataset.name
             ),
         );

@@ -212,7 +212,7 @@ mod tests {
             ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
             ("milestones=1", "one value"),
             ("model.arch>resnet50", "with = and != alone"),
-            ("model.arch=resnet5", "did you mean \"resnet56\"?"),
+            ("model.arch=resnet5", "did you mean \"resnet50\"?"),
             ("private=yes", "true or false"),
             ("data.mean=1", "one value"),
             ("'; DROP TABLE jobs; --=1", "is no setting"),

@@ -50,6 +50,7 @@ pub(super) const FIELDS: &[&str] = &[
     "created_at",
     "started_at",
     "finished_at",
+    "ran_secs",
     "best",
     "last",
     "last_seq",

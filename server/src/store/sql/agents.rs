@@ -37,6 +37,18 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
+    pub(super) async fn delete_agent(&self, id: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        for query in [
+            "DELETE FROM agents WHERE id = $1",
+            "DELETE FROM draining WHERE agent_id = $1",
+            "DELETE FROM machine_minutes WHERE agent_id = $1",
+        ] {
+            sqlx::query(query).bind(plain(id)).execute(&mut *db).await?;
+        }
+        Ok(db.commit().await?)
+    }
+
     pub(super) async fn find_agents(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
         let rows = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id")
             .bind(plain(name))

@@ -36,6 +36,16 @@ impl SqlStore {
         Ok(readable(rows.iter().map(|row| attempt(job, row))))
     }
 
+    pub(super) async fn places_of(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
+        let places: Option<String> =
+            sqlx::query_scalar("SELECT places FROM attempts WHERE job_id = $1 AND attempt = $2")
+                .bind(job.as_str())
+                .bind(i64::from(attempt))
+                .fetch_optional(&self.reader)
+                .await?;
+        Ok(places.map(|places| read(job.as_str(), "places", &places)).unwrap_or_default())
+    }
+
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         reached("claim.begin")?;

@@ -108,6 +108,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         created_at: time_of(row.try_get("created_at")?),
         started_at: optional_time("started_at")?,
         finished_at: optional_time("finished_at")?,
+        ran_secs: progress.ran_secs(),
         best: optional("best")?.and_then(|text| read(&id, "best", &text)),
         last,
         last_seq: unsigned("last_seq")?,

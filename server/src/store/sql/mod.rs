@@ -35,8 +35,8 @@ use crate::store::{
     AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim,
     Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow,
     HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
-    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, ProjectRow, QueuePlace, Report, Result,
-    SessionRow, SortBy, Store, TokenRow, WaitingVersion,
+    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report,
+    Result, SessionRow, SortBy, Store, TokenRow, WaitingVersion,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -112,6 +112,9 @@ impl Store for SqlStore {
     }
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         self.list_attempts(job).await
+    }
+    async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>> {
+        self.places_of(job, attempt).await
     }
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         self.read_history(job, with_requests).await
@@ -228,6 +231,9 @@ impl Store for SqlStore {
     }
     async fn put_agents(&self, agents: &[AgentRow]) -> Result<()> {
         self.upsert_agents(agents).await
+    }
+    async fn remove_agent(&self, id: &str) -> Result<()> {
+        self.delete_agent(id).await
     }
     async fn agents(&self) -> Result<Vec<AgentRow>> {
         self.list_agents().await

@@ -10,7 +10,7 @@ use std::time::Instant;
 const OPEN: [&str; 6] =
     ["/login", "/login/oidc", "/login/oidc/callback", "/static/{*path}", "/healthz", "/readyz"];
 /// What needs `admin`, whatever the method.
-const ADMIN: [&str; 9] = [
+const ADMIN: [&str; 10] = [
     "/api/v1/tokens",
     "/api/v1/tokens/{id}",
     "/api/v1/people",
@@ -18,6 +18,7 @@ const ADMIN: [&str; 9] = [
     "/people",
     "/api/v1/audit",
     "/audit",
+    "/api/v1/agents/{id}",
     "/api/v1/agents/{id}/drain",
     "/api/v1/agents/{id}/undrain",
 ];

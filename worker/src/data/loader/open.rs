@@ -11,6 +11,7 @@ use super::{
 use crate::data::{
     Catalog, ChangeDetection, DataError, Random, shard, transform::Transform, transform::evaluation_resize,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
 use std::{
     path::Path,
@@ -80,9 +81,8 @@ impl DataSource {
         let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
-                "{} broken file{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
-                skipped.len(),
-                if skipped.len() == 1 { "" } else { "s" },
+                "{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
+                plural(skipped.len() as u64, "broken file"),
                 skipped.iter().take(5).cloned().collect::<Vec<_>>().join("; "),
                 if skipped.len() > 5 { "; ..." } else { "" },
                 if skipped.len() == 1 { "it" } else { "them" },

@@ -6,6 +6,7 @@ use crate::data::{
     inspect::{Moments, STATISTICS_SAMPLES, Statistics},
     listing::Listing,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::DataSpec;
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -58,9 +59,9 @@ pub(super) fn normalisation(
         Some(values) if values.len() == channels => Ok(values.clone()),
         Some(values) if values.len() == 1 => Ok(vec![values[0]; channels]),
         Some(values) => Err(DataError::Invalid(format!(
-            "data.{name} has {} values (a recipe's, unless the job gives its own), but the pictures have {channels} channel{}",
-            values.len(),
-            if channels == 1 { "" } else { "s" }
+            "data.{name} has {} (a recipe's, unless the job gives its own), but the pictures have {}",
+            plural(values.len() as u64, "value"),
+            plural(channels as u64, "channel")
         ))),
         None => Ok(found),
     };

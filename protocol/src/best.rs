@@ -1,0 +1,48 @@
+//! A job's best checkpoint, to be named next to its best validation accuracy. The two differ where the best epoch left no checkpoint,
+//! and where the best checkpoint is the one with the lowest loss.
+
+use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};
+
+/// The checkpoint that commands call `best`, with its validation accuracy; none where no evaluation has made one the best.
+pub fn best_checkpoint<'a>(
+    checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>,
+) -> Option<(&'a CheckpointInfo, f64)> {
+    let best = checkpoints.into_iter().filter(|c| c.best).max_by_key(|c| c.step)?;
+    best.val_accuracy.map(|accuracy| (best, accuracy))
+}
+
+/// `best 82.2 % at 3, best checkpoint 63.2 %`: the best of all evaluations and its epoch, and the best checkpoint's accuracy where that
+/// is another number. As `bestWords` in `static/job/checkpoints.js`.
+pub fn best_words<'a>(best: Measured, checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> String {
+    let shown = percent(best.value);
+    let kept = best_checkpoint(checkpoints).map(|(_, accuracy)| percent(accuracy));
+    let kept = kept.filter(|kept| *kept != shown).map(|kept| format!(", best checkpoint {kept}"));
+    format!("best {shown} at {}{}", best.epoch, kept.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checkpoint(epoch: u32, val_accuracy: Option<f64>, best: bool) -> CheckpointInfo {
+        CheckpointInfo {
+            epoch,
+            step: u64::from(epoch) * 20,
+            val_accuracy,
+            val_loss: None,
+            best,
+            size_bytes: 1,
+        }
+    }
+
+    #[test]
+    fn the_best_checkpoint_is_named_where_it_is_not_the_best_epoch_s() {
+        let best = Measured { value: 0.822, step: 60, epoch: 3 };
+        let [older, newer] = [checkpoint(2, Some(0.632), true), checkpoint(4, Some(0.5), false)];
+        assert_eq!(best_words(best, [&newer, &older]), "best 82.2 % at 3, best checkpoint 63.2 %");
+        assert_eq!(best_words(best, [&checkpoint(3, Some(0.822), true)]), "best 82.2 % at 3");
+        // Without validation, or before the first checkpoint, there is no best one.
+        assert_eq!(best_words(best, [&checkpoint(3, None, true), &newer]), "best 82.2 % at 3");
+        assert_eq!(best_words(best, []), "best 82.2 % at 3");
+    }
+}

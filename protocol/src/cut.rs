@@ -1,0 +1,83 @@
+//! Long names and paths, shortened in the middle: what tells them apart is often at their end. As `static/cut.js`.
+
+/// Words begin with these, or behind a space.
+const BETWEEN: [char; 4] = ['/', '-', '_', '.'];
+
+/// Whether a word begins at `at`: not within a word, and not between two signs that stand together.
+fn begins(all: &[char], at: usize) -> bool {
+    let Some(before) = at.checked_sub(1).map(|before| all[before]) else { return true };
+    let here = all[at];
+    (BETWEEN.contains(&here) && !BETWEEN.contains(&before)) || (before == ' ' && here != ' ')
+}
+
+/// The place within `places` where a word begins that is the nearest to `wanted`; `wanted` where none does.
+fn between(all: &[char], wanted: usize, places: std::ops::RangeInclusive<usize>) -> usize {
+    let found = places.filter(|at| *at < all.len() && begins(all, *at));
+    found.min_by_key(|at| at.abs_diff(wanted)).unwrap_or(wanted)
+}
+
+/// At most `most` characters of `text`: its beginning, `…` and its end, both cut between two words where there is a place near by.
+pub fn middle(text: &str, most: usize) -> String {
+    // Less is no name any more.
+    let most = most.max(3);
+    let all: Vec<char> = text.chars().collect();
+    if all.len() <= most {
+        return text.to_owned();
+    }
+    // The end has half of the room, or as much more or less as makes it begin with a word.
+    let wanted = all.len() - most / 2;
+    let tail = between(&all, wanted, all.len() - most * 7 / 10..=all.len() - (most / 4).max(1));
+    let room = most - 1 - (all.len() - tail);
+    let head = between(&all, room, (room * 2 / 3).max(1)..=room);
+    let part = |part: &[char]| part.iter().collect::<String>();
+    format!("{}…{}", part(&all[..head]), part(&all[tail..]))
+}
+
+/// A path or a name of a sentence is not longer than this on a page.
+pub const WORD: usize = 48;
+
+/// A sentence with each of its long words (paths, names) shortened to [`WORD`] characters.
+pub fn long_words(sentence: &str) -> String {
+    sentence.split(' ').map(|word| middle(word, WORD)).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_cut_between_their_words() {
+        for (text, most, cut) in [
+            ("short", 5, "short"),
+            ("/data/imagenet/train/n01440764/n01440764_10026.JPEG", 30, "/data/imagenet…_10026.JPEG"),
+            ("resnet20-cifar10-lr-0.1-warmup-5-seed-7", 24, "resnet20-cifar…-5-seed-7"),
+            ("abcdefghijklmnopqrstuvwxyz", 11, "abcde…vwxyz"),
+            ("äöüäöüäöüäöüäöüäöü", 7, "äöü…äöü"),
+            ("abc", 1, "abc"),
+            ("abcd", 1, "a…d"),
+        ] {
+            assert_eq!(middle(text, most), cut, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_cut_has_at_most_as_many_characters_whatever_it_is() {
+        for text in ["/".repeat(100), "a/".repeat(50), "a".repeat(100), "-a".repeat(51), " ".repeat(60)] {
+            for most in 3..=60 {
+                let cut = middle(&text, most).chars().count();
+                assert!(cut <= most, "{cut} of {most}: {text}");
+            }
+            assert_eq!(middle(&text, text.chars().count()), text, "at its length it is whole");
+        }
+    }
+
+    #[test]
+    fn a_sentence_keeps_its_short_words() {
+        let path = format!("/data/{}/train", "a".repeat(60));
+        let cut = long_words(&format!("{path} cannot be read: no such file"));
+        assert!(cut.starts_with("/data") && cut.ends_with("/train cannot be read: no such file"), "{cut}");
+        assert_eq!(cut.split(' ').next().map(|word| word.chars().count()), Some(WORD), "{cut}");
+        let short = format!("{} cannot be read", "a".repeat(WORD));
+        assert_eq!(long_words(&short), short);
+    }
+}

@@ -1,0 +1,149 @@
+//! The page of a job as the server writes it, before any script runs.
+
+use crate::{
+    agent::{Agent, losses, running},
+    gangs::{hello_at, killed, machines, started},
+    test_server::{DEADLINE, TestServer},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, FromAgent, Source, ToAgent},
+    job::JobState,
+};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// The page, and the data in it.
+async fn page(server: &TestServer, id: &str) -> (String, Value) {
+    let (status, html) = server.text(&format!("/jobs/{id}")).await;
+    assert_eq!(status, 200, "{html}");
+    let (_, data) = html.split_once("<script type=\"application/json\" id=\"data\">").unwrap();
+    let data = serde_json::from_str(data.split_once("</script>").unwrap().0).unwrap();
+    (html, data)
+}
+
+fn seats(data: &Value) -> Vec<&str> {
+    data["ranks"].as_array().unwrap().iter().map(|seat| seat["agent"].as_str().unwrap()).collect()
+}
+
+#[tokio::test]
+async fn ranks_are_shown_on_the_machines_that_had_them_also_when_the_attempt_is_over() {
+    let server = TestServer::new().await;
+    let (mut a, mut b) = machines(&server).await;
+    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    assert_eq!(seats(&page(&server, &id).await.1), ["a", "a", "b", "b"]);
+    b.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    a.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    assert_eq!(server.job(&id).await.state, JobState::Succeeded);
+    assert_eq!(seats(&page(&server, &id).await.1), ["a", "a", "b", "b"]);
+
+    // Two machines of one name are told apart.
+    b.vanish();
+    let mut twin = hello_at("b", 2, Vec::new(), "10.0.0.2");
+    if let FromAgent::Hello { name, .. } = &mut twin {
+        *name = "a".into();
+    }
+    let mut b = Agent::greet(&server, twin).await.unwrap();
+    let (id, _) = started(&server, &mut a, &mut b).await;
+    let (_, data) = page(&server, &id).await;
+    let mut told = seats(&data);
+    told.dedup();
+    told.sort_unstable();
+    assert_eq!(told, ["a (id-a)", "a (id-b)"], "{data:#}");
+    let (_, html) = server.text("/machines").await;
+    for agent in ["id-a", "id-b"] {
+        assert!(html.contains(&format!("title=\"{agent}\">id {agent}<")), "{html}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_that_starts_again_says_its_place_in_the_queue_and_what_it_waits_for() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    server.submit(|s| s["priority"] = json!(5)).await;
+    agent.end(&attempt, killed(1)).await;
+    assert_ne!(agent.started().await.attempt.job.as_str(), id, "the other one is first");
+    let since = Instant::now();
+    let html = loop {
+        let (html, _) = page(&server, &id).await;
+        if html.contains("waits for 2 slots") {
+            break html;
+        }
+        assert!(since.elapsed() < DEADLINE, "{html}");
+    };
+    for words in [
+        "<b id=\"banner-what\">Starting again, number 1 in the queue:</b>",
+        "waits for 2 slots: 0 of 2 on",
+        "Before: rank 1 was killed by signal 9 at step 3",
+    ] {
+        assert!(html.contains(words), "{words}: {html}");
+    }
+    server.stop().await;
+}
+
+fn evaluation(epoch: u32, accuracy: f64) -> AttemptEvent {
+    let step = u64::from(epoch) * 25;
+    AttemptEvent::Evaluation(Evaluation { epoch, step, accuracy, loss: 1.0, samples: 200, secs: 0.1 })
+}
+
+#[tokio::test]
+async fn the_best_accuracy_and_the_best_checkpoint_are_both_told_where_they_differ() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let checkpoint = CheckpointInfo {
+        epoch: 2,
+        step: 50,
+        val_accuracy: Some(0.632),
+        val_loss: Some(1.0),
+        best: true,
+        size_bytes: 1,
+    };
+    let events = vec![running(100, 0), losses(0, 1..=50), evaluation(2, 0.632)];
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    agent.report(&attempt, Source::Rank(0), 3, vec![AttemptEvent::Checkpoint(checkpoint)]).await;
+    assert!(page(&server, &id).await.0.contains(">best 63.2 % at 2</small>"));
+    // Of this epoch no checkpoint is kept.
+    agent.report(&attempt, Source::Rank(0), 4, vec![evaluation(3, 0.822)]).await;
+    let (html, _) = page(&server, &id).await;
+    assert!(html.contains(">best 82.2 % at 3, best checkpoint 63.2 %</small>"), "{html}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_has_run_for_as_long_as_it_had_its_slots_and_not_while_it_was_paused() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    assert_eq!(server.job(&id).await.ran_secs, None, "it still runs");
+    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.0, 202);
+    assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
+    agent.end(&attempt, Ending::Stopped).await;
+    let first = server.until(&id, JobState::Paused).await.ran_secs.unwrap();
+    // The pause that must not count.
+    let pause = Duration::from_secs(2);
+    tokio::time::sleep(pause).await;
+    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.0, 202);
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    let job = server.job(&id).await;
+    let (ran, whole) =
+        (job.ran_secs.unwrap(), job.finished_at.unwrap().duration_since(job.started_at.unwrap()));
+    assert!(ran >= first, "{ran} after {first}");
+    assert!(ran <= whole.as_secs_f64() - pause.as_secs_f64(), "{ran} s of {whole:?}");
+    // The same on the page and in the list.
+    let shown = format!("0:{:02}", ran.round());
+    let (html, _) = page(&server, &id).await;
+    assert!(html.contains("<dt>Ran for</dt>") && html.contains(&format!(">{shown}</span>")), "{html}");
+    let (_, list) = server.text("/jobs").await;
+    assert!(list.contains(&format!(">ran for {shown}</span>")), "{list}");
+    server.stop().await;
+}

@@ -1,0 +1,186 @@
+//! What `lockstep watch` shows while a job waits and trains.
+
+use crate::cli::output;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_protocol::{
+    Job, JobState,
+    queue::waits_for,
+    stream::{EventBody, Frame},
+};
+use std::{
+    collections::BTreeMap,
+    io::IsTerminal,
+    time::{Duration, Instant},
+};
+
+/// Without a terminal a line of progress is printed this often.
+const LINE_EVERY: Duration = Duration::from_secs(2);
+
+/// What is shown while a job runs: a bar on a terminal, else lines; or every frame as JSON.
+pub(super) struct Progress {
+    json: bool,
+    /// Of a terminal, once it is known how long the run is.
+    bar: Option<ProgressBar>,
+    state: JobState,
+    /// What was said last of where the job stands.
+    said: String,
+    steps_per_epoch: u64,
+    total_steps: u64,
+    step: u64,
+    /// The newest loss of each rank.
+    losses: BTreeMap<u32, f32>,
+    images_per_second: Option<f64>,
+    last_line: Option<Instant>,
+}
+
+impl Progress {
+    pub(super) fn new(job: &Job, json: bool) -> Self {
+        let mut this = Self {
+            json,
+            bar: None,
+            state: job.state,
+            said: String::new(),
+            steps_per_epoch: 0,
+            total_steps: 0,
+            step: job.step,
+            losses: BTreeMap::new(),
+            images_per_second: job.images_per_second,
+            last_line: None,
+        };
+        this.plan(job.total_steps, job.steps_per_epoch, job.step);
+        this
+    }
+
+    fn plan(&mut self, total_steps: u64, steps_per_epoch: u64, step: u64) {
+        (self.total_steps, self.steps_per_epoch, self.step) = (total_steps, steps_per_epoch, step);
+        let is_terminal = || std::io::stderr().is_terminal() && std::io::stdout().is_terminal();
+        if self.bar.is_none() && total_steps > 0 && !self.json && is_terminal() {
+            self.bar = Some(ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10)));
+        }
+        if let Some(bar) = &self.bar {
+            bar.set_length(total_steps);
+            bar.set_position(step);
+            bar.reset_eta();
+        }
+        self.name_state();
+    }
+
+    /// At the beginning of the bar; only what trains comes to its end.
+    fn name_state(&self) {
+        let Some(bar) = &self.bar else { return };
+        let left = if self.state == JobState::Running { " {eta} left" } else { "" };
+        let template = format!("{{prefix:.bold}} {{wide_bar}} {{pos}}/{{len}} {{msg}}{left}");
+        if let Ok(style) = ProgressStyle::with_template(&template) {
+            bar.set_style(style);
+        }
+        bar.set_prefix(self.state.as_str());
+    }
+
+    /// Whether its place in the queue is to be asked for.
+    pub(super) fn waits(&self) -> bool {
+        self.state.is_waiting() && !self.json
+    }
+
+    /// Says what a job does that does not train, where it stands in the queue and why; once, until that changes.
+    pub(super) fn stands(&mut self, job: &Job) -> anyhow::Result<()> {
+        // The stream may be behind, and tells the rest in its order.
+        let is_told = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
+        let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
+        if self.json || !is_told || !is_known {
+            return Ok(());
+        }
+        let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
+        let why = waits_for(job).map(|why| format!(": {why}"));
+        self.say_once(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
+    }
+
+    fn say_once(&mut self, text: String) -> anyhow::Result<()> {
+        if self.said == text {
+            return Ok(());
+        }
+        self.say(text.clone())?;
+        self.said = text;
+        Ok(())
+    }
+
+    pub(super) fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
+        if self.json {
+            return output::line(serde_json::to_string(frame)?);
+        }
+        let event = match frame {
+            Frame::Event(event) => event,
+            Frame::Progress(pace) => {
+                self.images_per_second = pace.images_per_second;
+                return Ok(());
+            }
+            _ => return Ok(()),
+        };
+        match &event.body {
+            EventBody::State { state, reason, .. } => {
+                // Why it waits for something else now is said with its place, by `stands`.
+                let still_waits = self.state == *state && state.is_waiting();
+                self.state = *state;
+                self.name_state();
+                if !state.is_final() && !still_waits {
+                    let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
+                    self.say_once(format!("{state}{reason}"))?;
+                }
+            }
+            EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
+                self.plan(*total_steps, *steps_per_epoch, *start_step);
+            }
+            EventBody::Metrics { rank, name, steps, values, .. } => {
+                let Some((step, value)) = steps.last().zip(values.last()) else { return Ok(()) };
+                if name == "loss" {
+                    self.losses.insert(*rank, value.unwrap_or(f32::NAN));
+                    self.step = self.step.max(*step);
+                    self.moved()?;
+                }
+            }
+            EventBody::Evaluation { evaluation, .. } => {
+                self.say(format!(
+                    "epoch {}: validation accuracy {}, loss {:.4}",
+                    evaluation.epoch,
+                    lockstep_protocol::numbers::percent(evaluation.accuracy),
+                    evaluation.loss
+                ))?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// A line that stays.
+    fn say(&mut self, text: String) -> anyhow::Result<()> {
+        match &self.bar {
+            Some(bar) => {
+                bar.suspend(|| output::line(text))?;
+            }
+            None => output::line(text)?,
+        }
+        Ok(())
+    }
+
+    fn moved(&mut self) -> anyhow::Result<()> {
+        let loss = self.losses.values().sum::<f32>() / self.losses.len().max(1) as f32;
+        let speed = self.images_per_second.map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
+        if let Some(bar) = &self.bar {
+            bar.set_position(self.step);
+            bar.set_message(format!("loss {loss:.4}{speed}"));
+        } else if self.last_line.is_none_or(|at| at.elapsed() >= LINE_EVERY) {
+            self.last_line = Some(Instant::now());
+            let epoch = self.step.saturating_sub(1).checked_div(self.steps_per_epoch).map_or(1, |e| e + 1);
+            output::line(format_args!(
+                "epoch {epoch}, step {} of {}: loss {loss:.4}{speed}",
+                self.step, self.total_steps
+            ))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

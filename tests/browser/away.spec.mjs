@@ -1,0 +1,52 @@
+// A machine that went away and does not come back: taken off the page. And what the page says to whoever brings another one.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { join } from "./agent.mjs";
+import { clean, fits } from "./looks.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+let server, browser, agent;
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 2);
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+describe("machines", () => {
+  test("are removed by those who may, once they are away, after a question", async () => {
+    const page = await browser.page(server, "/machines"), card = page.locator(".machine"), remove = page.getByRole("button", { name: "Remove made-up" });
+    await until("it is online", async () => /online/.test(await card.locator(".pill").first().textContent()));
+    assert.equal(await remove.count(), 0, "one that is there is not removed");
+    await agent.close();
+    await until("it is away", () => remove.isVisible());
+    for (const colorScheme of ["light", "dark"]) {
+      for (const width of [390, 1024, 1920]) {
+        await page.emulateMedia({ colorScheme });
+        await page.setViewportSize({ width, height: 900 });
+        await fits(page, `${colorScheme}, ${width}`);
+        await clean(page, `${colorScheme}, ${width}`);
+      }
+    }
+    await remove.focus();
+    await remove.press("Enter");
+    const dialog = page.getByRole("dialog", { name: "Remove made-up?" });
+    await clean(page, "the question");
+    await dialog.getByRole("button", { name: "Keep it" }).click();
+    assert.equal(await card.count(), 1);
+    await remove.click();
+    await dialog.getByRole("button", { name: "Remove it" }).click();
+    await until("it is gone", async () => (await card.count()) === 0);
+    assert.ok(await page.getByRole("heading", { name: "No machine has joined" }).isVisible());
+    assert.deepEqual((await server.ask("/agents")).agents, []);
+    await page.end();
+  });
+
+  test("that join are told of --advertise, and by no address that leads elsewhere", async () => {
+    const page = await browser.page(server, "/machines"), join = page.locator(".join");
+    assert.match(await join.innerText(), /no other machine reaches it/);
+    assert.match(await join.innerText(), /--advertise ADDRESS/);
+    assert.match(await join.innerText(), new RegExp(`lockstep serve --listen 0\\.0\\.0\\.0:${server.port} --tls-own-ca`));
+    await page.end();
+  });
+});

@@ -1,0 +1,112 @@
+// What a page says of jobs that wait, and of those that wait again: place, reason, filter, and reasons in full where there is room.
+// Told by a made-up agent.
+
+import assert from "node:assert/strict";
+import { after, before, describe, test } from "node:test";
+import { join, spec } from "./agent.mjs";
+import { clean, fits } from "./looks.mjs";
+import { Browser, TestServer, until } from "./test-server.mjs";
+
+const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
+let server, browser, agent;
+const jobs = {};
+const submit = async (name, ranks, more = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...more }); return jobs[name].id; };
+/** Attempt number `n` of a job. */
+const attempt = (id, n = 1) => agent.evaluate(async ([id, n]) => {
+  for (;;) {
+    const found = window.it.started.filter((s) => s.attempt.job === id)[n - 1];
+    if (found) return found.attempt;
+    await new Promise((done) => setTimeout(done, 20));
+  }
+}, [id, n]);
+const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const begin = (of) => report(of, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
+const end = (of, how) => agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
+const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
+const says = (page, selector, words) => until(`${selector} says ${words}`, async () => { const said = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(said) || Promise.reject(new Error(said)); });
+
+before(async () => {
+  [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
+  agent = await join(browser.chromium, server, 2);
+  const first = await attempt(await submit("killed", 2));
+  await begin(first);
+  const next = await submit("urgent", 2, { priority: 5 });
+  await end(first, killed);
+  await begin(await attempt(next));
+});
+after(async () => { await browser?.close(); await server?.close(); });
+
+describe("a job that starts again", () => {
+  test("says on its page where it stands in the queue and what it waits for, and how its last attempt ended", async () => {
+    const page = await browser.page(server, `/jobs/${jobs.killed.id}`);
+    const told = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "made-up" free\. Before: rank 1 was killed by signal 9/;
+    await says(page, "#banner", told);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await says(page, "#banner", told);
+    assert.equal(await page.locator("#banner-link").getAttribute("href"), "/queue");
+    // Another one comes before it: nothing of this job's own has changed.
+    await submit("first", 2, { priority: 3 });
+    await says(page, "#banner", /number 2 in the queue/);
+    await server.ask(`/jobs/${jobs.first.id}/cancel`, {});
+    await says(page, "#banner", /number 1 in the queue/);
+    await page.end();
+  });
+
+  test("is found by a filter of its own", async () => {
+    const page = await browser.page(server, "/jobs");
+    await page.locator("#filters").getByRole("link", { name: "restarting", exact: true }).click();
+    await until("it alone is listed", async () => (await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.dataset.id))).join() === jobs.killed.id);
+    assert.equal(new URL(page.url()).searchParams.get("state"), "restarting");
+    await page.locator("#filters").getByRole("link", { name: "queued", exact: true }).click();
+    assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued");
+    await page.end();
+  });
+});
+
+describe("a reason", () => {
+  test("is whole in the list where there is room for it", async () => {
+    await submit("waits", 2);
+    for (const width of [390, 1440, 1920]) {
+      const page = await browser.page(server, "/jobs?state=queued", { viewport: { width, height: 1000 } });
+      const reason = page.locator(`tr[data-id="${jobs.waits.id}"] [data-f=reason]`);
+      await until("it says what it waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
+      const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
+      assert.deepEqual(await cut(), [], `at ${width}`);
+      await fits(page, `at ${width}`);
+      await clean(page, `at ${width}`);
+      const apart = await page.locator(`tr[data-id="${jobs.waits.id}"]`).evaluate((row) => {
+        const box = (name) => row.querySelector(`[data-f=${name}]`).getBoundingClientRect(), reason = box("reason");
+        return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
+      });
+      assert.deepEqual(apart, [], `nothing lies over it at ${width}`);
+      if (process.env.LOCKSTEP_PICTURES) await page.screenshot({ path: `${process.env.LOCKSTEP_PICTURES}/waits-${width}.png` });
+      await page.end();
+    }
+  });
+
+  test("has its long paths cut between two folders, and whole in the tooltip", async () => {
+    await end(await attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
+    const of = await attempt(jobs.killed.id, 2);
+    await begin(of);
+    const words = `${PATH} cannot be read: unexpected end of file`;
+    await end(of, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
+    const page = await browser.page(server, `/jobs/${jobs.killed.id}`), why = page.locator("#banner-why");
+    const check = async () => {
+      const shown = await why.textContent();
+      assert.match(shown, /^\/data\/imagenet-subset[^ ]*…[/_.-][^ ]*\.JPEG cannot be read: unexpected end of file$/);
+      assert.ok(shown.split(" ")[0].length <= 48, shown);
+      assert.equal(await why.getAttribute("title"), words);
+    };
+    await until("it is told", async () => (await why.textContent()).includes("cannot be read"));
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await check();
+    const bare = await browser.page(server, `/jobs/${jobs.killed.id}`, { javaScriptEnabled: false });
+    const html = bare.locator("#banner-why");
+    assert.deepEqual([await html.textContent(), await html.getAttribute("title")], [await why.textContent(), words], "the server writes the same");
+    await bare.end();
+    await page.setViewportSize({ width: 390, height: 800 });
+    await fits(page, "at 390");
+    await page.end();
+    await server.ask(`/jobs/${jobs.waits.id}/cancel`, {});
+  });
+});

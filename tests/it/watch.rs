@@ -1,0 +1,127 @@
+//! `lockstep watch` and `queue` at a terminal and in a pipe, of jobs that wait, and the time in which a job ran.
+
+use crate::{
+    pictures,
+    server::{Agents, Folder, LOCKSTEP, Server, lockstep, number, turn},
+    specs,
+};
+use reqwest::{Method, StatusCode};
+use serde_json::json;
+use std::{
+    fs,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+async fn post(server: &Server, id: &str, what: &str) {
+    let answer = server.request(Method::POST, &format!("/jobs/{id}/{what}"), None).await;
+    assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+}
+
+/// Ended with the test.
+struct Watching(Child);
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a file holds, once it has these words behind each other.
+async fn told(file: &Path, words: &[&str]) -> String {
+    let start = std::time::Instant::now();
+    loop {
+        let text = fs::read_to_string(file).unwrap_or_default();
+        let mut rest = text.as_str();
+        if words.iter().all(|word| rest.split_once(word).map(|(_, behind)| rest = behind).is_some()) {
+            return text;
+        }
+        assert!(start.elapsed() < crate::server::SOON, "{words:?}: {text:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_job_that_waits_says_where_it_stands_and_why_again_when_that_changes() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let holder = server.submit(&specs::short("holder", "fashion", 2, 1_000_000)).await;
+    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    let id = server.submit(&specs::short("waits", "fashion", 2, 5)).await;
+    server.job_when(&id, "it has a place", |job| number(&job["queue"]["place"]) == 1).await;
+
+    let folder = Folder::new();
+    let (out, terminal) = (folder.path().join("out"), folder.path().join("terminal"));
+    let mut piped = lockstep();
+    piped.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
+    let _piped = Watching(piped.stdout(fs::File::create(&out).expect("a file")).spawn().expect("lockstep"));
+    // The same at a terminal, where there would be a bar.
+    let mut script = Command::new("script");
+    script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.for_clients());
+    script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    let _script = Watching(script.spawn().expect("script runs"));
+    let waits = "queued, place 1 in the queue: waits for 2 slots: 0 of 2 on";
+    told(&out, &[waits]).await;
+    let shown = told(&terminal, &[waits]).await;
+    assert!(!shown.contains("0/0") && !shown.contains('\u{2588}'), "no bar without a total: {shown:?}");
+
+    let urgent = specs::with(specs::short("urgent", "fashion", 2, 5), json!({"priority": 5}));
+    let urgent = server.submit(&urgent).await;
+    told(&out, &[waits, "queued, place 2 in the queue: waits for 2 slots"]).await;
+    post(&server, &urgent, "cancel").await;
+    told(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
+    post(&server, &id, "pause").await;
+    told(&out, &["paused: paused on request"]).await;
+    // Whoever comes later is told at once.
+    let late = folder.path().join("late");
+    let mut paused = lockstep();
+    paused.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
+    let _paused =
+        Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
+    told(&late, &["paused: paused on request"]).await;
+    post(&server, &id, "cancel").await;
+    let lines = told(&out, &["paused on request", "cancelled: cancelled on request"]).await;
+    let mut all: Vec<_> = lines.lines().collect();
+    let count = all.len();
+    all.dedup();
+    assert_eq!(all.len(), count, "nothing twice in a row: {lines}");
+    post(&server, &holder, "cancel").await;
+    server.ended(&holder).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
+    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    let long = format!("resnet-{}-seed-7", "with-a-long-name-".repeat(8));
+    for name in [long.as_str(), "short"] {
+        let id = server.submit(&specs::short(name, "fashion", 1, 5)).await;
+        server.job_when(&id, "it has a place", |job| number(&job["queue"]["place"]) > 0).await;
+    }
+    assert!(server.cli(&["queue"]).ok().contains(&long), "a program may look for the name");
+    let folder = Folder::new();
+    let shown = |columns: u32| {
+        let mut script = Command::new("script");
+        let typed = format!("stty cols {columns}; {LOCKSTEP} queue");
+        script.args(["-qec", &typed]).arg(folder.path().join("typescript")).envs(server.for_clients());
+        let done = script.stdin(Stdio::null()).output().expect("script runs");
+        String::from_utf8(done.stdout).expect("UTF-8")
+    };
+    let narrow = shown(150);
+    let row = narrow.lines().find(|line| line.contains("resnet-")).expect("its row").trim_end();
+    assert!(row.contains("…") && row.contains("-seed-7") && !row.contains(&long), "{narrow}");
+    // What the last column says goes on in the next line; the others leave it a third.
+    let head = narrow.lines().find(|line| line.contains("WAITS FOR")).expect("a header");
+    let before = head.find("WAITS FOR").expect("the last column");
+    assert!(before <= 150, "{before} columns before the reason: {narrow}");
+    assert!(shown(400).contains(&long), "there is room for it");
+    post(&server, &holder, "cancel").await;
+    server.stop().await;
+}

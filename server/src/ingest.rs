@@ -86,6 +86,9 @@ async fn store(app: &App, batch: Vec<Work>) {
         catch_up(app, from.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
     }
     for ((agent, connection, attempt, ends), answer) in from.into_iter().zip(answers) {
+        if ends.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
+            app.leases.is_gone(&agent, &attempt);
+        }
         match answer {
             Ingested::Stored { mut acknowledged, changed } => {
                 if let Some(changed) = changed {
@@ -103,9 +106,6 @@ async fn store(app: &App, batch: Vec<Work>) {
                 app.agents.send(&agent, ToAgent::Ack(acknowledged));
             }
             Ingested::Stale => {
-                if ends.ending.is_some() {
-                    app.leases.is_gone(&agent, &attempt);
-                }
                 let reason = "another attempt has taken its place, or the job is over".into();
                 app.agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
             }

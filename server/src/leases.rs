@@ -216,17 +216,10 @@ impl Leases {
         others
     }
 
-    /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own: as long as it says that it
-    /// has them, it gets no work.
+    /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
-        let not_its = self.renew_until(until, agent_id, attempts);
-        // This also holds for what another server of this database has given up.
-        self.note_cut_off(agent_id, &not_its, until);
-        not_its
-    }
-
-    fn renew_until(&self, until: Instant, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
+        self.extend_cut_off(agent_id, attempts, until);
         let mut leases = self.by_job();
         let mut is_theirs = |attempt: &AttemptRef| {
             let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);

@@ -292,7 +292,7 @@ impl Connection<'_> {
         app.agents.said_something(&self.id);
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
         app.inbox.flush().await;
-        let revoked = app.leases.renew(&self.id, &hello.attempts);
+        let revoked = app.leases.greet(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
             acknowledged.extend(app.store.acknowledged(attempt, &self.id).await.map_err(failed)?);

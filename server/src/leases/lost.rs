@@ -87,20 +87,39 @@ impl Leases {
         }
     }
 
-    /// The attempts whose ranks an agent says it has, although they are not its own any more; all of them.
-    pub(super) fn note_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
-        let now = Instant::now();
+    /// An agent that was given up says which ranks it has.
+    pub(super) fn extend_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
+        self.cut_off().retain_mut(|(id, attempt, at)| {
+            let is_its = id == agent_id;
+            if is_its {
+                *at = until;
+            }
+            !is_its || attempts.contains(attempt)
+        });
+    }
+
+    /// As [`Self::renew`], of an agent that has connected: as long as it has ranks of an attempt that is not its own, it gets no work. It
+    /// may have been given up by the server that was there before this one.
+    pub(crate) fn greet(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
+        let not_its = self.renew(agent_id, attempts);
+        let (now, until) = (Instant::now(), Instant::now() + self.duration);
         let mut cut_off = self.cut_off();
         cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
         // An agent may name as many as it likes, and one is as good as many.
-        let kept = attempts.iter().take(CUT_OFF_OF_AGENT);
+        let kept = not_its.iter().take(CUT_OFF_OF_AGENT);
         cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
+        drop(cut_off);
+        not_its
     }
 
     /// An agent says that its ranks of an attempt have ended.
     pub(crate) fn is_gone(&self, agent_id: &str, attempt: &AttemptRef) {
-        self.cut_off().retain(|(id, of, _)| id != agent_id || of != attempt);
-        self.poke();
+        let mut cut_off = self.cut_off();
+        let before = cut_off.len();
+        cut_off.retain(|(id, of, _)| id != agent_id || of != attempt);
+        if cut_off.len() < before {
+            self.poke();
+        }
     }
 
     /// Whether an agent was given up, and ranks may still be there.

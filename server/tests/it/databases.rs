@@ -184,12 +184,11 @@ async fn from_before(old: String, new: String) {
     server.execute(&format!("UPDATE jobs SET last_seq = {} WHERE id = '{id}'", seq + 2)).await;
     // A fork that said which private job it was made from, as all did then.
     server.execute(&format!("UPDATE jobs SET private = 1 WHERE id = '{secret}'")).await;
-    server
-        .execute(&format!(
-            "UPDATE jobs SET parent_job = '{secret}', parent_checkpoint = '{secret}-1-5', reason = 'forked from ({secret})' \
-             WHERE id = '{fork}'"
-        ))
-        .await;
+    let parent = format!("parent_job = '{secret}', parent_checkpoint = '{secret}-1-5'");
+    server.execute(&format!("UPDATE jobs SET {parent} WHERE id = '{fork}'")).await;
+    let said =
+        format!(r#"{{"type":"state","state":"queued","reason":"forked from ({secret})","attempt":0}}"#);
+    server.execute(&format!("UPDATE events SET body = '{said}' WHERE job_id = '{fork}' AND seq = 1")).await;
     server.execute("ALTER TABLE jobs DROP COLUMN parent_private").await;
     server.execute("DELETE FROM _sqlx_migrations WHERE version > 100").await;
     server.execute("UPDATE _sqlx_migrations SET version = 25").await;
@@ -214,8 +213,8 @@ async fn from_before(old: String, new: String) {
     restore(&Location::parse(&new).unwrap(), &file).await.unwrap();
     let server = TestServer::with(|c| c.database = Some(new)).await;
     assert_eq!(server.number("SELECT count(*) FROM events WHERE kind = 'metrics' AND body <> ''").await, 0);
-    let hidden =
-        "SELECT count(*) FROM jobs WHERE parent_private = 1 AND reason = 'forked from (a private job)'";
+    let hidden = "SELECT count(*) FROM jobs JOIN events ON events.job_id = jobs.id WHERE parent_private = 1 AND seq = 1 \
+        AND body LIKE '%forked from (a private job)%'";
     assert_eq!(server.number(hidden).await, 1);
     let (_, response) = server.get(&format!("/jobs/{id}/metrics")).await;
     let series = response["series"].as_array().unwrap();

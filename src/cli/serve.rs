@@ -83,6 +83,10 @@ pub(crate) struct Args {
     /// Data directory: database, job folders and checkpoints
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
+    /// Keep checkpoints in an object store, too: a directory (of another disk), or s3://BUCKET/PREFIX, with AWS_ENDPOINT_URL,
+    /// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP as they are read elsewhere
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
+    artifacts: Option<String>,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
@@ -149,6 +153,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Some("-") => AccessLogTo::Stdout,
         _ => AccessLogTo::File(path),
     });
+    config.artifacts = args.artifacts;
     config.database = args.database;
     config.no_auth = args.no_auth;
     config.oidc = args.oidc.config()?;

@@ -27,6 +27,16 @@ pub(crate) enum StoredState {
     Stored,
 }
 
+impl StoredState {
+    /// As it is in JSON.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Uploading => "uploading",
+            Self::Stored => "stored",
+        }
+    }
+}
+
 /// Why a checkpoint could not be fetched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum NotFetched {

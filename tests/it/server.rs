@@ -88,6 +88,7 @@ fn by_itself(mut command: Command) -> Command {
     cryptography();
     command.stdin(Stdio::null());
     for name in [
+        "LOCKSTEP_ARTIFACTS",
         "LOCKSTEP_DATABASE",
         "LOCKSTEP_SERVER",
         "LOCKSTEP_CA_FILE",

@@ -12,6 +12,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
+    artifact_store::StoredState,
     error::{Code, Error, PageError},
     store::JobFilter,
 };
@@ -197,7 +198,11 @@ pub(crate) async fn job(
     let rows = app.store.checkpoints(&id).await?;
     let checkpoints = rows
         .into_iter()
-        .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
+        .map(|row| {
+            let state = app.artifact_store.as_ref().and_then(|store| store.state(&row.id));
+            let stored = state.map(StoredState::as_str);
+            job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
+        })
         .collect();
     let attempts = app.store.attempts(&id).await?;
     let may_change = caller.may(Scope::Submit)
@@ -220,6 +225,7 @@ pub(crate) async fn job(
             panels: panels.into(),
             has_histograms,
             has_network,
+            has_artifact_store: app.artifact_store.is_some(),
         }
         .render(),
     )

@@ -9,6 +9,7 @@ mod preemption;
 mod test_server;
 
 mod access;
+mod artifacts;
 mod databases;
 mod dataset_files;
 mod dataset_roots;

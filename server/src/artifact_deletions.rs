@@ -41,6 +41,8 @@ async fn delete_some(app: &App, store: &ArtifactStore) -> Result<bool, ()> {
         if !store.take_this(&record.id) {
             continue;
         }
+        // It may have begun a file since it was read.
+        let record = store.stored(&record.id).unwrap_or(record);
         // It may have been written anew meanwhile, under the same name: nobody uploads it while it is taken.
         let is_gone = matches!(app.store.checkpoint(&record.id).await, Ok(None));
         let done = if is_gone { delete(app, store, &record).await } else { Ok(()) };

@@ -5,7 +5,7 @@ use crate::{
     app::App,
     artifact_store::{ArtifactStore, Fetch, Fetched, NotFetched},
     manifest::{MANIFEST, Written, hexadecimal},
-    object_storage::Place,
+    object_storage::{Place, words},
     store::CheckpointRow,
 };
 use futures_util::StreamExt;
@@ -20,7 +20,7 @@ impl From<object_store::Error> for NotFetched {
     fn from(error: object_store::Error) -> Self {
         match error {
             object_store::Error::NotFound { .. } => Self::Missing,
-            error => Self::Away(error.to_string()),
+            error => Self::Away(words(&error)),
         }
     }
 }

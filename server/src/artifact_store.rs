@@ -1,7 +1,10 @@
 //! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
 //! fetched from there. The database has what outlives the server; this is in step with it.
 
-use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
+use crate::{
+    object_storage::{ObjectStorage, words},
+    store::StoredCheckpoint,
+};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -79,14 +82,19 @@ struct Known {
     /// Those that cannot be fetched, as jobs that would continue from them have found out.
     lost: HashSet<String>,
     /// The queue: the one that was noted last comes first, since a job would continue from that one.
-    queue: BTreeMap<u64, String>,
-    places: HashMap<String, u64>,
-    noted: u64,
+    queue: BTreeMap<i64, String>,
+    places: HashMap<String, i64>,
     /// Those that are being uploaded or deleted.
     busy: HashSet<String>,
 }
 
 impl Known {
+    /// `place`: the largest comes first.
+    fn enter(&mut self, id: &str, place: i64) {
+        self.queue.insert(place, id.to_owned());
+        self.places.insert(id.to_owned(), place);
+    }
+
     fn leave(&mut self, id: &str) {
         if let Some(place) = self.places.remove(id) {
             self.queue.remove(&place);
@@ -144,14 +152,21 @@ impl ArtifactStore {
         {
             let mut known = lock(&self.known);
             known.leave(id);
-            known.noted += 1;
-            let place = known.noted;
-            known.queue.insert(place, id.to_owned());
-            known.places.insert(id.to_owned(), place);
+            let place = known.queue.last_key_value().map_or(0, |(last, _)| last + 1);
+            known.enter(id, place);
             // It was written anew.
             known.lost.remove(id);
         }
         self.waiting.notify_waiters();
+    }
+
+    /// It could not be uploaded: later, after all others, so that one that never can be holds up none.
+    pub(crate) fn note_again(&self, id: &str) {
+        let mut known = lock(&self.known);
+        if !known.places.contains_key(id) {
+            let place = known.queue.first_key_value().map_or(0, |(first, _)| first - 1);
+            known.enter(id, place);
+        }
     }
 
     /// The next one to upload, which is this caller's until [`ArtifactStore::done`].
@@ -229,7 +244,12 @@ impl ArtifactStore {
     pub(crate) fn is_away(&self, error: &object_store::Error) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             let url = self.storage.url();
-            tracing::warn!(url, %error, "the object store cannot be used; trying again until it can, and training continues");
+            let error = words(error);
+            tracing::warn!(
+                url,
+                error,
+                "the object store cannot be used; trying again until it can, and training continues"
+            );
         }
     }
 

@@ -133,8 +133,7 @@ async fn work(app: &App, store: &ArtifactStore) {
             }
         };
         if failed {
-            // Before it is anybody's again: meanwhile a newer one of the same name may have been noted.
-            store.note(&id);
+            store.note_again(&id);
             store.done(&id);
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(TRY_AGAIN.1);

@@ -10,6 +10,8 @@ mod connector;
 mod file_upload;
 mod location;
 
+pub(crate) use check::words;
+
 use crate::manifest::{MANIFEST, Manifest};
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};

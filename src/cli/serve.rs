@@ -131,7 +131,8 @@ pub(crate) struct Args {
 /// Exit status 2 when the address, the folder or the database cannot be used.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    init_tracing("info");
+    // Each request that an object store does not answer would be a line: the server says it once.
+    init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
     config.bundled = Some(super::bundled::PICTURES);

@@ -53,7 +53,7 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Clients of the tests that are given no TLS settings take these.
-fn cryptography() {
+pub(crate) fn cryptography() {
     // Only the first call of a process has an effect.
     let _ = rustls::crypto::ring::default_provider().install_default();
 }

@@ -21,6 +21,12 @@ fn the_newest_is_uploaded_first_and_each_by_one_at_a_time() {
     store.done("newest");
     assert_eq!(store.take().as_deref(), Some("newest"));
     assert_eq!(store.take(), None);
+    // One that fails holds up nobody.
+    store.note("other");
+    store.note_again("newest");
+    store.done("newest");
+    assert_eq!(store.take().as_deref(), Some("other"));
+    assert_eq!(store.take().as_deref(), Some("newest"));
 }
 
 #[test]

@@ -68,7 +68,7 @@ pub(super) fn environment() -> Result<(), String> {
 }
 
 /// All that an error says, and what to change.
-pub(super) fn words(error: &Error) -> String {
+pub(crate) fn words(error: &Error) -> String {
     let mut all = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {
@@ -100,6 +100,10 @@ pub(super) fn words(error: &Error) -> String {
         }
         Error::NotFound { .. } if code == Some("NoSuchBucket") => {
             "there is no such bucket: make it, or name another".into()
+        }
+        _ if all.contains("HTTP error: ") => {
+            let why = all.rsplit_once("HTTP error: ").map_or(all.as_str(), |(_, why)| why);
+            format!("the store does not answer ({why}): start it, or give its address as AWS_ENDPOINT_URL")
         }
         _ if all.contains("builder error") => {
             format!("{all}; is AWS_ENDPOINT_URL an address such as https://s3.example.org?")

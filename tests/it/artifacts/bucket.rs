@@ -1,6 +1,6 @@
 //! A real S3 server (moto, of the Python registry; `tests/run` installs it), and a gate on the way to it that can be shut.
 
-use crate::server::{SOON, free_port};
+use crate::server::{SOON, cryptography, free_port};
 use std::{
     io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
@@ -108,6 +108,7 @@ impl Bucket {
     pub(super) async fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("bucket-{}", COUNT.fetch_add(1, Ordering::Relaxed));
+        cryptography();
         let http = reqwest::Client::builder().timeout(SOON).build().expect("a client");
         let bucket = Self { name, gate: Gate::before(Buckets::shared().port), http };
         assert!(bucket.ask("PUT", "", Vec::new()).await.0, "a bucket");

@@ -4,7 +4,7 @@
 use crate::{
     app::App,
     artifact_fetches,
-    artifact_store::{ArtifactStore, NotFetched},
+    artifact_store::{ArtifactStore, NotFetched, StoredState},
     holders::Holder,
     lifecycle,
     store::{CheckpointRow, JobRow, Report, Result},
@@ -29,6 +29,13 @@ fn name_of(row: &CheckpointRow) -> String {
 fn is_kept(app: &App, row: &CheckpointRow) -> bool {
     app.checkpoint_dir(row).exists()
         || app.artifact_store.as_ref().is_some_and(|store| store.has_whole(&row.id))
+}
+
+/// Whether the object store has a checkpoint; none where there is no store, or the checkpoint is nowhere.
+pub(crate) fn stored_state(app: &App, row: &CheckpointRow) -> Option<StoredState> {
+    let known = app.artifact_store.as_ref()?.state(&row.id);
+    // It is on the disk, and nobody has looked at it yet.
+    known.or_else(|| app.checkpoint_dir(row).exists().then_some(StoredState::Uploading))
 }
 
 /// The agents that have a checkpoint which is not on the server's disk yet, the one that uploads it first; none where it is there.

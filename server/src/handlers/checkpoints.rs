@@ -142,7 +142,7 @@ pub(crate) struct CheckpointDetail {
 impl Checkpoint {
     fn of(app: &App, row: CheckpointRow) -> Self {
         let uploading_from = artifacts::on_its_way(app, &row).into_iter().next().map(|holder| holder.agent);
-        let stored = app.artifact_store.as_ref().and_then(|store| store.state(&row.id));
+        let stored = artifacts::stored_state(app, &row);
         let CheckpointRow { id, attempt, info, created_at, .. } = row;
         Self { id, attempt, info, created_at, uploading_from, stored }
     }

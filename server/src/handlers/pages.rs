@@ -13,6 +13,7 @@ use crate::{
     access::Caller,
     app::App,
     artifact_store::StoredState,
+    artifacts,
     error::{Code, Error, PageError},
     store::JobFilter,
 };
@@ -199,8 +200,7 @@ pub(crate) async fn job(
     let checkpoints = rows
         .into_iter()
         .map(|row| {
-            let state = app.artifact_store.as_ref().and_then(|store| store.state(&row.id));
-            let stored = state.map(StoredState::as_str);
+            let stored = artifacts::stored_state(&app, &row).map(StoredState::as_str);
             job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
         })
         .collect();

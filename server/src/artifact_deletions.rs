@@ -1,7 +1,7 @@
 //! Deletes the objects of checkpoints that are no more. What there is to delete, the database says: a record of objects without a
 //! checkpoint. It is made by the deletion itself, so nothing is left behind by a server that is killed, or a store that is away.
 
-use crate::{app::App, artifact_store::ArtifactStore, store::StoredCheckpoint};
+use crate::{app::App, artifact_store::ArtifactStore, object_storage::words, store::StoredCheckpoint};
 use std::time::Duration;
 
 /// Pauses after a failure, the first and the longest. The longest is also how often the database is asked.
@@ -64,7 +64,7 @@ async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> 
             }
             store.storage.delete(&place, None).await
         };
-        gone.await.map_err(|error| store.is_away(&error))?;
+        gone.await.map_err(|error| store.is_away(&words(&error)))?;
         store.answers();
     }
     let forgotten = app.store.forget_stored_checkpoint(store.storage.url(), &record.id).await;

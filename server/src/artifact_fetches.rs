@@ -47,6 +47,8 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
             let outcome = bring_back(&app, store, &row).await;
             match &outcome {
                 Ok(()) => tracing::info!(checkpoint = row.id, "fetched from the object store"),
+                // A job that waits for it asks again and again.
+                Err(NotFetched::Away(why)) => store.is_away(why),
                 Err(why) => tracing::warn!(checkpoint = row.id, ?why, "not fetched from the object store"),
             }
             store.fetched(&row.id, &sender, outcome);

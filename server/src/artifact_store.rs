@@ -1,10 +1,7 @@
 //! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
 //! fetched from there. The database has what outlives the server; this is in step with it.
 
-use crate::{
-    object_storage::{ObjectStorage, words},
-    store::StoredCheckpoint,
-};
+use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -240,11 +237,10 @@ impl ArtifactStore {
         sender.send_replace(Some(outcome));
     }
 
-    /// The store does not do what it is asked. Said once.
-    pub(crate) fn is_away(&self, error: &object_store::Error) {
+    /// The store does not do what it is asked; why. Said once.
+    pub(crate) fn is_away(&self, error: &str) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             let url = self.storage.url();
-            let error = words(error);
             tracing::warn!(
                 url,
                 error,

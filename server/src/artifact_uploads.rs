@@ -6,7 +6,7 @@ use crate::{
     artifact_store::ArtifactStore,
     artifacts,
     manifest::{MANIFEST, Written, hexadecimal, sha256},
-    object_storage::{PART_BYTES, Place, part_bytes},
+    object_storage::{PART_BYTES, Place, part_bytes, words},
     regular,
     store::{StoreError, StoredCheckpoint},
 };
@@ -56,6 +56,8 @@ impl From<io::Error> for Trouble {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::Changed,
+            // Trying again does not make it one.
+            io::ErrorKind::InvalidInput => Self::Damaged(format!("a file of it {error}")),
             _ => Self::Disk(error),
         }
     }
@@ -120,7 +122,7 @@ async fn work(app: &App, store: &ArtifactStore) {
                 false
             }
             Err(Trouble::Store(error)) => {
-                store.is_away(&error);
+                store.is_away(&words(&error));
                 true
             }
             Err(Trouble::Database(error)) => {

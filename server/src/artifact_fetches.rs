@@ -46,7 +46,10 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
             let Some(store) = &app.artifact_store else { return };
             let outcome = bring_back(&app, store, &row).await;
             match &outcome {
-                Ok(()) => tracing::info!(checkpoint = row.id, "fetched from the object store"),
+                Ok(()) => {
+                    store.answers();
+                    tracing::info!(checkpoint = row.id, "fetched from the object store");
+                }
                 // A job that waits for it asks again and again.
                 Err(NotFetched::Away(why)) => store.is_away(why),
                 Err(why) => tracing::warn!(checkpoint = row.id, ?why, "not fetched from the object store"),

@@ -35,7 +35,7 @@ const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "evaluate") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
   byId("panels").scrollIntoView({ block: "nearest" });
-});
+}, data.has_artifact_store ? job.id : null);
 checkpoints.draw();
 const facts = new Facts(job, metrics, ranks, checkpoints);
 checkpoints.changed.add(() => factsSoon());

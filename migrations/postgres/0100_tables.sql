@@ -122,6 +122,14 @@ CREATE TABLE checkpoints (
     UNIQUE (job_id, epoch, step)
 );
 
+CREATE TABLE stored_checkpoints (
+    checkpoint_id TEXT COLLATE "C" NOT NULL,
+    store TEXT COLLATE "C" NOT NULL,
+    manifest TEXT,
+    parts TEXT,
+    PRIMARY KEY (checkpoint_id, store)
+);
+
 CREATE TABLE datasets (
     name TEXT COLLATE "C" PRIMARY KEY,
     path TEXT NOT NULL,

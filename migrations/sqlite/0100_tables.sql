@@ -155,6 +155,19 @@ CREATE TABLE checkpoints (
     UNIQUE (job_id, epoch, step)
 ) STRICT;
 
+-- What of checkpoints is in object stores (`serve --artifacts`). No references: a row outlives its checkpoint until its objects are
+-- deleted, so one without a checkpoint says what is left to delete.
+CREATE TABLE stored_checkpoints (
+    checkpoint_id TEXT NOT NULL,
+    -- The store's address.
+    store TEXT NOT NULL,
+    -- SHA-256 of the MANIFEST.json by which it is whole there; NULL while it is uploaded.
+    manifest TEXT,
+    -- The upload of a file in parts that was begun and has not ended: the object's path, a blank and the store's id of it.
+    parts TEXT,
+    PRIMARY KEY (checkpoint_id, store)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE datasets (
     name TEXT PRIMARY KEY,
     path TEXT NOT NULL,

@@ -4,6 +4,7 @@ use crate::{
     access::Access,
     agent_rows::AgentRows,
     agents::Agents,
+    artifact_store::ArtifactStore,
     audit::Audit,
     coming::Coming,
     compaction_queue::CompactionQueue,
@@ -48,6 +49,8 @@ pub struct Parts {
     pub config: ServeConfig,
     /// What outlives the server.
     pub store: Arc<dyn Store>,
+    /// Where checkpoints are kept besides this disk.
+    pub(crate) artifact_store: Option<ArtifactStore>,
     pub(crate) ingress: Ingress,
     /// Who may do what.
     pub(crate) access: Access,
@@ -108,6 +111,7 @@ impl App {
     pub(crate) fn new(
         config: ServeConfig,
         store: Arc<dyn Store>,
+        artifact_store: Option<ArtifactStore>,
         inbox: Inbox,
         ingress: Ingress,
         audit: Audit,
@@ -131,6 +135,7 @@ impl App {
             waiting: WaitingJobs::default(),
             config,
             store,
+            artifact_store,
             ingress,
             hub: Arc::new(Hub::new()),
             agents: Agents::default(),
@@ -165,6 +170,13 @@ impl App {
         self.waiting.note(&changed.job);
         self.hub.publish(changed);
         self.compaction_queue.note(changed);
+        if let Some(artifacts) = &self.artifact_store {
+            changed.events.iter().for_each(|event| match event.checkpoint() {
+                Some((id, true)) => artifacts.note(&id),
+                Some((_, false)) => artifacts.removed.notify_one(),
+                None => {}
+            });
+        }
         if !changed.job.state.is_active() {
             self.leases.release(&changed.job.id, changed.job.attempt);
         }

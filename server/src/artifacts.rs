@@ -3,6 +3,8 @@
 
 use crate::{
     app::App,
+    artifact_fetches,
+    artifact_store::{ArtifactStore, NotFetched, StoredState},
     holders::Holder,
     lifecycle,
     store::{CheckpointRow, JobRow, Report, Result, StoreError},
@@ -23,9 +25,22 @@ fn name_of(row: &CheckpointRow) -> String {
     format!("{}-{}", row.info.epoch, row.info.step)
 }
 
+/// Whether this server has a checkpoint: on its disk, or in its object store.
+fn is_kept(app: &App, row: &CheckpointRow) -> bool {
+    app.checkpoint_dir(row).exists()
+        || app.artifact_store.as_ref().is_some_and(|store| store.has_whole(&row.id))
+}
+
+/// Whether the object store has a checkpoint; none where there is no store, or the checkpoint is nowhere.
+pub(crate) fn stored_state(app: &App, row: &CheckpointRow) -> Option<StoredState> {
+    let known = app.artifact_store.as_ref()?.state(&row.id);
+    // It is on the disk, and nobody has looked at it yet.
+    known.or_else(|| app.checkpoint_dir(row).exists().then_some(StoredState::Uploading))
+}
+
 /// The agents that have a checkpoint which is not on the server's disk yet, the one that uploads it first; none where it is there.
 pub(crate) fn on_its_way(app: &App, row: &CheckpointRow) -> Vec<Holder> {
-    if app.checkpoint_dir(row).exists() {
+    if is_kept(app, row) {
         return Vec::new();
     }
     let mut holders = Holder::all(&app.job_dir(&row.job), row.attempt, &name_of(row));
@@ -114,7 +129,16 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
 /// # Errors
 /// The database.
 pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<Reason>> {
-    if job.attempt == 0 {
+    // What it begins from is another job's.
+    if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
+        && store.has(given)
+        && let Some(row) = app.store.checkpoint(given).await?
+        && let Brought::Coming(why) = brought_back(app, &row).await
+    {
+        return Ok(Some(why));
+    }
+    // One that has never run, and continues nobody's run, has no checkpoint.
+    if job.attempt == 0 && job.parent.is_none() {
         return Ok(None);
     }
     let online = in_touch(app);
@@ -123,7 +147,11 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
         // The newest comes first.
         let holders = on_its_way(app, &row);
         if holders.is_empty() {
-            break;
+            match brought_back(app, &row).await {
+                Brought::Here => break,
+                Brought::Coming(why) => return Ok(Some(why)),
+                Brought::Lost => continue,
+            }
         }
         is_coming = true;
         if holders.iter().any(|holder| holder.agent_id == agent) {
@@ -145,6 +173,43 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
     }))
 }
 
+/// Whether a job can continue from a checkpoint.
+enum Brought {
+    /// It is on the disk, as far as the object store knows.
+    Here,
+    /// It is being fetched from the object store. A job waits as long as that takes: an older one would throw away what it has learned.
+    Coming(Reason),
+    /// It is not to be had.
+    Lost,
+}
+
+async fn brought_back(app: &App, row: &CheckpointRow) -> Brought {
+    let Some(store) = &app.artifact_store else { return Brought::Here };
+    let Some(fetch) = artifact_fetches::fetch(app, row) else {
+        return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
+    };
+    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
+    let outcome = fetch.outcome.borrow().clone();
+    match outcome {
+        None | Some(Ok(())) => {}
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
+        Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
+            let how = match why {
+                NotFetched::Damaged(how) => format!("is damaged there ({how})"),
+                _ => "is not there".to_owned(),
+            };
+            let name = name_of(row);
+            let text = format!(
+                "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the one before"
+            );
+            log(app, &row.job, text).await;
+            store.lose(&row.id);
+            return Brought::Lost;
+        }
+    }
+    Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
+}
+
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps
 /// they are all there is, because newer ones have not come yet.
 ///
@@ -154,12 +219,15 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
         return Ok(());
     }
-    let (job_dir, attempt) = (app.job_dir(&report.attempt.job), report.attempt.attempt);
-    let mut events = std::mem::take(&mut report.events);
+    let (job, attempt, mut events) =
+        (report.attempt.job.clone(), report.attempt.attempt, report.events.clone());
+    let (job_dir, store) = (app.job_dir(&job), app.artifact_store.clone());
     let kept = move || {
         for event in &mut events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
-            let is_here = job_dir.join("checkpoints").join(format!("{epoch}-{step}")).exists();
+            let name = format!("{epoch}-{step}");
+            let is_stored = || store.as_ref().is_some_and(|store| store.has_whole(&format!("{job}-{name}")));
+            let is_here = job_dir.join("checkpoints").join(&name).exists() || is_stored();
             if is_here && Holder::of(&job_dir, attempt).is_some() {
                 *event = AttemptEvent::Unknown;
             }
@@ -231,35 +299,63 @@ pub(crate) async fn tidy(app: &App, attempt: &AttemptRef) -> Result<()> {
     if app.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
         return Ok(());
     }
-    let Some(job) = app.store.job(&attempt.job).await? else { return Ok(()) };
-    let keep = (job.job.spec.checkpoint.keep as usize).max(2);
-    let rows = app.store.checkpoints(&attempt.job).await?;
-    // Only what is here counts: newer ones may never come.
-    let here = rows.iter().filter(|row| app.checkpoint_dir(row).exists());
-    let old: Vec<_> = here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
+    let Some((rows, old)) = old_ones(app, &attempt.job).await? else { return Ok(()) };
     let kept: HashSet<String> = rows
         .iter()
         .map(|row| (row.info.epoch, row.info.step))
         .filter(|row| !old.contains(row))
         .map(|(epoch, step)| format!("{epoch}-{step}"))
         .collect();
-    if !old.is_empty() {
-        let removed = move |row: &mut JobRow| {
-            let events = old.iter().map(|(epoch, step)| {
-                let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
-                lifecycle::report(row, event, None, crate::now())
-            });
-            Ok(events.collect::<std::result::Result<Vec<_>, _>>()?.concat())
-        };
-        let changed = app.store.change_job(&attempt.job, Box::new(removed)).await?;
-        app.announce(&changed);
-    }
+    remove(app, &attempt.job, old).await?;
     let job_dir = app.job_dir(&attempt.job);
     let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
     if let Err(error) = swept.map_err(io::Error::other).flatten() {
         tracing::warn!(%error, job = %attempt.job, "old checkpoints stay for now");
     }
     Ok(())
+}
+
+/// A job's checkpoints, and epoch and step of those of them that it does not keep: more than it should, and not the best.
+async fn old_ones(app: &App, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
+    let Some(job) = app.store.job(job).await? else { return Ok(None) };
+    let keep = (job.job.spec.checkpoint.keep as usize).max(2);
+    let rows = app.store.checkpoints(&job.job.id).await?;
+    // Only what the server has counts: newer ones may never come.
+    let here = rows.iter().filter(|row| is_kept(app, row));
+    let old = here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
+    Ok(Some((rows, old)))
+}
+
+/// Removes the rows of checkpoints.
+async fn remove(app: &App, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
+    if gone.is_empty() {
+        return Ok(());
+    }
+    let removed = move |row: &mut JobRow| {
+        let events = gone.iter().map(|(epoch, step)| {
+            let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
+            lifecycle::report(row, event, None, crate::now())
+        });
+        Ok(events.collect::<std::result::Result<Vec<_>, _>>()?.concat())
+    };
+    let changed = app.store.change_job(job, Box::new(removed)).await?;
+    app.announce(&changed);
+    Ok(())
+}
+
+/// Removes what a job no longer keeps and is in the object store alone: ranks remove what they find on the disk, and would never remove
+/// that.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn forget_old(app: &App, job: &JobId) -> Result<()> {
+    let Some((rows, old)) = old_ones(app, job).await? else { return Ok(()) };
+    let on_disk = |(epoch, step): &(u32, u64)| {
+        let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));
+        row.is_some_and(|row| app.checkpoint_dir(row).exists())
+    };
+    let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
+    remove(app, job, gone).await
 }
 
 /// Removes folders of checkpoints, and what has come of them, that are not in `kept`.

@@ -118,6 +118,8 @@ pub struct ServeConfig {
     pub access_log_bytes: u64,
     /// Where the database, job folders and checkpoints lie; made when missing.
     pub data_dir: PathBuf,
+    /// Where checkpoints are kept besides the data directory: a directory, or `s3://BUCKET/PREFIX`. Nowhere when absent.
+    pub artifacts: Option<String>,
     /// `sqlite://PATH` or `postgres://...`; the data directory's `lockstep.db` when absent.
     pub database: Option<String>,
     /// How often an agent says that it is alive.
@@ -184,6 +186,7 @@ impl ServeConfig {
             access_log: None,
             access_log_bytes: 64 << 20,
             data_dir: data_dir.into(),
+            artifacts: None,
             database: None,
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),

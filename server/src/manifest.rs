@@ -35,7 +35,7 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     hexadecimal(Sha256::digest(bytes).as_slice())
 }
 
-fn hexadecimal(bytes: &[u8]) -> String {
+pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 

@@ -4,6 +4,9 @@ use crate::{
     access_log::{AccessLog, AccessLogTo},
     access_upkeep,
     app::App,
+    artifact_deletions,
+    artifact_store::ArtifactStore,
+    artifact_uploads,
     audit::Audit,
     audit_log,
     config::{ServeConfig, TlsConfig, may_listen},
@@ -14,12 +17,13 @@ use crate::{
     listener::{self, Listener},
     machine_minutes,
     metrics::{compaction, retire},
+    object_storage::ObjectStorage,
     oidc::Oidc,
     private, purge,
     router::build_router,
     running::{self, Running},
     serve_error::ServeError,
-    store::Location,
+    store::{self, Location, Store, StoreError, StoredCheckpoint},
     tls::ServerCertificate,
 };
 use std::{
@@ -53,6 +57,7 @@ pub async fn serve(
     let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
     let given =
         given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
+    let artifacts = open_artifacts(&config).await?;
     let listener = listen(config.listen).await?;
     config.listen = listener.local_addr().map_err(ServeError::Stopped)?;
     let _lock = lock_data_dir(&config.data_dir)?;
@@ -72,7 +77,7 @@ pub async fn serve(
         listeners.push(Listener { socket: socket.map_err(ServeError::Stopped)?, tls: None });
     }
 
-    let app = open(config, certificate).await?;
+    let app = open(config, certificate, artifacts).await?;
     ready(Running::new(app.clone()));
     let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.stopping.clone();
@@ -96,10 +101,41 @@ pub async fn serve(
     Ok(())
 }
 
+/// Opens the object store, where there is one, and makes sure that it can be used.
+async fn open_artifacts(config: &ServeConfig) -> Result<Option<ObjectStorage>, ServeError> {
+    let Some(url) = &config.artifacts else { return Ok(None) };
+    let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
+    let storage = ObjectStorage::open(url).map_err(failed)?;
+    let data_dir = config.data_dir.canonicalize().unwrap_or_else(|_| config.data_dir.clone());
+    if storage.directory().is_some_and(|directory| directory.starts_with(&data_dir)) {
+        return Err(failed(
+            "it is in the data directory, and would be lost with it; choose a directory of another disk"
+                .into(),
+        ));
+    }
+    storage.check().await.map_err(failed)?;
+    Ok(Some(storage))
+}
+
+/// Everything that the database says is in the object store.
+async fn read_stored(store: &dyn Store, storage: ObjectStorage) -> store::Result<ArtifactStore> {
+    const ROWS: u32 = 1000;
+    let mut all: Vec<StoredCheckpoint> = Vec::new();
+    loop {
+        let behind = all.last().map_or("", |last| last.id.as_str());
+        let some = store.stored_checkpoints(storage.url(), behind, ROWS).await?;
+        if some.is_empty() {
+            return Ok(ArtifactStore::new(storage, all));
+        }
+        all.extend(some);
+    }
+}
+
 /// Opens the database and starts the server's own tasks.
 async fn open(
     mut config: ServeConfig,
     certificate: Option<Arc<ServerCertificate>>,
+    artifacts: Option<ObjectStorage>,
 ) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
     config.data_dir = private::data_dir(data_dir)
@@ -110,7 +146,18 @@ async fn open(
     let ingress = Ingress::new(&config, certificate.clone());
     let (audit, entries) = Audit::new();
     let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
-    let app = App::new(config, store, inbox, ingress, audit, oidc);
+    let database_error = |config: &ServeConfig, error: StoreError| ServeError::Database {
+        path: Location::of(config).map_or_else(|e| e.to_string(), |location| location.to_string()),
+        detail: error.to_string(),
+    };
+    let artifacts = match artifacts {
+        Some(storage) => {
+            let read = read_stored(&*store, storage).await;
+            Some(read.map_err(|error| database_error(&config, error))?)
+        }
+        None => None,
+    };
+    let app = App::new(config, store, artifacts, inbox, ingress, audit, oidc);
     let restored = async {
         app.agents.set_draining(app.store.draining().await?);
         app.access.load(
@@ -121,10 +168,7 @@ async fn open(
         app.access.load_refused(app.store.refused_identities().await?);
         dispatch::restore(&app).await
     };
-    restored.await.map_err(|error| ServeError::Database {
-        path: Location::of(&app.config).map_or_else(|e| e.to_string(), |location| location.to_string()),
-        detail: error.to_string(),
-    })?;
+    restored.await.map_err(|error| database_error(&app.config, error))?;
     running::own_token(&app).await.map_err(ServeError::Token)?;
     app.tasks.spawn(audit_log::run(app.clone(), entries));
     app.spawn(access_upkeep::run(app.clone()));
@@ -133,6 +177,8 @@ async fn open(
     app.spawn(compaction::run(app.clone()));
     app.spawn(retire::run(app.clone()));
     app.spawn(purge::run(app.clone()));
+    app.spawn(artifact_uploads::run(app.clone()));
+    app.spawn(artifact_deletions::run(app.clone()));
     app.spawn(machine_minutes::run(app.clone()));
     if let Some(certificate) = certificate {
         app.spawn(certificate.watch(app.config.certificate_check));

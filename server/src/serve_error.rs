@@ -68,6 +68,14 @@ pub enum ServeError {
         /// The other server's process, when it could be read.
         pid: Option<String>,
     },
+    /// The object store cannot be used.
+    #[error("--artifacts {url}: {detail}")]
+    Artifacts {
+        /// As given.
+        url: String,
+        /// What is wrong, and what to change.
+        detail: String,
+    },
     /// A database URL that this build cannot open.
     #[error("the database {0:?} cannot be used: {1}")]
     DatabaseUrl(String, String),

@@ -83,6 +83,10 @@ pub(crate) struct Args {
     /// Data directory: database, job folders and checkpoints
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
+    /// Keep checkpoints in an object store, too: a directory (of another disk), or s3://BUCKET/PREFIX, with AWS_ENDPOINT_URL,
+    /// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP as they are read elsewhere
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
+    artifacts: Option<String>,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
@@ -127,7 +131,8 @@ pub(crate) struct Args {
 /// Exit status 2 when the address, the folder or the database cannot be used.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    init_tracing("info");
+    // Each request that an object store does not answer would be a line: the server says it once.
+    init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
     config.bundled = Some(super::bundled::PICTURES);
@@ -149,6 +154,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Some("-") => AccessLogTo::Stdout,
         _ => AccessLogTo::File(path),
     });
+    config.artifacts = args.artifacts;
     config.database = args.database;
     config.no_auth = args.no_auth;
     config.oidc = args.oidc.config()?;

@@ -1,6 +1,6 @@
 // The checkpoints, newest first, each with what can be done with it.
 
-import { byId, text } from "../page.js";
+import { ask, byId, text } from "../page.js";
 import { bytes, count, percent } from "../numbers.js";
 
 /** Links of a row; `average` is there in jobs that keep one. */
@@ -11,14 +11,21 @@ export function bestWords(best, checkpoint) {
   const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
   return `best ${shown} at ${best.epoch}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
 }
+/** How often the server is asked while checkpoints are on their way into its object store. */
+const ASK_EVERY_MS = 3000;
 
 export class Checkpoints {
   #all = new Map();
   /** Called when there is another one, or one less. */
   changed = new Set();
 
+  /** The job, where the server brings checkpoints into an object store: events do not tell how far that is. */
+  #uploadsOf;
+  #asking = 0;
+
   /** `act(what, checkpoint)`: `evaluate`, `classify` or `fork`. */
-  constructor(initial, act) {
+  constructor(initial, act, uploadsOf) {
+    this.#uploadsOf = uploadsOf;
     for (const c of initial) this.#all.set(c.id, c);
     byId("checkpoints").addEventListener("click", (event) => {
       const what = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
@@ -38,7 +45,7 @@ export class Checkpoints {
   apply(event) {
     // `best` is best so far: a newer best takes the mark.
     if (event.best) for (const c of this.#all.values()) c.best = false;
-    this.#all.set(event.id, { ...event });
+    this.#all.set(event.id, { ...event, stored: this.#uploadsOf && "uploading" });
     this.draw();
   }
 
@@ -64,6 +71,7 @@ export class Checkpoints {
       row.dataset.id = c.id;
       text(at("label"), label);
       at("best").hidden = !c.best;
+      at("uploading").hidden = c.stored !== "uploading";
       text(at("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy));
       text(at("size"), bytes(c.size_bytes));
       at("size").title = `${count(c.size_bytes)} bytes`;
@@ -75,6 +83,14 @@ export class Checkpoints {
       return row;
     }));
     for (const tell of this.changed) tell();
+    if (this.#uploadsOf && sorted.some((c) => c.stored === "uploading")) this.#asking ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
+  }
+
+  async #ask() {
+    const { checkpoints } = await ask(`/api/v1/jobs/${this.#uploadsOf}/checkpoints?fields=id,stored`).catch(() => ({ checkpoints: [] }));
+    for (const { id, stored } of checkpoints) if (this.#all.has(id)) this.#all.get(id).stored = stored;
+    this.#asking = 0;
+    this.draw();
   }
 }
 

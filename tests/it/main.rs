@@ -19,6 +19,7 @@ mod specs;
 
 mod access;
 mod addresses;
+mod artifacts;
 mod backup;
 mod bad_datasets;
 mod bad_requests;

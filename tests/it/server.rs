@@ -53,7 +53,7 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Clients of the tests that are given no TLS settings take these.
-fn cryptography() {
+pub(crate) fn cryptography() {
     // Only the first call of a process has an effect.
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
@@ -88,6 +88,7 @@ fn by_itself(mut command: Command) -> Command {
     cryptography();
     command.stdin(Stdio::null());
     for name in [
+        "LOCKSTEP_ARTIFACTS",
         "LOCKSTEP_DATABASE",
         "LOCKSTEP_SERVER",
         "LOCKSTEP_CA_FILE",

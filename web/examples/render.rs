@@ -130,6 +130,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             best,
             size_bytes: 188_743_680,
         },
+        stored: None,
     };
     let page = job::JobPage {
         job: list[0].clone(),
@@ -158,6 +159,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         panels: job::Panels { from: "none", panels: vec![] },
         has_histograms: false,
         has_network: false,
+        has_artifact_store: false,
     };
     write("job.html", page.render()?)?;
     write(

@@ -25,6 +25,9 @@ pub struct Checkpoint {
     #[serde(flatten)]
     /// What is known of it.
     pub info: CheckpointInfo,
+    /// Whether the object store has it (`uploading` or `stored`), where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stored: Option<&'static str>,
 }
 
 /// Where a rank runs, and its newest report if it has made one.
@@ -72,6 +75,8 @@ pub struct JobPage {
     pub has_histograms: bool,
     /// Whether its network is described.
     pub has_network: bool,
+    /// Whether the server keeps checkpoints in an object store, too.
+    pub has_artifact_store: bool,
 }
 
 impl JobPage {
@@ -87,6 +92,7 @@ impl JobPage {
             checkpoints: &'a [Checkpoint],
             panels: &'a Panels,
             may_change: bool,
+            has_artifact_store: bool,
         }
         let data = data_block(&Data {
             job: &self.job,
@@ -94,6 +100,7 @@ impl JobPage {
             checkpoints: &self.checkpoints,
             panels: &self.panels,
             may_change: self.may_change,
+            has_artifact_store: self.has_artifact_store,
         })?;
         JobTemplate { facts: Facts::new(self), page: self, job: &self.job, data }.render()
     }
@@ -182,6 +189,7 @@ impl JobTemplate<'_> {
                 id: c.id.clone(),
                 label: format!("{}-{}", c.info.epoch, c.info.step),
                 best: c.info.best,
+                is_uploading: c.stored == Some("uploading"),
                 accuracy: c.info.val_accuracy.map(percent).unwrap_or_default(),
                 averaged: self.is_averaged(),
                 averaged_from: self.job.spec.train.ema_steps,
@@ -238,6 +246,8 @@ struct CheckpointRow {
     id: String,
     label: String,
     best: bool,
+    /// The object store does not have it yet.
+    is_uploading: bool,
     accuracy: String,
     /// Its job keeps a running average of the weights.
     averaged: bool,

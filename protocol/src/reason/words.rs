@@ -110,6 +110,11 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.slots(facts.slots_needed),
             if detail.contains(", ") { "their own machines" } else { "its own machine" }
         ),
+        WaitingForCheckpoint if facts.agent.is_none() => {
+            let id = facts.checkpoint.as_deref().unwrap_or_default();
+            let more = facts.detail.as_ref().map_or(String::new(), |why| format!("; not yet: {why}"));
+            format!("waits for its checkpoint {id} from the object store{more}")
+        }
         WaitingForCheckpoint => {
             let id = facts.checkpoint.as_deref().unwrap_or_default();
             format!("waits for its checkpoint {id}, which {agent} uploads")

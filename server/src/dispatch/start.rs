@@ -11,7 +11,7 @@ use crate::{
     agents::Online,
     app::App,
     artifacts, lifecycle,
-    store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
+    store::{Changed, CheckpointRow, Claim, Claimed, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
 use lockstep_protocol::{
@@ -332,7 +332,11 @@ fn master_address(chosen: &[(Arc<Online>, Vec<u32>)]) -> Option<&str> {
 async fn start_files(app: &App, job: &Job) -> StartFiles {
     let folder = app.job_dir(&job.id);
     let word = uuid::Uuid::new_v4().simple().to_string();
-    let marked = tokio::fs::write(folder.join(MARK), &word).await;
+    // A data directory that was lost has no folders of its jobs.
+    let marked = match tokio::fs::create_dir_all(&folder).await {
+        Ok(()) => tokio::fs::write(folder.join(MARK), &word).await,
+        Err(error) => Err(error),
+    };
     if let Err(error) = &marked {
         tracing::warn!(%error, job = %job.id, "the job's folder cannot be marked");
     }
@@ -345,14 +349,20 @@ async fn start_files(app: &App, job: &Job) -> StartFiles {
 /// gone (a user removed it, or a rank died before it reported removing it), and those that were never uploaded from another machine
 /// than `agent`.
 async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<()> {
-    // No folder at all: this disk is not where they are.
-    let is_here = matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true));
+    // No folder at all: this disk is not where they are. What an object store does not have either is nowhere.
+    let is_stored = |row: &CheckpointRow| app.artifact_store.as_ref().is_some_and(|store| store.has(&row.id));
+    let is_here = app.artifact_store.is_some()
+        || matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true));
     let mut missing = Vec::new();
     for row in app.store.checkpoints(&job.id).await? {
         let holders = artifacts::on_its_way(app, &row);
         let is_missing = match holders.is_empty() {
             false => holders.iter().all(|holder| holder.agent_id != agent),
-            true => is_here && matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false)),
+            true => {
+                is_here
+                    && !is_stored(&row)
+                    && matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false))
+            }
         };
         if is_missing {
             missing.push((row.info.epoch, row.info.step));

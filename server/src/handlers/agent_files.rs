@@ -324,6 +324,9 @@ pub(crate) async fn upload_done(
     if let Err(why) = blocking(move || upload.commit(is_live)).await? {
         return Err(complain(&app, &asking.attempt, &name, why).await);
     }
+    if let Some(store) = &app.artifact_store {
+        store.note(&format!("{}-{name}", asking.attempt.job));
+    }
     artifacts::tidy(&app, &asking.attempt).await?;
     Ok(StatusCode::NO_CONTENT)
 }

@@ -7,6 +7,8 @@ use super::{
 };
 use crate::{
     app::App,
+    artifact_fetches,
+    artifact_store::{NotFetched, StoredState},
     artifacts,
     error::{Code, Error, Problem, Result},
     handlers::jobs,
@@ -102,6 +104,7 @@ const LIST: List<Checkpoint> = List {
         "size_bytes",
         "created_at",
         "uploading_from",
+        "stored",
     ],
     sorts: &[
         ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
@@ -127,6 +130,9 @@ pub(crate) struct Checkpoint {
     /// The machine that it is still being uploaded from; until that is done its files cannot be had.
     #[serde(skip_serializing_if = "Option::is_none")]
     uploading_from: Option<String>,
+    /// Where the server keeps checkpoints in an object store, too (`serve --artifacts`): whether it is there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stored: Option<StoredState>,
 }
 
 /// A checkpoint with its files.
@@ -142,7 +148,9 @@ pub(crate) struct CheckpointDetail {
 impl Checkpoint {
     fn of(app: &App, row: CheckpointRow) -> Self {
         let uploading_from = artifacts::on_its_way(app, &row).into_iter().next().map(|holder| holder.agent);
-        Self { id: row.id, attempt: row.attempt, info: row.info, created_at: row.created_at, uploading_from }
+        let stored = artifacts::stored_state(app, &row);
+        let CheckpointRow { id, attempt, info, created_at, .. } = row;
+        Self { id, attempt, info, created_at, uploading_from, stored }
     }
 }
 
@@ -264,20 +272,35 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
     })
 }
 
-/// Refuses what needs the files of a checkpoint that is still on its way from another machine.
+/// Refuses what needs the files of a checkpoint that is still on its way from another machine, and fetches them from the object store
+/// where this disk has them no more.
 ///
 /// # Errors
-/// It is.
-pub(super) fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
-    match artifacts::on_its_way(app, row).into_iter().next() {
-        Some(holder) => Err(Error::Conflict(
+/// It is on its way, or cannot be fetched.
+pub(super) async fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
+    if let Some(holder) = artifacts::on_its_way(app, row).into_iter().next() {
+        return Err(Error::Conflict(
             format!(
                 "this checkpoint is still being uploaded from {}; ask again, or use an older one",
                 holder.agent
             ),
             None,
+        ));
+    }
+    let Some(fetch) = artifact_fetches::fetch(app, row) else { return Ok(()) };
+    match artifact_fetches::wait(fetch, app.config.evaluation_wait).await {
+        Some(Ok(())) => Ok(()),
+        Some(Err(NotFetched::Missing)) => Err(removed()),
+        Some(Err(NotFetched::Damaged(how))) => Err(damaged(format!("{how}, as the object store has it"))),
+        Some(Err(NotFetched::Away(why))) => Err(Error::Unavailable(format!(
+            "this checkpoint is in the object store, which cannot be asked now ({why}); try again later"
+        ))),
+        Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(
+            "this checkpoint cannot be fetched from the object store: the server's disk does not take it ({why})"
+        ))),
+        None => Err(Error::Unavailable(
+            "this checkpoint is being fetched from the object store; ask again in a moment".into(),
         )),
-        None => Ok(()),
     }
 }
 
@@ -293,7 +316,7 @@ pub(super) fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
 }
 
 async fn manifest(app: &App, row: &CheckpointRow) -> Result<Value> {
-    check_here(app, row)?;
+    check_here(app, row).await?;
     let path = folder(app, row).join("MANIFEST.json");
     check_regular(&path)?;
     let text = regular::read(&path).await.map_err(|_| removed())?;

@@ -135,7 +135,7 @@ pub(crate) async fn evaluation(
     if let Ok(known) = regular::read(&file).await {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
-    checkpoints::check_here(&app, &row)?;
+    checkpoints::check_here(&app, &row).await?;
     let mut running = start(&app, &row, which.weights, other, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     let outcome = match tokio::time::timeout(app.config.evaluation_wait, done).await {

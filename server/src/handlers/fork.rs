@@ -75,7 +75,7 @@ pub(crate) async fn fork(
     let source = jobs::find(&app, &id).await?;
     jobs::check_readable(&source)?;
     let from = choose(&app, &source, &request.checkpoint).await?;
-    checkpoints::check_here(&app, &from)?;
+    checkpoints::check_here(&app, &from).await?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;

@@ -195,6 +195,9 @@ pub(crate) async fn delete(State(app): State<App>, Path(id): Path<String>) -> Re
         app.store.delete_job(&id).await?;
         app.job_owners.remove(&id);
         app.deleted.notify_one();
+        if let Some(store) = &app.artifact_store {
+            store.removed.notify_one();
+        }
         app.hub.deleted(job);
         Ok(StatusCode::NO_CONTENT)
     })

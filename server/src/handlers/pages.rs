@@ -12,6 +12,8 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
+    artifact_store::StoredState,
+    artifacts,
     error::{Code, Error, PageError},
     store::{JobFilter, Place},
 };
@@ -186,7 +188,10 @@ pub(crate) async fn job(
     let rows = app.store.checkpoints(&id).await?;
     let checkpoints = rows
         .into_iter()
-        .map(|row| job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info })
+        .map(|row| {
+            let stored = artifacts::stored_state(&app, &row).map(StoredState::as_str);
+            job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
+        })
         .collect();
     let attempts = app.store.attempts(&id).await?;
     let may_change = caller.may(Scope::Submit)
@@ -209,6 +214,7 @@ pub(crate) async fn job(
             panels: panels.into(),
             has_histograms,
             has_network,
+            has_artifact_store: app.artifact_store.is_some(),
         }
         .render(),
     )

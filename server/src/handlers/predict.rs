@@ -68,7 +68,7 @@ pub(crate) async fn predict(
     request: Request,
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&app, &id).await?;
-    checkpoints::check_here(&app, &row)?;
+    checkpoints::check_here(&app, &row).await?;
     let model = by.weights.path(&checkpoints::folder(&app, &row))?;
     let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
     let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {

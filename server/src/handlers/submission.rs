@@ -2,7 +2,15 @@
 //! matter before the job runs.
 
 use crate::{
-    access::Caller, agent_requests, agents::RequestError, app::App, dataset_roots, dispatch, error::Result,
+    access::Caller,
+    agent_requests,
+    agents::RequestError,
+    app::App,
+    artifact_fetches,
+    artifact_store::NotFetched,
+    dataset_roots, dispatch,
+    error::{Error, Result},
+    store::CheckpointRow,
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -23,6 +31,19 @@ const HEADER: Duration = Duration::from_secs(5);
 
 /// Broken files that a warning names.
 const NAMED: usize = 3;
+
+/// Fetches the checkpoint that a job begins from, where the object store alone has it. What is wrong with it, whoever reads it says.
+async fn bring_back(app: &App, row: &CheckpointRow) -> Result<()> {
+    let Some(fetch) = artifact_fetches::fetch(app, row) else { return Ok(()) };
+    let why = match artifact_fetches::wait(fetch, app.config.evaluation_wait).await {
+        None => "which takes a while; ask again in a moment".to_owned(),
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {
+            format!("which cannot be done now ({why}); try again later")
+        }
+        Some(_) => return Ok(()),
+    };
+    Err(Error::Unavailable(format!("checkpoint {} is to be fetched from the object store, {why}", row.id)))
+}
 
 /// Where the writer of a job did not say which split measures it (`given`), one that the dataset has.
 pub(super) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
@@ -92,7 +113,10 @@ pub(super) async fn pretrained(
         };
         let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
         match row.filter(|_| is_seen) {
-            Some(row) => app.checkpoint_dir(&row).to_string_lossy().into_owned(),
+            Some(row) => {
+                bring_back(app, &row).await?;
+                app.checkpoint_dir(&row).to_string_lossy().into_owned()
+            }
             None => {
                 return mistake(format!(
                     "no checkpoint has the id {given:?}; it was deleted or not kept: `lockstep checkpoints JOB` lists a job's"

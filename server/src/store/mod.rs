@@ -28,7 +28,7 @@ pub use rows::{
     HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
     MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
     ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored,
-    TokenRow, WaitingVersion,
+    StoredCheckpoint, TokenRow, WaitingVersion,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -216,6 +216,22 @@ pub trait Store: Send + Sync + 'static {
     async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
     /// One checkpoint.
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
+    /// Checkpoints of all jobs behind this id, by id: at most `limit`.
+    async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
+    /// What is in the object store of this address behind this id, by id: at most `limit`.
+    async fn stored_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>>;
+    /// What is in the object store of this address though its checkpoint is no more, by id: at most `limit`.
+    async fn abandoned_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>>;
+    /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
+    /// checkpoint (any more).
+    async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
+    /// Forgets what was in an object store.
+    async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
 
     /// By name.
     async fn datasets(&self) -> Result<Vec<Dataset>>;

@@ -54,6 +54,17 @@ pub struct CheckpointRow {
     pub created_at: Timestamp,
 }
 
+/// What of a checkpoint is in an object store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredCheckpoint {
+    /// The checkpoint's id.
+    pub id: String,
+    /// SHA-256 of the manifest by which it is whole there; none while it is uploaded.
+    pub manifest: Option<String>,
+    /// The upload of a file in parts that has not ended.
+    pub parts: Option<String>,
+}
+
 /// What people wrote on a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Annotation {

@@ -9,6 +9,7 @@ mod preemption;
 mod test_server;
 
 mod access;
+mod artifacts;
 mod cursors;
 mod databases;
 mod dataset_files;

@@ -12,20 +12,20 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::{fs, time::Duration};
 
-const FILES: [(&str, &[u8]); 3] =
+pub(crate) const FILES: [(&str, &[u8]); 3] =
     [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
 
-fn sum(bytes: &[u8]) -> String {
+pub(crate) fn sum(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn manifest(epoch: u32, step: u64) -> Vec<u8> {
+pub(crate) fn manifest(epoch: u32, step: u64) -> Vec<u8> {
     let about = |bytes: &[u8]| json!({"size_bytes": bytes.len(), "sha256": sum(bytes)});
     let files: Value = FILES.iter().map(|(name, bytes)| ((*name).to_owned(), about(bytes))).collect();
     serde_json::to_vec(&json!({"version": 1, "epoch": epoch, "step": step, "files": files})).unwrap()
 }
 
-fn checkpoint(step: u64) -> AttemptEvent {
+pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo {
         epoch: 1,
         step,
@@ -37,15 +37,15 @@ fn checkpoint(step: u64) -> AttemptEvent {
 }
 
 /// Who asks.
-struct Asks<'a> {
-    server: &'a TestServer,
-    http: reqwest::Client,
-    agent_id: String,
-    attempt: AttemptRef,
+pub(crate) struct Asks<'a> {
+    pub(crate) server: &'a TestServer,
+    pub(crate) http: reqwest::Client,
+    pub(crate) agent_id: String,
+    pub(crate) attempt: AttemptRef,
 }
 
 impl Asks<'_> {
-    async fn ask(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
+    pub(crate) async fn ask(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
         let AttemptRef { job, attempt, fencing_token } = &self.attempt;
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}{path}"));
         let request = self.http.request(method.parse().unwrap(), url).body(body);
@@ -53,7 +53,7 @@ impl Asks<'_> {
         self.server.send(request.header("x-lockstep-fencing-token", String::from(*fencing_token))).await
     }
 
-    async fn upload(&self, name: &str, manifest: Vec<u8>) -> (u16, Value) {
+    pub(crate) async fn upload(&self, name: &str, manifest: Vec<u8>) -> (u16, Value) {
         assert_eq!(self.ask("PUT", &format!("/uploads/{name}/MANIFEST.json"), manifest).await.0, 204);
         for (file, bytes) in FILES {
             let sent = self.ask("PUT", &format!("/uploads/{name}/{file}?offset=0"), bytes.to_vec()).await;

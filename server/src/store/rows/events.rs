@@ -77,6 +77,19 @@ impl EventRow {
         }
     }
 
+    /// The id of the checkpoint that it tells of, and whether that was written; else it was removed.
+    pub(crate) fn checkpoint(&self) -> Option<(String, bool)> {
+        let Stored::Body(body) = &self.stored else { return None };
+        if !body.starts_with("{\"type\":\"checkpoint") {
+            return None;
+        }
+        match serde_json::from_str(body).ok()? {
+            EventBody::Checkpoint { id, .. } => Some((id, true)),
+            EventBody::CheckpointRemoved { id, .. } => Some((id, false)),
+            _ => None,
+        }
+    }
+
     /// Its events after number `after` as frames of the stream, each with its number; the same text whether they are new
     /// or replayed.
     pub fn frames(&self, after: u64) -> Vec<(u64, String)> {

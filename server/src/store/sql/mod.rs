@@ -26,6 +26,7 @@ mod people;
 mod purge;
 mod queue;
 mod reads;
+mod stored_checkpoints;
 
 use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
@@ -36,7 +37,7 @@ use crate::store::{
     Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow,
     HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
     MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report,
-    Result, SessionRow, SortBy, Store, TokenRow, WaitingVersion,
+    Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, WaitingVersion,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -216,6 +217,26 @@ impl Store for SqlStore {
     }
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
         self.read_checkpoint(id).await
+    }
+    async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
+        self.read_checkpoints_behind(id, limit).await
+    }
+    async fn stored_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>> {
+        self.list_stored(store, behind, limit).await
+    }
+    async fn abandoned_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>> {
+        self.list_abandoned(store, limit).await
+    }
+    async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
+        self.upsert_stored(store, stored).await
+    }
+    async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
+        self.delete_stored(store, id).await
     }
     async fn datasets(&self) -> Result<Vec<Dataset>> {
         self.list_datasets().await

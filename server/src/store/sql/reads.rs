@@ -196,6 +196,15 @@ impl SqlStore {
         Ok(readable(rows.iter().map(checkpoint_row)))
     }
 
+    pub(super) async fn read_checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
+        let rows = sqlx::query("SELECT * FROM checkpoints WHERE id > $1 ORDER BY id LIMIT $2")
+            .bind(id)
+            .bind(i64::from(limit))
+            .fetch_all(&self.reader)
+            .await?;
+        Ok(readable(rows.iter().map(checkpoint_row)))
+    }
+
     pub(super) async fn read_checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
         let row = sqlx::query("SELECT * FROM checkpoints WHERE id = $1")
             .bind(plain(id))

@@ -1,0 +1,76 @@
+//! Deletes the objects of checkpoints that are no more. What there is to delete, the database says: a record of objects without a
+//! checkpoint. It is made by the deletion itself, so nothing is left behind by a server that is killed, or a store that is away.
+
+use crate::{app::App, artifact_store::ArtifactStore, object_storage::words, store::StoredCheckpoint};
+use std::time::Duration;
+
+/// Pauses after a failure, the first and the longest. The longest is also how often the database is asked.
+const TRY_AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// Records that are read at a time.
+const ROWS: u32 = 100;
+
+/// Deletes until `app` stops: first what an earlier server did not get to.
+pub(crate) async fn run(app: App) {
+    let Some(store) = &app.artifact_store else { return };
+    let mut pause = TRY_AGAIN.0;
+    loop {
+        let removed = store.removed.notified();
+        match delete_some(&app, store).await {
+            Ok(true) => pause = TRY_AGAIN.0,
+            Ok(false) => {
+                pause = TRY_AGAIN.0;
+                // Some that are busy are not told of again.
+                let _ = tokio::time::timeout(TRY_AGAIN.1, removed).await;
+            }
+            Err(()) => {
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(TRY_AGAIN.1);
+            }
+        }
+    }
+}
+
+/// Whether there was something to delete.
+async fn delete_some(app: &App, store: &ArtifactStore) -> Result<bool, ()> {
+    let url = store.storage.url();
+    let abandoned = app.store.abandoned_checkpoints(url, ROWS).await.map_err(|error| {
+        tracing::warn!(%error, "which objects are to be deleted could not be read; trying again");
+    })?;
+    let mut deleted = false;
+    for record in abandoned {
+        if !store.take_this(&record.id) {
+            continue;
+        }
+        // It may have begun a file since it was read.
+        let record = store.stored(&record.id).unwrap_or(record);
+        // It may have been written anew meanwhile, under the same name: nobody uploads it while it is taken.
+        let is_gone = matches!(app.store.checkpoint(&record.id).await, Ok(None));
+        let done = if is_gone { delete(app, store, &record).await } else { Ok(()) };
+        if !matches!(app.store.checkpoint(&record.id).await, Ok(None)) {
+            store.note(&record.id);
+        }
+        store.done(&record.id);
+        done?;
+        deleted |= is_gone;
+    }
+    Ok(deleted)
+}
+
+async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<(), ()> {
+    if let Some(place) = store.storage.place(&record.id) {
+        let gone = async {
+            if let Some(parts) = &record.parts {
+                store.storage.drop_parts(parts).await?;
+            }
+            store.storage.delete(&place, None).await
+        };
+        gone.await.map_err(|error| store.is_away(&words(&error)))?;
+        store.answers();
+    }
+    let forgotten = app.store.forget_stored_checkpoint(store.storage.url(), &record.id).await;
+    forgotten.map_err(|error| {
+        tracing::warn!(%error, "deleted objects could not be forgotten; trying again");
+    })?;
+    store.forget(&record.id);
+    Ok(())
+}

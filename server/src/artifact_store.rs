@@ -1,0 +1,261 @@
+//! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
+//! fetched from there. The database has what outlives the server; this is in step with it.
+
+use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
+use serde::Serialize;
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::sync::{Notify, watch};
+use utoipa::ToSchema;
+
+/// A fetch that has failed is not tried again sooner.
+const FETCH_AGAIN: Duration = Duration::from_secs(3);
+
+/// Where a checkpoint is on its way into the object store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum StoredState {
+    /// It is uploaded, or waits for that.
+    Uploading,
+    /// It is there.
+    Stored,
+}
+
+impl StoredState {
+    /// As it is in JSON.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Uploading => "uploading",
+            Self::Stored => "stored",
+        }
+    }
+}
+
+/// Why a checkpoint could not be fetched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum NotFetched {
+    /// The store does not have it whole.
+    Missing,
+    /// What came is not what was written.
+    Damaged(String),
+    /// The store does not answer, or refuses.
+    Away(String),
+    /// This server's disk.
+    Disk(String),
+}
+
+/// How a fetch has ended; none while it runs.
+pub(crate) type Fetched = Option<Result<(), NotFetched>>;
+
+/// A fetch that runs or has ended.
+#[derive(Debug, Clone)]
+pub(crate) struct Fetch {
+    pub(crate) outcome: watch::Receiver<Fetched>,
+    since: Instant,
+}
+
+/// The store, and what is known of it.
+#[derive(Debug)]
+pub(crate) struct ArtifactStore {
+    pub(crate) storage: ObjectStorage,
+    known: Mutex<Known>,
+    fetches: Mutex<HashMap<String, Fetch>>,
+    /// Rung when a checkpoint waits to be uploaded.
+    pub(crate) waiting: Notify,
+    /// Rung when a checkpoint's row is gone: its objects may go, too.
+    pub(crate) removed: Notify,
+    is_away: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    stored: HashMap<String, StoredCheckpoint>,
+    /// Those that cannot be fetched, as jobs that would continue from them have found out.
+    lost: HashSet<String>,
+    /// The queue: the one that was noted last comes first, since a job would continue from that one.
+    queue: BTreeMap<i64, String>,
+    places: HashMap<String, i64>,
+    /// Those that are being uploaded or deleted.
+    busy: HashSet<String>,
+}
+
+impl Known {
+    /// `place`: the largest comes first.
+    fn enter(&mut self, id: &str, place: i64) {
+        self.queue.insert(place, id.to_owned());
+        self.places.insert(id.to_owned(), place);
+    }
+
+    fn leave(&mut self, id: &str) {
+        if let Some(place) = self.places.remove(id) {
+            self.queue.remove(&place);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ArtifactStore {
+    /// With what the database says is there.
+    pub(crate) fn new(storage: ObjectStorage, stored: Vec<StoredCheckpoint>) -> Self {
+        let stored = stored.into_iter().map(|stored| (stored.id.clone(), stored)).collect();
+        Self {
+            storage,
+            known: Mutex::new(Known { stored, ..Known::default() }),
+            fetches: Mutex::default(),
+            waiting: Notify::new(),
+            removed: Notify::new(),
+            is_away: AtomicBool::new(false),
+        }
+    }
+
+    /// What is there of a checkpoint.
+    pub(crate) fn stored(&self, id: &str) -> Option<StoredCheckpoint> {
+        lock(&self.known).stored.get(id).cloned()
+    }
+
+    /// Whether a checkpoint may be fetched: it is there, or was begun, and nobody has found it damaged.
+    pub(crate) fn has(&self, id: &str) -> bool {
+        let known = lock(&self.known);
+        known.stored.contains_key(id) && !known.lost.contains(id)
+    }
+
+    /// Whether a checkpoint is there whole.
+    pub(crate) fn has_whole(&self, id: &str) -> bool {
+        let known = lock(&self.known);
+        known.stored.get(id).is_some_and(|stored| stored.manifest.is_some()) && !known.lost.contains(id)
+    }
+
+    /// What is shown of a checkpoint; none where it is neither there nor on its way.
+    pub(crate) fn state(&self, id: &str) -> Option<StoredState> {
+        let known = lock(&self.known);
+        if known.places.contains_key(id) || known.busy.contains(id) {
+            return Some(StoredState::Uploading);
+        }
+        let stored = known.stored.get(id)?;
+        Some(if stored.manifest.is_some() { StoredState::Stored } else { StoredState::Uploading })
+    }
+
+    /// A checkpoint is new on the disk, or another than before.
+    pub(crate) fn note(&self, id: &str) {
+        {
+            let mut known = lock(&self.known);
+            known.leave(id);
+            let place = known.queue.last_key_value().map_or(0, |(last, _)| last + 1);
+            known.enter(id, place);
+            // It was written anew.
+            known.lost.remove(id);
+        }
+        self.waiting.notify_waiters();
+    }
+
+    /// It could not be uploaded: later, after all others, so that one that never can be holds up none.
+    pub(crate) fn note_again(&self, id: &str) {
+        let mut known = lock(&self.known);
+        if !known.places.contains_key(id) {
+            let place = known.queue.first_key_value().map_or(0, |(first, _)| first - 1);
+            known.enter(id, place);
+        }
+    }
+
+    /// The next one to upload, which is this caller's until [`ArtifactStore::done`].
+    pub(crate) fn take(&self) -> Option<String> {
+        let mut known = lock(&self.known);
+        let id = known.queue.values().rev().find(|id| !known.busy.contains(*id))?.clone();
+        known.leave(&id);
+        known.busy.insert(id.clone());
+        Some(id)
+    }
+
+    /// Takes this one, unless somebody else has it.
+    pub(crate) fn take_this(&self, id: &str) -> bool {
+        let mut known = lock(&self.known);
+        known.leave(id);
+        known.busy.insert(id.to_owned())
+    }
+
+    /// What was taken is no longer being worked on.
+    pub(crate) fn done(&self, id: &str) {
+        lock(&self.known).busy.remove(id);
+        self.waiting.notify_waiters();
+        // What could not be deleted meanwhile can be now.
+        self.removed.notify_one();
+    }
+
+    /// The database has this of what is in the store.
+    pub(crate) fn set(&self, stored: StoredCheckpoint) {
+        lock(&self.known).stored.insert(stored.id.clone(), stored);
+    }
+
+    /// The database has nothing of it any more.
+    pub(crate) fn forget(&self, id: &str) {
+        let mut known = lock(&self.known);
+        known.stored.remove(id);
+        known.lost.remove(id);
+        drop(known);
+        lock(&self.fetches).remove(id);
+    }
+
+    /// Nobody continues from this checkpoint.
+    pub(crate) fn lose(&self, id: &str) {
+        lock(&self.known).lost.insert(id.to_owned());
+    }
+
+    /// A fetch of a checkpoint: the one that runs or has just failed, or a new one, which the caller carries out and whose end it tells.
+    pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
+        let mut fetches = lock(&self.fetches);
+        if let Some(fetch) = fetches.get(id) {
+            let (ended, is_lost) = (fetch.outcome.borrow().clone(), fetch.outcome.has_changed().is_err());
+            let counts = match ended {
+                None => !is_lost,
+                Some(Ok(())) => false,
+                Some(Err(_)) => fetch.since.elapsed() < FETCH_AGAIN,
+            };
+            if counts {
+                return (fetch.clone(), None);
+            }
+        }
+        let (sender, outcome) = watch::channel(None);
+        let fetch = Fetch { outcome, since: Instant::now() };
+        fetches.insert(id.to_owned(), fetch.clone());
+        (fetch, Some(sender))
+    }
+
+    /// A fetch has ended: so is told, and remembered for a moment.
+    pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
+        if let Some(fetch) = lock(&self.fetches).get_mut(id) {
+            fetch.since = Instant::now();
+        }
+        sender.send_replace(Some(outcome));
+    }
+
+    /// The store does not do what it is asked; why. Said once.
+    pub(crate) fn is_away(&self, error: &str) {
+        if !self.is_away.swap(true, Ordering::Relaxed) {
+            let url = self.storage.url();
+            tracing::warn!(
+                url,
+                error,
+                "the object store cannot be used; trying again until it can, and training continues"
+            );
+        }
+    }
+
+    /// It does again.
+    pub(crate) fn answers(&self) {
+        if self.is_away.swap(false, Ordering::Relaxed) {
+            tracing::info!(url = self.storage.url(), "the object store can be used again");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

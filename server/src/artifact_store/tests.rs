@@ -1,0 +1,74 @@
+use super::*;
+
+fn store(dir: &std::path::Path) -> ArtifactStore {
+    ArtifactStore::new(ObjectStorage::open(dir.to_str().unwrap()).unwrap(), Vec::new())
+}
+
+#[test]
+fn the_newest_is_uploaded_first_and_each_by_one_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    for id in ["old", "new", "old", "newest"] {
+        store.note(id);
+    }
+    assert_eq!(store.take().as_deref(), Some("newest"));
+    // Written anew while it is uploaded: again, when that is done.
+    store.note("newest");
+    assert_eq!(store.take().as_deref(), Some("old"));
+    assert_eq!(store.take().as_deref(), Some("new"));
+    assert_eq!(store.take(), None);
+    assert!(!store.take_this("new"), "nobody deletes it meanwhile");
+    store.done("newest");
+    assert_eq!(store.take().as_deref(), Some("newest"));
+    assert_eq!(store.take(), None);
+    // One that fails holds up nobody.
+    store.note("other");
+    store.note_again("newest");
+    store.done("newest");
+    assert_eq!(store.take().as_deref(), Some("other"));
+    assert_eq!(store.take().as_deref(), Some("newest"));
+}
+
+#[test]
+fn a_checkpoint_is_stored_when_it_is_whole_and_nothing_of_it_waits() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    assert_eq!(store.state("a"), None);
+    store.note("a");
+    assert_eq!(store.state("a"), Some(StoredState::Uploading));
+    let id = store.take().unwrap();
+    let record = |manifest: Option<&str>| StoredCheckpoint {
+        id: id.clone(),
+        manifest: manifest.map(str::to_owned),
+        parts: None,
+    };
+    store.set(record(None));
+    assert!(store.has("a") && !store.has_whole("a"));
+    store.set(record(Some("sum")));
+    assert_eq!(store.state("a"), Some(StoredState::Uploading));
+    store.done("a");
+    assert_eq!(store.state("a"), Some(StoredState::Stored));
+    store.lose("a");
+    assert!(!store.has("a") && !store.has_whole("a"));
+    store.forget("a");
+    assert_eq!(store.state("a"), None);
+}
+
+#[test]
+fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    let (_, sender) = store.fetch("a");
+    let sender = sender.expect("the first one fetches");
+    let (joined, none) = store.fetch("a");
+    assert!(none.is_none() && joined.outcome.borrow().is_none());
+    store.fetched("a", &sender, Err(NotFetched::Missing));
+    assert_eq!(*joined.outcome.borrow(), Some(Err(NotFetched::Missing)));
+    drop(sender);
+    let (again, none) = store.fetch("a");
+    assert!(none.is_none() && again.outcome.borrow().is_some(), "a failure is not tried again at once");
+    // A fetch that broke off counts for nobody.
+    let (_, sender) = store.fetch("b");
+    drop(sender);
+    assert!(store.fetch("b").1.is_some());
+}

@@ -1,0 +1,123 @@
+//! Whether the store can be used, before anybody relies on it, and what to change where it cannot.
+
+use super::{ObjectStorage, within};
+use object_store::{Error, ObjectStoreExt};
+use std::error::Error as _;
+
+/// What the object says that is written, read and deleted.
+const TEXT: &str = "lockstep writes, reads and deletes this object when it starts";
+/// Where object_store asks for credentials when it is given none: the service of Amazon's own machines.
+const MACHINE_CREDENTIALS: &str = "169.254.169.254";
+
+impl ObjectStorage {
+    /// Writes, reads, lists and deletes a small object.
+    ///
+    /// # Errors
+    /// What has to be changed.
+    pub(crate) async fn check(&self) -> Result<(), String> {
+        let folder = self.root.clone().join("lockstep-check");
+        let path = folder.clone().join(uuid::Uuid::new_v4().simple().to_string());
+        let asked = async {
+            within(self.objects.put(&path, TEXT.into())).await.map_err(|error| ("written", error))?;
+            let found = within(self.objects.get(&path)).await.map_err(|error| ("read", error))?;
+            let found = within(found.bytes()).await.map_err(|error| ("read", error))?;
+            let listed = within(self.objects.list_with_delimiter(Some(&folder))).await;
+            let listed = listed.map_err(|error| ("listed", error))?;
+            within(self.objects.delete(&path)).await.map_err(|error| ("deleted", error))?;
+            let is_listed = listed.objects.iter().any(|object| object.location == path);
+            Ok(found == TEXT && is_listed)
+        };
+        let told = asked.await;
+        if let Some(directory) = &self.directory {
+            // Of others that start at the same moment there may be more in it.
+            let _ = tokio::fs::remove_dir(directory.join(folder.as_ref())).await;
+        }
+        match told {
+            Ok(true) => Ok(()),
+            Ok(false) => {
+                Err("what was written was not read or listed as it was: this is no store to rely on".into())
+            }
+            Err((what, error)) => Err(format!("an object could not be {what} for a test: {}", words(&error))),
+        }
+    }
+}
+
+/// What contradicts itself in the variables that a bucket's client reads.
+///
+/// # Errors
+/// What has to be changed.
+pub(super) fn environment() -> Result<(), String> {
+    let given = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
+        .into_iter()
+        .find_map(|name| given(name).map(|value| (name, value)));
+    if let Some((name, endpoint)) = endpoint
+        && endpoint.starts_with("http://")
+        && given("AWS_ALLOW_HTTP").is_none_or(|value| value != "true")
+    {
+        return Err(format!(
+            "{name} is {endpoint}, without TLS: set AWS_ALLOW_HTTP=true where weights may be read on the way, or name an https:// \
+             address"
+        ));
+    }
+    match (given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")) {
+        (Some(_), None) => Err("AWS_ACCESS_KEY_ID is set and AWS_SECRET_ACCESS_KEY is not: set both".into()),
+        (None, Some(_)) => Err("AWS_SECRET_ACCESS_KEY is set and AWS_ACCESS_KEY_ID is not: set both".into()),
+        _ => Ok(()),
+    }
+}
+
+/// All that an error says, and what to change.
+pub(crate) fn words(error: &Error) -> String {
+    let mut all = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let inner_text = inner.to_string();
+        if !all.contains(&inner_text) {
+            all = format!("{all}: {inner_text}");
+        }
+        source = inner.source();
+    }
+    let code =
+        all.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
+    let named = code.map_or_else(String::new, |code| format!(" ({code})"));
+    if all.contains(MACHINE_CREDENTIALS) {
+        return "no credentials are given: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY".into();
+    }
+    let is_unknown_key =
+        matches!(code, Some("InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidClientTokenId"));
+    match error {
+        Error::Unauthenticated { .. } | Error::PermissionDenied { .. } if is_unknown_key => format!(
+            "the store does not know these credentials{named}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and that \
+             AWS_ENDPOINT_URL and AWS_REGION are those of their bucket"
+        ),
+        Error::Unauthenticated { .. } | Error::PermissionDenied { .. }
+            if code.is_some() || all.contains("403") =>
+        {
+            format!(
+                "the store forbids it{named}: let the owner of AWS_ACCESS_KEY_ID write, read, list and delete objects there"
+            )
+        }
+        Error::NotFound { .. } if code == Some("NoSuchBucket") => {
+            "there is no such bucket: make it, or name another".into()
+        }
+        _ if all.contains("HTTP error: ") => {
+            let why = all.rsplit_once("HTTP error: ").map_or(all.as_str(), |(_, why)| why);
+            format!("the store does not answer ({why}): start it, or give its address as AWS_ENDPOINT_URL")
+        }
+        _ if all.contains("builder error") => {
+            format!("{all}; is AWS_ENDPOINT_URL an address such as https://s3.example.org?")
+        }
+        _ => shortened(all),
+    }
+}
+
+/// A store's answer may be a page.
+fn shortened(mut text: String) -> String {
+    const MOST: usize = 600;
+    if text.len() > MOST {
+        text.truncate(text.floor_char_boundary(MOST));
+        text.push_str(" ...");
+    }
+    text
+}

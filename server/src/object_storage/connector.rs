@@ -1,0 +1,79 @@
+//! The HTTP client that talks to buckets: the one that the rest of the program has, instead of the crate's own.
+
+use async_trait::async_trait;
+use http_body_util::BodyExt;
+use object_store::{
+    ClientConfigKey, ClientOptions, Error,
+    client::{
+        HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
+        HttpService,
+    },
+};
+use reqwest::{Body, Client, Request, Url, redirect};
+use rustls::{ClientConfig, RootCertStore, crypto::ring};
+use std::{sync::Arc, time::Duration};
+
+/// For a connection.
+const CONNECTING: Duration = Duration::from_secs(5);
+/// For the next bytes of an answer, counted from the request's begin: a part has to be sent within this time, too.
+const SILENCE: Duration = Duration::from_secs(120);
+
+#[derive(Debug)]
+pub(super) struct Connector;
+
+#[derive(Debug)]
+struct Service(Client);
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let failed = |detail: String| Error::Generic { store: "S3", source: detail.into() };
+        let mut roots = RootCertStore::empty();
+        // What the system has and cannot be read is not trusted: an error comes when it is needed.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| failed(error.to_string()))?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+        let in_clear = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
+        let client = Client::builder()
+            .connect_timeout(CONNECTING)
+            .read_timeout(SILENCE)
+            .redirect(redirect::Policy::none())
+            .https_only(!in_clear)
+            .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
+            .tls_backend_preconfigured(tls)
+            .build();
+        Ok(HttpClient::new(Service(client.map_err(|error| failed(error.to_string()))?)))
+    }
+}
+
+#[async_trait]
+impl HttpService for Service {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let (parts, body) = request.into_parts();
+        let url = Url::parse(&parts.uri.to_string())
+            .map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))?;
+        let mut request = Request::new(parts.method, url);
+        *request.headers_mut() = parts.headers;
+        *request.body_mut() = Some(Body::wrap(body));
+        let answer: axum::http::Response<Body> = self.0.execute(request).await.map_err(failed)?.into();
+        let (parts, body) = answer.into_parts();
+        Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body.map_err(failed))))
+    }
+}
+
+/// What kind it is says whether the request is sent again. The address is told by who asked.
+fn failed(error: reqwest::Error) -> HttpError {
+    let kind = if error.is_timeout() {
+        HttpErrorKind::Timeout
+    } else if error.is_connect() {
+        HttpErrorKind::Connect
+    } else if error.is_decode() {
+        HttpErrorKind::Decode
+    } else {
+        HttpErrorKind::Interrupted
+    };
+    HttpError::new(kind, error.without_url())
+}

@@ -1,0 +1,106 @@
+//! What `--artifacts` names.
+
+use reqwest::Url;
+use std::path::PathBuf;
+
+/// Where the store is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Location {
+    /// A directory, absolute.
+    Directory(PathBuf),
+    /// A bucket, and what the names of all objects in it begin with; may be empty.
+    Bucket { bucket: String, prefix: String },
+}
+
+impl Location {
+    /// # Errors
+    /// What has to be changed.
+    pub(super) fn of(given: &str) -> Result<Self, String> {
+        let hint = "give a directory, such as /srv/artifacts, or a bucket, such as s3://BUCKET/PREFIX";
+        if given.is_empty() {
+            return Err(format!("it is empty; {hint}"));
+        }
+        if !given.contains("://") {
+            let path = std::path::absolute(given).map_err(|error| format!("{error}; {hint}"))?;
+            return Ok(Self::Directory(path));
+        }
+        let url = Url::parse(given).map_err(|error| format!("{error}; {hint}"))?;
+        match url.scheme() {
+            "file" => match url.to_file_path() {
+                Ok(path) if url.host_str().is_none() => Ok(Self::Directory(path)),
+                _ => {
+                    Err("it is no path of this machine: give it with three slashes, as file:///srv/artifacts"
+                        .into())
+                }
+            },
+            "s3" | "s3a" => {
+                if url.username() != "" || url.password().is_some() {
+                    return Err(
+                        "keys do not belong into an address, which others see: give them as AWS_ACCESS_KEY_ID and \
+                         AWS_SECRET_ACCESS_KEY"
+                            .into(),
+                    );
+                }
+                if url.query().is_some() || url.fragment().is_some() || url.port().is_some() {
+                    return Err(
+                        "the address of a bucket is s3://BUCKET/PREFIX and nothing more: another server than Amazon's is named \
+                         by AWS_ENDPOINT_URL, a region by AWS_REGION"
+                            .into(),
+                    );
+                }
+                let bucket = url.host_str().unwrap_or_default();
+                if bucket.is_empty() {
+                    return Err(format!("it names no bucket; {hint}"));
+                }
+                let prefix = url.path().trim_matches('/');
+                if prefix.contains('%') || prefix.split('/').any(|part| part.is_empty() && !prefix.is_empty())
+                {
+                    return Err("its prefix has an empty part, or a character that addresses cannot have: take letters, \
+                                digits, - and _, with / between"
+                        .into());
+                }
+                Ok(Self::Bucket { bucket: bucket.into(), prefix: prefix.into() })
+            }
+            scheme => Err(format!("artifacts cannot be kept at {scheme}://; {hint}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_and_buckets() {
+        let bucket =
+            |bucket: &str, prefix: &str| Location::Bucket { bucket: bucket.into(), prefix: prefix.into() };
+        for (given, found) in [
+            ("/srv/a", Location::Directory("/srv/a".into())),
+            ("file:///srv/a%20b", Location::Directory("/srv/a b".into())),
+            ("s3://weights", bucket("weights", "")),
+            ("s3://weights/", bucket("weights", "")),
+            ("s3a://weights/team/one/", bucket("weights", "team/one")),
+        ] {
+            assert_eq!(Location::of(given), Ok(found), "{given}");
+        }
+        assert!(matches!(Location::of("here"), Ok(Location::Directory(path)) if path.is_absolute()));
+    }
+
+    #[test]
+    fn what_is_neither_says_what_to_give() {
+        for (given, told) in [
+            ("", "empty"),
+            ("s3://", "bucket"),
+            ("s3://key:secret@weights/a", "AWS_SECRET_ACCESS_KEY"),
+            ("s3://weights:9000/a", "AWS_ENDPOINT_URL"),
+            ("s3://weights/a?region=x", "AWS_REGION"),
+            ("s3://weights/a//b", "prefix"),
+            ("gs://weights/a", "gs://"),
+            ("https://example.org/a", "s3://BUCKET/PREFIX"),
+            ("file://host/a", "file:///srv/artifacts"),
+        ] {
+            let detail = Location::of(given).unwrap_err();
+            assert!(detail.contains(told), "{given}: {detail}");
+        }
+    }
+}

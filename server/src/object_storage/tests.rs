@@ -1,0 +1,50 @@
+use super::*;
+
+fn storage(dir: &std::path::Path) -> ObjectStorage {
+    ObjectStorage::open(dir.to_str().unwrap()).unwrap()
+}
+
+#[test]
+fn only_ids_of_checkpoints_have_a_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let (storage, job) = (storage(dir.path()), JobId::generate());
+    assert_eq!(storage.place(&format!("{job}-1-20")).unwrap().path.as_ref(), format!("jobs/{job}/1-20"));
+    for id in ["", "x", job.as_str(), &format!("{job}-1"), &format!("{job}-1-../2"), &format!("{job}/1-20")] {
+        assert!(storage.place(id).is_none(), "{id}");
+    }
+}
+
+#[test]
+fn a_manifest_is_read_up_to_its_limit_and_only_as_that_of_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = storage(dir.path()).place(&format!("{}-1-20", JobId::generate())).unwrap();
+    let text = |name: &str, sum: &str, step: u64| {
+        format!(r#"{{"epoch":1,"step":{step},"files":{{"{name}":{{"size_bytes":1,"sha256":"{sum}"}}}}}}"#)
+    };
+    let sum = "a".repeat(64);
+    let good = text("model.safetensors", &sum, 20);
+    assert_eq!(place.read(good.as_bytes()).unwrap().files.len(), 1);
+    let padded = |bytes: usize| good.clone() + &" ".repeat(bytes - good.len());
+    assert!(place.read(padded(MANIFEST_BYTES as usize).as_bytes()).is_ok());
+    assert!(place.read(padded(MANIFEST_BYTES as usize + 1).as_bytes()).unwrap_err().contains("65536"));
+    for (wrong, told) in [
+        (text("model.safetensors", &sum, 21), "1-21"),
+        (text("../model", &sum, 20), "../model"),
+        (text("MANIFEST.json", &sum, 20), "MANIFEST.json"),
+        (text("model.safetensors", "../x", 20), "../x"),
+        (r#"{"epoch":1,"step":20,"files":{}}"#.into(), "no file"),
+        ("{".into(), "cannot be read"),
+    ] {
+        let detail = place.read(wrong.as_bytes()).unwrap_err();
+        assert!(detail.contains(told), "{wrong}: {detail}");
+    }
+}
+
+#[test]
+fn parts_are_as_many_as_a_bucket_takes_at_most() {
+    assert_eq!(part_bytes(1), PART_BYTES);
+    assert_eq!(part_bytes(PART_BYTES * PARTS), PART_BYTES);
+    assert_eq!(part_bytes(PART_BYTES * PARTS + 1), PART_BYTES + 1);
+    let largest = 1_u64 << 40;
+    assert!(u64::div_ceil(largest, part_bytes(largest)) <= PARTS);
+}

@@ -1,0 +1,71 @@
+//! What of checkpoints is in object stores.
+
+use super::{DbRow, SqlStore};
+use crate::store::{Result, StoredCheckpoint};
+use sqlx::Row;
+
+fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
+    Ok(StoredCheckpoint {
+        id: row.try_get("checkpoint_id")?,
+        manifest: row.try_get("manifest")?,
+        parts: row.try_get("parts")?,
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn list_stored(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>> {
+        let rows = sqlx::query(
+            "SELECT * FROM stored_checkpoints WHERE store = $1 AND checkpoint_id > $2 ORDER BY checkpoint_id LIMIT $3",
+        )
+        .bind(store)
+        .bind(behind)
+        .bind(i64::from(limit))
+        .fetch_all(&self.reader)
+        .await?;
+        rows.iter().map(stored).collect()
+    }
+
+    pub(super) async fn list_abandoned(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>> {
+        let rows = sqlx::query(
+            "SELECT * FROM stored_checkpoints WHERE store = $1 AND NOT EXISTS (SELECT 1 FROM checkpoints \
+             WHERE checkpoints.id = stored_checkpoints.checkpoint_id) ORDER BY checkpoint_id LIMIT $2",
+        )
+        .bind(store)
+        .bind(i64::from(limit))
+        .fetch_all(&self.reader)
+        .await?;
+        rows.iter().map(stored).collect()
+    }
+
+    pub(super) async fn upsert_stored(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
+        let mut db = self.begin().await?;
+        let done = sqlx::query(
+            "INSERT INTO stored_checkpoints (checkpoint_id, store, manifest, parts) SELECT $1, $2, $3, $4 \
+             WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, store) \
+             DO UPDATE SET manifest = excluded.manifest, parts = excluded.parts",
+        )
+        .bind(&stored.id)
+        .bind(store)
+        .bind(&stored.manifest)
+        .bind(&stored.parts)
+        .execute(&mut *db)
+        .await?;
+        db.commit().await?;
+        Ok(done.rows_affected() > 0)
+    }
+
+    pub(super) async fn delete_stored(&self, store: &str, id: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query("DELETE FROM stored_checkpoints WHERE checkpoint_id = $1 AND store = $2")
+            .bind(id)
+            .bind(store)
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
+    }
+}

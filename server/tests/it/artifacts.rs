@@ -1,0 +1,152 @@
+//! Checkpoints that agents upload to a server with an object store: a directory here. With a bucket, the tests of the whole program have
+//! them.
+
+use crate::{
+    agent::{Agent, hello, running},
+    test_server::{DEADLINE, TestServer, client},
+    uploads::{Asks, FILES, checkpoint, manifest, sum},
+};
+use lockstep_protocol::agent::{Ending, Source};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use tokio::time::Instant;
+
+fn files_below(directory: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        match entry.path() {
+            path if path.is_dir() => found.extend(files_below(&path)),
+            path => found.push(path),
+        }
+    }
+    found.sort();
+    found
+}
+
+async fn until(what: &str, condition: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !condition().await {
+        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn states(server: &TestServer, job: &str) -> Vec<Value> {
+    let (_, listed) = server.get(&format!("/jobs/{job}/checkpoints")).await;
+    listed["checkpoints"].as_array().unwrap().iter().map(|checkpoint| checkpoint["stored"].clone()).collect()
+}
+
+#[tokio::test]
+async fn what_an_agent_uploads_is_stored_replaced_and_deleted_with_its_job() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let start = agent.started().await;
+    let asks = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    let place = kept.path().join("jobs").join(&id).join("1-10");
+    let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
+    expected.push(place.join("MANIFEST.json"));
+    expected.sort();
+    assert_eq!(
+        files_below(kept.path()),
+        expected,
+        "and nothing else, such as what the check at start has written"
+    );
+
+    // Its evaluation comes later: another state beside the same weights, which are not written again.
+    let written = |path: &Path| path.metadata().unwrap().modified().unwrap();
+    let weights = place.join(sum(b"weights")).join("model.safetensors");
+    let before = written(&weights);
+    let state = br#"{"evaluated":true}"#.to_vec();
+    let mut second: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
+    second["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sum(&state)});
+    let second = serde_json::to_vec(&second).unwrap();
+    assert_eq!(asks.ask("PUT", "/uploads/1-10/MANIFEST.json", second.clone()).await.0, 204);
+    for (file, bytes) in FILES {
+        let bytes = if file == "state.json" { state.clone() } else { bytes.to_vec() };
+        assert_eq!(asks.ask("PUT", &format!("/uploads/1-10/{file}?offset=0"), bytes).await.0, 204);
+    }
+    assert_eq!(asks.ask("POST", "/uploads/1-10", vec![]).await.0, 204);
+    until("the new one is stored", async || {
+        fs::read(place.join("MANIFEST.json")).ok().as_ref() == Some(&second)
+            && states(&server, &id).await == ["stored"]
+    })
+    .await;
+    assert!(!place.join(sum(b"{}")).join("state.json").exists(), "what it replaces is gone");
+    assert_eq!(written(&weights), before);
+
+    // The disk has it no more: it is no upload that is still awaited, and its files come from the store.
+    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(listed["checkpoints"][0].get("uploading_from"), None, "{listed}");
+    let file = format!("/checkpoints/{id}-1-10/state.json");
+    assert_eq!(server.get(&file).await, (200, json!({"evaluated": true})));
+
+    // More than the job keeps: the oldest goes, there too.
+    for (n, step) in [20, 30, 40].into_iter().enumerate() {
+        agent.report(&start.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+    }
+    until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
+    until("the objects of the others are gone", async || {
+        let folders = fs::read_dir(kept.path().join("jobs").join(&id)).unwrap();
+        let mut names: Vec<_> =
+            folders.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names == ["1-30", "1-40"]
+    })
+    .await;
+    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
+    until("no object is left", async || files_below(kept.path()).is_empty()).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_not_in_the_store_yet_is_brought_there_by_the_next_server() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    // A server without a store, as all were.
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    let asks = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    assert_eq!(states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
+    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+    drop(agent);
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
+    server.stop().await;
+}

@@ -1,0 +1,301 @@
+//! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They get there while training continues, and
+//! come back from there when the server's own disk has them no more.
+
+mod bucket;
+
+use crate::{
+    pictures, postgres,
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, number, signal, turn},
+    specs,
+};
+use bucket::{Bucket, Buckets, environment, files_below};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::fs;
+
+/// A server whose database outlives its data directory.
+async fn start(environment: Vec<(String, String)>, kept: &Folder) -> Server {
+    let database = match postgres::wanted() {
+        true => postgres::database(),
+        false => format!("sqlite://{}", kept.path().join("kept.db").display()),
+    };
+    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, Some(database), environment).await;
+    server.register("fashion", &pictures::idx_dataset(kept.path(), 64, 16)).await;
+    server
+}
+
+async fn with_directory(kept: &Folder) -> Server {
+    let directory = kept.path().join("artifacts").display().to_string();
+    start(vec![("LOCKSTEP_ARTIFACTS".into(), directory)], kept).await
+}
+
+/// A job with a checkpoint every ten steps.
+fn spec(name: &str, steps: u64) -> Value {
+    specs::with(
+        specs::short(name, "fashion", 2, steps),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 10}}),
+    )
+}
+
+async fn all_stored(server: &Server, id: &str) {
+    server
+        .until("every checkpoint is in the object store", async |s: &Server| {
+            let all = s.checkpoints(id).await;
+            !all.is_empty() && all.iter().all(|checkpoint| checkpoint["stored"] == "stored")
+        })
+        .await;
+}
+
+fn newest(checkpoints: &[Value]) -> String {
+    checkpoints[0]["id"].as_str().expect("an id").to_owned()
+}
+
+/// The machine with the data directory is gone, with everything that ran there.
+async fn lose_the_machine(server: &mut Server) {
+    server.kill_serve();
+    for process in server.processes() {
+        signal(process.pid, Signal::KILL);
+    }
+    server.until("everything there has ended", async |s: &Server| s.processes().is_empty()).await;
+    fs::remove_dir_all(server.data_dir()).expect("the data directory");
+}
+
+#[tokio::test]
+async fn a_new_machine_with_the_same_database_and_store_continues() {
+    let _turn = turn().await;
+    let (kept, bucket) = (Folder::new(), Bucket::new().await);
+    let mut server = start(bucket.environment(), &kept).await;
+    let over = server.submit(&spec("over", 20)).await;
+    server.succeeded(&over).await;
+    all_stored(&server, &over).await;
+    let (checkpoints, model) = (server.checkpoints(&over).await, server.last_model(&over).await);
+    let running = server.submit(&spec("running", 3000)).await;
+    server
+        .until("two of its checkpoints are stored", async |s: &Server| {
+            let all = s.checkpoints(&running).await;
+            all.iter().filter(|checkpoint| checkpoint["stored"] == "stored").count() >= 2
+        })
+        .await;
+    let stored: Vec<_> = server.checkpoints(&running).await;
+    let oldest = stored.iter().filter(|c| c["stored"] == "stored").map(|c| number(&c["step"])).min();
+    lose_the_machine(&mut server).await;
+    server.serve_again().await;
+
+    // Every checkpoint of the finished job, its model included, and what is done with them.
+    assert_eq!(server.checkpoints(&over).await, checkpoints);
+    assert_eq!(server.last_model(&over).await, model);
+    for checkpoint in &checkpoints {
+        let id = checkpoint["id"].as_str().expect("an id");
+        server.bytes(&format!("/checkpoints/{id}/optimizer.safetensors")).await;
+    }
+    server.until("the agent of the new machine is online", async |s: &Server| s.slots().await == 2).await;
+
+    // The running one continues from what was stored, and not from its beginning.
+    let job = server
+        .job_when(&running, "it runs again", |job| number(&job["attempt"]) == 2 && job["state"] == "running")
+        .await;
+    let attempts = server.get(&format!("/jobs/{running}/attempts")).await;
+    let from = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts}"));
+    let step: u64 = from.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
+    assert!(Some(step) >= oldest, "{from}, at least {oldest:?}: {job}");
+    assert_eq!(server.post(&format!("/jobs/{running}/cancel"), &Value::Null).await.status, 202);
+    server.ended(&running).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_in_the_store_alone_can_be_forked_evaluated_and_classified_with() {
+    let _turn = turn().await;
+    let kept = Folder::new();
+    let server = with_directory(&kept).await;
+    let id = server.submit(&spec("over", 20)).await;
+    server.succeeded(&id).await;
+    all_stored(&server, &id).await;
+    let (best, model) = (newest(&server.checkpoints(&id).await), server.last_model(&id).await);
+    let gone = || fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
+    gone();
+    assert_eq!(server.last_model(&id).await, model);
+    gone();
+    let files = files_below(&pictures::image_folder(kept.path(), 1));
+    let picture = fs::read(&files[0]).expect("a picture");
+    let answer = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
+    let answer = answer.send().await.expect("an answer");
+    assert!(answer.status().is_success(), "{}", answer.text().await.unwrap_or_default());
+    gone();
+    let evaluation = server.get(&format!("/jobs/{id}/evaluation?checkpoint={best}")).await;
+    assert!(evaluation["accuracy"].is_number(), "{evaluation}");
+    gone();
+    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 30}})).await;
+    assert_eq!(fork.status, 201, "{}", fork.text);
+    let fork = fork.json()["id"].as_str().expect("an id").to_owned();
+    server.succeeded(&fork).await;
+    all_stored(&server, &fork).await;
+
+    // The fork has objects of its own: they stay when the other job's go.
+    let directory = kept.path().join("artifacts/jobs");
+    server.cli(&["delete", &id, "--yes"]).ok();
+    server.until("its objects are gone", async |_: &Server| !directory.join(&id).exists()).await;
+    fs::remove_dir_all(server.job_dir(&fork)).expect("the fork's folder");
+    assert!(server.last_model(&fork).await.len() > 1000);
+    server.cli(&["delete", &fork, "--yes"]).ok();
+    server.until("no object is left", async |_: &Server| files_below(&directory).is_empty()).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_upload_that_was_killed_is_continued() {
+    let _turn = turn().await;
+    let (kept, bucket) = (Folder::new(), Bucket::new().await);
+    let mut server = start(bucket.environment(), &kept).await;
+    // Its weights and its optimizer's state are 45 MB each: several parts.
+    let large = specs::with(specs::short("large", "fashion", 1, 2), json!({"model": {"arch": "resnet18"}}));
+    bucket.gate.pass_only(70 << 20);
+    let id = server.submit(&large).await;
+    server.succeeded(&id).await;
+    server.until("the upload is in its second file", async |_: &Server| bucket.gate.is_waiting()).await;
+    let before = bucket.objects().await;
+    assert_eq!(before.len(), 1, "{before:?}");
+    assert_eq!(bucket.open_uploads().await, 1);
+    assert_eq!(server.checkpoints(&id).await[0]["stored"], "uploading");
+    server.kill_serve();
+    bucket.gate.open();
+    server.serve_again().await;
+    all_stored(&server, &id).await;
+
+    let (after, checkpoint) = (bucket.objects().await, newest(&server.checkpoints(&id).await));
+    assert!(after.contains(&before[0]), "the file that was there is not sent again: {before:?} {after:?}");
+    assert_eq!(bucket.open_uploads().await, 0, "no part is left behind");
+    let manifest = server.get(&format!("/checkpoints/{checkpoint}/MANIFEST.json")).await;
+    let place =
+        format!("team/runs/jobs/{id}/{}", checkpoint.strip_prefix(&format!("{id}-")).expect("its name"));
+    let files = manifest["files"].as_object().expect("files");
+    assert_eq!(after.len(), files.len() + 1, "{after:?}");
+    for (name, file) in files {
+        let sum = file["sha256"].as_str().expect("a sum");
+        let bytes = bucket.read(&format!("{place}/{sum}/{name}")).await;
+        let found: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(found, sum, "{name}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_store_that_is_away_disturbs_no_job() {
+    let _turn = turn().await;
+    let (kept, bucket) = (Folder::new(), Bucket::new().await);
+    let mut server = start(bucket.environment(), &kept).await;
+    let before = server.submit(&spec("before", 10)).await;
+    server.succeeded(&before).await;
+    all_stored(&server, &before).await;
+    bucket.gate.shut();
+    let id = server.submit(&spec("while", 30)).await;
+    server.succeeded(&id).await;
+    let all = server.checkpoints(&id).await;
+    assert!(all.iter().all(|checkpoint| checkpoint["stored"] == "uploading"), "{all:?}");
+    // What is there alone cannot be had now, and says so.
+    let checkpoint = newest(&server.checkpoints(&before).await);
+    fs::remove_dir_all(server.job_dir(&before)).expect("the job's folder");
+    let path = format!("/checkpoints/{checkpoint}/model.safetensors");
+    let problem = server.request(reqwest::Method::GET, &path, None).await.problem(503);
+    assert!(problem["detail"].as_str().is_some_and(|d| d.contains("object store")), "{problem}");
+    // A job that is deleted meanwhile, and a server that is killed then.
+    server.cli(&["delete", &before, "--yes"]).ok();
+    let log = || fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
+    server.until("it is said", async |_: &Server| log().contains("object store cannot be used")).await;
+    assert_eq!(log().matches("object store cannot be used").count(), 1, "once");
+    server.kill_serve();
+    bucket.gate.open();
+    server.serve_again().await;
+    all_stored(&server, &id).await;
+    server
+        .until("the objects of the deleted job are gone", async |_: &Server| {
+            bucket.objects().await.iter().all(|object| object.key.contains(&id))
+        })
+        .await;
+    server.cli(&["delete", &id, "--yes"]).ok();
+    server.until("no object is left", async |_: &Server| bucket.objects().await.is_empty()).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_damaged_object_is_refused_and_the_job_continues_from_the_one_before() {
+    let _turn = turn().await;
+    let (kept, bucket) = (Folder::new(), Bucket::new().await);
+    let server = start(bucket.environment(), &kept).await;
+    let id = server.submit(&spec("damaged", 3000)).await;
+    server.until("it has two checkpoints", async |s: &Server| s.checkpoints(&id).await.len() >= 2).await;
+    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.status, 202);
+    server.job_when(&id, "it is paused", |job| job["state"] == "paused").await;
+    all_stored(&server, &id).await;
+    let all = server.checkpoints(&id).await;
+    let (last, one_before) = (newest(&all), all[1]["id"].as_str().expect("an id").to_owned());
+    let place = format!("/{}/", last.strip_prefix(&format!("{id}-")).expect("its name"));
+    let objects = bucket.objects().await;
+    let weights = objects.iter().find(|o| o.key.contains(&place) && o.key.ends_with("/model.safetensors"));
+    let key = &weights.expect("weights").key;
+    let mut bytes = bucket.read(key).await;
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    bucket.write(key, bytes).await;
+
+    fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
+    let path = format!("/checkpoints/{last}/model.safetensors");
+    let problem = server.request(reqwest::Method::GET, &path, None).await.problem(422);
+    assert!(problem["detail"].as_str().is_some_and(|d| d.contains("its model.safetensors")), "{problem}");
+    assert!(!server.job_dir(&id).join("checkpoints").exists(), "nothing of it counts as a checkpoint");
+    let fork = json!({"checkpoint": last, "set": {"train.steps": 4000}});
+    server.post(&format!("/jobs/{id}/fork"), &fork).await.problem(422);
+
+    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.status, 202);
+    server.job_when(&id, "it runs again", |job| job["state"] == "running").await;
+    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
+    assert_eq!(attempts["attempts"][1]["checkpoint"], one_before, "{attempts}");
+    let log = server.cli(&["logs", &id]);
+    assert!(log.ok().contains("is damaged there (the bytes of its model.safetensors"), "{}", log.stdout);
+    server
+        .until("its objects are gone", async |_: &Server| {
+            bucket.objects().await.iter().all(|object| !object.key.contains(&place))
+        })
+        .await;
+    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.status, 202);
+    server.ended(&id).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_be_used_keeps_the_server_from_starting() {
+    let folder = Folder::new();
+    let (buckets, key, secret) = Buckets::strict("weights");
+    let file = folder.write("file", "");
+    let serve = |variables: Vec<(String, String)>, without: &[&str]| {
+        let mut command = lockstep();
+        command.args(["serve", "--listen", &format!("127.0.0.1:{}", free_port()), "--data-dir"]);
+        command.arg(folder.path().join("data")).envs(variables);
+        without.iter().for_each(|name| {
+            command.env_remove(name);
+        });
+        Finished::of(&mut command)
+    };
+    let there = "s3://weights/a";
+    let url = buckets.url();
+    serve(environment(there, &url, "AKIANOBODY", &secret), &[]).wrong(&[
+        "--artifacts s3://weights/a",
+        "does not know these credentials (InvalidAccessKeyId)",
+        "AWS_ACCESS_KEY_ID",
+    ]);
+    serve(environment(there, &url, &key, "wrong"), &[])
+        .wrong(&["SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"]);
+    serve(environment("s3://none/a", &url, &key, &secret), &[]).wrong(&["no such bucket"]);
+    serve(environment(there, &url, &key, &secret), &["AWS_ALLOW_HTTP"]).wrong(&["AWS_ALLOW_HTTP=true"]);
+    serve(environment(there, &url, &key, &secret), &["AWS_SECRET_ACCESS_KEY"])
+        .wrong(&["AWS_SECRET_ACCESS_KEY is not"]);
+    let nobody = format!("http://127.0.0.1:{}", free_port());
+    serve(environment(there, &nobody, &key, &secret), &[])
+        .wrong(&["could not be written", "AWS_ENDPOINT_URL"]);
+    let directory = |path: String| vec![("LOCKSTEP_ARTIFACTS".to_owned(), path)];
+    serve(directory("gs://weights/a".into()), &[]).wrong(&["gs://", "s3://BUCKET/PREFIX"]);
+    serve(directory(file.join("x").display().to_string()), &[]).wrong(&["cannot be made", "choose another"]);
+    let inside = folder.path().join("data/artifacts");
+    serve(directory(inside.display().to_string()), &[]).wrong(&["in the data directory"]);
+}

@@ -221,13 +221,14 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     }
     let (job, attempt, mut events) =
         (report.attempt.job.clone(), report.attempt.attempt, report.events.clone());
-    let (job_dir, store) = (app.job_dir(&job), app.artifact_store.clone());
+    let (job_dir, app) = (app.job_dir(&job), app.clone());
     let kept = move || {
         for event in &mut events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
             let name = format!("{epoch}-{step}");
-            let is_stored = || store.as_ref().is_some_and(|store| store.has_whole(&format!("{job}-{name}")));
-            let is_here = job_dir.join("checkpoints").join(&name).exists() || is_stored();
+            let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
+            let is_here = job_dir.join("checkpoints").join(&name).exists()
+                || app.artifact_store.as_ref().is_some_and(is_stored);
             if is_here && Holder::of(&job_dir, attempt).is_some() {
                 *event = AttemptEvent::Unknown;
             }

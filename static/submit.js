@@ -3,7 +3,7 @@
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
-import { count } from "./numbers.js";
+import { count, plural } from "./numbers.js";
 
 const readsOnly = document.body.dataset.readsOnly !== undefined;
 

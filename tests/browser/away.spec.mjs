@@ -37,7 +37,7 @@ describe("machines", () => {
     await remove.click();
     await dialog.getByRole("button", { name: "Remove it" }).click();
     await until("it is gone", async () => (await card.count()) === 0);
-    assert.ok(await page.getByRole("heading", { name: "No machine has joined" }).isVisible());
+    await until("the page says so", () => page.getByRole("heading", { name: "No machine has joined" }).isVisible());
     assert.deepEqual((await server.ask("/agents")).agents, []);
     await page.end();
   });

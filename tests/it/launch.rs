@@ -162,7 +162,7 @@ async fn what_cannot_be_started_is_said_and_the_job_is_cancelled() {
     );
     // Known before anything is submitted.
     let before = server.get("/jobs").await["jobs"].as_array().map(Vec::len);
-    fails(&[file, "--with", "ssh", "-H", "127.0.0.1:1"], &[], &["2 ranks", "1 slots"]);
+    fails(&[file, "--with", "ssh", "-H", "127.0.0.1:1"], &[], &["2 ranks", "1 slot:"]);
     fails(
         &[file, "--with", "ssh", "-H", "10.9.8.7:2"],
         &[],

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Folder, LOCKSTEP, Server, lockstep, number, turn},
+    server::{Agents, Folder, LOCKSTEP, Server, lockstep, turn},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -51,7 +51,7 @@ async fn a_job_that_waits_says_where_it_stands_and_why_again_when_that_changes()
     let holder = server.submit(&specs::short("holder", "fashion", 2, 1_000_000)).await;
     server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
     let id = server.submit(&specs::short("waits", "fashion", 2, 5)).await;
-    server.job_when(&id, "it has a place", |job| number(&job["queue"]["place"]) == 1).await;
+    server.job_when(&id, "it has a place", |job| job["queue"]["place"] == 1).await;
 
     let folder = Folder::new();
     let (out, terminal) = (folder.path().join("out"), folder.path().join("terminal"));
@@ -103,7 +103,7 @@ async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole
     let long = format!("resnet-{}-seed-7", "with-a-long-name-".repeat(8));
     for name in [long.as_str(), "short"] {
         let id = server.submit(&specs::short(name, "fashion", 1, 5)).await;
-        server.job_when(&id, "it has a place", |job| number(&job["queue"]["place"]) > 0).await;
+        server.job_when(&id, "it has a place", |job| job["queue"]["place"].is_u64()).await;
     }
     assert!(server.cli(&["queue"]).ok().contains(&long), "a program may look for the name");
     let folder = Folder::new();

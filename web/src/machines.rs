@@ -141,15 +141,11 @@ impl KeptFor {
     }
 }
 
-/// The beginning of an agent's id, which tells it from another one of the same name.
-pub fn short_id(id: &str) -> &str {
-    const CHARS: usize = 8;
-    &id[..id.char_indices().nth(CHARS).map_or(id.len(), |(end, _)| end)]
-}
-
 impl AgentCard {
+    /// The beginning of its id, which tells it from another one of the same name.
     fn short_id(&self) -> &str {
-        short_id(&self.id)
+        const CHARS: usize = 8;
+        &self.id[..self.id.char_indices().nth(CHARS).map_or(self.id.len(), |(end, _)| end)]
     }
 
     /// Hardware, version, and how the connection and its leases are.

@@ -15,7 +15,7 @@ use crate::{
     artifact_store::StoredState,
     artifacts,
     error::{Code, Error, PageError},
-    store::{JobFilter, Place},
+    store::JobFilter,
 };
 use axum::{
     Extension, Form,
@@ -180,7 +180,7 @@ pub(crate) async fn job(
             let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
             job_views::RankSeat {
                 rank,
-                agent: place.map(|place| machine_name(place, &places)).unwrap_or_default(),
+                agent: place.map(|place| place.agent.clone()).unwrap_or_default(),
                 report: reports.iter().find(|(r, _)| *r == rank).map(|(_, report)| report.clone()),
             }
         })
@@ -218,13 +218,6 @@ pub(crate) async fn job(
         }
         .render(),
     )
-}
-
-/// A machine's name, with the beginning of its id where another one of them has the same.
-fn machine_name(place: &Place, all: &[Place]) -> String {
-    let Place { agent, agent_id, .. } = place;
-    let has_twin = all.iter().any(|other| other.agent == *agent && other.agent_id != *agent_id);
-    if has_twin { format!("{agent} ({})", machines::short_id(agent_id)) } else { agent.clone() }
 }
 
 /// What deleting a folder frees; `None` when it cannot be read.

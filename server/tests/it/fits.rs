@@ -77,7 +77,7 @@ async fn a_fork_onto_what_does_not_fit_its_checkpoint_is_refused_when_it_is_aske
         (
             json!({"data.dataset": "colour"}),
             "/data/dataset",
-            "trained on pictures of 1 channels, those of colour have 3",
+            "trained on pictures of 1 channel, those of colour have 3",
         ),
         (
             json!({"model.arch": "resnet32"}),

@@ -2,11 +2,11 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    gangs::{hello_at, killed, machines, started},
+    gangs::{killed, machines, started},
     test_server::{DEADLINE, TestServer},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
     job::JobState,
 };
 use serde_json::{Value, json};
@@ -36,24 +36,6 @@ async fn ranks_are_shown_on_the_machines_that_had_them_also_when_the_attempt_is_
     a.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, JobState::Succeeded);
     assert_eq!(seats(&page(&server, &id).await.1), ["a", "a", "b", "b"]);
-
-    // Two machines of one name are told apart.
-    b.vanish();
-    let mut twin = hello_at("b", 2, Vec::new(), "10.0.0.2");
-    if let FromAgent::Hello { name, .. } = &mut twin {
-        *name = "a".into();
-    }
-    let mut b = Agent::greet(&server, twin).await.unwrap();
-    let (id, _) = started(&server, &mut a, &mut b).await;
-    let (_, data) = page(&server, &id).await;
-    let mut told = seats(&data);
-    told.dedup();
-    told.sort_unstable();
-    assert_eq!(told, ["a (id-a)", "a (id-b)"], "{data:#}");
-    let (_, html) = server.text("/machines").await;
-    for agent in ["id-a", "id-b"] {
-        assert!(html.contains(&format!("title=\"{agent}\">id {agent}<")), "{html}");
-    }
     server.stop().await;
 }
 

@@ -167,7 +167,9 @@ async fn removed(server: &TestServer, id: &str) -> (u16, Value) {
 #[tokio::test]
 async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
     let server = TestServer::with(|c| c.lease = Duration::from_secs(3)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
     let id = server.submit(|_| {}).await.id;
     agent.started().await;
     let (status, body) = server.delete("/agents/id-a").await;
@@ -191,8 +193,8 @@ async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
         (&json!("DELETE /api/v1/agents/{id}"), &json!("/api/v1/agents/id-a")),
         "{entry}"
     );
-    // It is welcome again.
-    let _agent = Agent::greet(&server, hello("a", 2, Vec::new())).await.unwrap();
+    // It is welcome again, with the token that it has.
+    let _agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     assert_eq!(machine(&server).await["online"], true);
     server.stop().await;
 }
@@ -219,6 +221,31 @@ async fn the_page_gives_no_address_that_means_another_machine_elsewhere_and_says
         assert!(
             !html.contains(&format!("--server http://{host}:{port}")) || host == "127.0.0.1",
             "{host}: {html}"
+        );
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_machine_that_was_made_anew_under_its_name_is_told_from_the_one_before() {
+    let server = TestServer::new().await;
+    Agent::join(&server, 2).await.vanish();
+    let since = Instant::now();
+    while machine(&server).await["online"] == true {
+        assert!(since.elapsed() < DEADLINE);
+    }
+    assert!(!server.text("/machines").await.1.contains(">id id-a<"), "one alone needs no id");
+    let mut anew = hello("b", 2, Vec::new());
+    if let FromAgent::Hello { name, .. } = &mut anew {
+        *name = "a".into();
+    }
+    let token = server.agent_token("a").await;
+    let _agent = Agent::greet_with(&server, &token, anew).await.unwrap();
+    let (_, html) = server.text("/machines").await;
+    for id in ["id-a", "id-b"] {
+        assert!(
+            html.contains(&format!("<h2>a</h2><span class=\"small\" title=\"{id}\">id {id}</span>")),
+            "{html}"
         );
     }
     server.stop().await;

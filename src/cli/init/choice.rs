@@ -32,7 +32,8 @@ impl Choice {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
             return Err(format!(
-                "has {samples} pictures to train on; a dataset has train/<class>/* with some in each"
+                "has {} to train on; a dataset has train/<class>/* with some in each",
+                plural(samples, "picture")
             ));
         }
         if info.classes.len() < 2 {
@@ -230,7 +231,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_trained_on_is_refused() {
-        assert!(Choice::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 pictures"));
+        assert!(Choice::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 picture to"));
         assert!(Choice::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
         let mut one = info(28, &[("train", 100)]);
         one.classes.truncate(1);

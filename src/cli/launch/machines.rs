@@ -6,6 +6,7 @@ use super::{
     hosts::{self, Host},
 };
 use lockstep_protocol::JobSpec;
+use lockstep_protocol::numbers::plural;
 use std::{fs, net::IpAddr};
 
 /// The machines that the arguments name; those that Slurm or Kubernetes is to choose have no name.
@@ -57,7 +58,9 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
     let slots: u32 = hosts.iter().filter_map(|host| host.slots).sum();
     if slots < ranks {
         return Err(wrong(format!(
-            "the job has {ranks} ranks, and these machines {slots} slots: add machines or slots, or lower parallel.ranks"
+            "the job has {}, and these machines {}: add machines or slots, or lower parallel.ranks",
+            plural(ranks.into(), "rank"),
+            plural(slots.into(), "slot")
         )));
     }
     Ok(())

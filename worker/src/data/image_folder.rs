@@ -13,6 +13,7 @@ use super::{
 };
 use crate::files::{self, Found};
 use lockstep_protocol::dataset::BrokenFile;
+use lockstep_protocol::numbers::plural;
 use rayon::prelude::*;
 use std::{
     collections::BTreeMap,
@@ -228,7 +229,8 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
                     found.broken.push(named(
                         &path,
                         format!(
-                            "is a class folder whose name is not UTF-8 ({inside} files in it); rename it"
+                            "is a class folder whose name is not UTF-8 ({} in it); rename it",
+                            plural(inside as u64, "file")
                         ),
                     ));
                 }
@@ -262,7 +264,8 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
         (Found::Folder, _) => match entries(path)?.len() {
             0 => Ok(None),
             inside => Err(format!(
-                "is a folder inside a class folder ({inside} files in it); move its pictures up, or it out of the dataset"
+                "is a folder inside a class folder ({} in it); move its pictures up, or it out of the dataset",
+                plural(inside as u64, "file")
             )),
         },
     };

@@ -7,6 +7,7 @@ use crate::{
     engine::{self, Engine, EngineConfig, Optimizer},
     net,
 };
+use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::ModelSpec;
 use serde::de::DeserializeOwned;
 use std::{ops::RangeInclusive, path::Path, sync::Arc};
@@ -112,12 +113,14 @@ fn check_sizes(
 ) -> Result<(), String> {
     if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes) {
         return Err(format!(
-            "is no model of ours: {image_size} pixels, {channels} channels, {classes} classes"
+            "is no model of ours: {image_size} pixels, {}, {}",
+            plural(channels as u64, "channel"),
+            plural(classes as u64, "class")
         ));
     }
     let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
     if !sound(mean) || !sound(std) || std.iter().any(|s| *s <= 0.0) {
-        return Err(format!("its mean and std are not those of {channels} channels"));
+        return Err(format!("its mean and std are not those of {}", plural(channels as u64, "channel")));
     }
     Ok(())
 }

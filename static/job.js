@@ -248,6 +248,9 @@ async function start() {
   }
   charts.release();
   charts.detail();
+  // Those that came between the page and the number that its stream goes on from.
+  const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`).catch(() => null);
+  if (stored) checkpoints.replace(stored.checkpoints);
   drawFacts();
   follow(seq);
 }

@@ -87,6 +87,8 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     /// When this server started.
     pub(crate) started_at: jiff::Timestamp,
+    /// The same moment by a clock that nobody sets.
+    pub(crate) up_since: std::time::Instant,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
     /// Since when jobs wait for checkpoints that other machines upload.
@@ -119,6 +121,7 @@ impl App {
     ) -> App {
         App(Arc::new(Parts {
             started_at: crate::now(),
+            up_since: std::time::Instant::now(),
             access: Access::new(!config.no_auth),
             token_limit: RateLimiter::new(config.token_requests_per_second),
             job_owners: JobOwners::default(),

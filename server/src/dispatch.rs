@@ -113,7 +113,7 @@ async fn round(app: &App) -> Result<()> {
     }
     let limit = app.config.heartbeat.mul_f64(LATE).max(SILENT);
     // One that was there before this server was started may be on its way back.
-    let up = Duration::try_from(crate::now().duration_since(app.started_at)).unwrap_or_default();
+    let up = app.up_since.elapsed();
     let silence = |id: &str| app.agents.silence(id).or_else(|| up.checked_sub(BACK_WITHIN));
     let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
     for expired in app.leases.abandoned(is_silent, |id| app.agents.is_connected(id)) {

@@ -1,13 +1,14 @@
 """What a server needs to look after many machines: how soon jobs start, what heartbeats cost, and how soon a killed server has all jobs again.
 
     pip install msgpack websockets
-    python3 tests/bench/agents.py [--agents 100] [--slots 8] [--jobs 2000] [--secs 10] [--idle 15]
+    python3 tests/bench/agents.py [--agents 100] [--slots 8] [--jobs 2000] [--secs 10] [--spread 0.5] [--idle 15]
                                   [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
 
 Starts the real server and made-up agents in this process. They speak the protocol over real websockets with a token each: heartbeats
 and measurements at the intervals of real agents, for every job a start, a few points of each rank, a checkpoint and an end. They
 train nothing. Of the jobs, 40 % have 1 rank, 30 % have 2, 20 % have 8 and 10 % have 16, which needs two agents. All are submitted as
-fast as the server takes them; a job runs for --secs seconds. When half of the jobs are over the server is killed and started again.
+fast as the server takes them; a job runs for --secs seconds, give or take --spread of them (0: jobs that started together end together).
+As those of real agents, ranks are heard of half a second to a second after their Start. When half of the jobs are over the server is killed and started again.
 
 Prints a line of JSON:
 
@@ -309,6 +310,7 @@ def main():
     parser.add_argument("--slots", type=int, default=8, help="of each agent; 8 at least, as jobs of 16 ranks have two agents")
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--secs", type=float, default=10, help="how long a job runs")
+    parser.add_argument("--spread", type=float, default=0.5, help="how much longer or shorter than --secs a job runs, at most, as a part of it")
     parser.add_argument("--idle", type=float, default=15, help="how long agents do nothing but live, at the beginning")
     options = parser.parse_args()
     server = Server(options)

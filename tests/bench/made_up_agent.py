@@ -11,6 +11,8 @@ import websockets
 
 PROTOCOL = 5
 SAMPLE_SECS = 5
+# From a Start until the first word of its ranks: processes are started, and find each other.
+LAUNCH_SECS = (0.5, 1.0)
 # As in worker/src/agent/mod.rs: pauses between two tries to connect.
 RETRY = (0.1, 5.0)
 SPLITS = [
@@ -29,7 +31,7 @@ class Attempt:
     def __init__(self, start):
         self.ref, self.ranks, self.world = start["attempt"], start["ranks"], start["world_size"]
         self.job_dir, self.records, self.sent, self.acknowledged = start["job_dir"], {}, {}, {}
-        self.ends_at, self.ended = None, False
+        self.launching, self.ends_at, self.ended = None, None, False
 
     def is_done(self):
         return self.ended and all(self.acknowledged.get(source, 0) == len(records) for source, records in self.records.items())
@@ -128,7 +130,7 @@ class Agent:
         elif kind == "launch":
             attempt = self.attempts.get(message["attempt"]["job"])
             if attempt and attempt.ref == message["attempt"] and attempt.ends_at is None:
-                await self.launch(attempt)
+                self.launch_later(attempt)
         elif kind == "ack":
             self.take(message)
         elif kind == "request":
@@ -159,7 +161,7 @@ class Agent:
         self.attempts[attempt.ref["job"]] = attempt
         self.fleet.started(self, attempt)
         if len(attempt.ranks) == attempt.world:
-            await self.launch(attempt)
+            self.launch_later(attempt)
         else:
             await self.say_ready(attempt)
 
@@ -173,8 +175,17 @@ class Agent:
         if attempt and attempt.ref == ref and not attempt.ended:
             del self.attempts[ref["job"]]
 
+    def launch_later(self, attempt):
+        """Once for each attempt, on whatever connection."""
+        if attempt.launching is None:
+            attempt.launching = asyncio.create_task(self.launch(attempt))
+
     async def launch(self, attempt):
-        attempt.ends_at = time.monotonic() + self.fleet.options.secs
+        await asyncio.sleep(random.uniform(*LAUNCH_SECS))
+        if self.attempts.get(attempt.ref["job"]) is not attempt:
+            return  # It was given up meanwhile.
+        spread = self.fleet.options.spread
+        attempt.ends_at = time.monotonic() + self.fleet.options.secs * random.uniform(1 - spread, 1 + spread)
         for rank, _ in attempt.ranks:
             steps = list(range(1, 5))
             columns = [{"name": name, "steps": steps, "values": [1.0 / s for s in steps]} for name in ("loss", "step_ms")]
@@ -184,7 +195,10 @@ class Agent:
                 (pathlib.Path(attempt.job_dir) / "checkpoints" / "1-4").mkdir(parents=True, exist_ok=True)
                 events.append({"type": "checkpoint", "epoch": 1, "step": 4, "val_accuracy": None, "val_loss": None, "best": False, "size_bytes": 1})
             attempt.records[rank] = events
-        await self.report(attempt)
+        try:
+            await self.report(attempt)
+        except websockets.ConnectionClosed:
+            pass  # They are sent on the next connection.
 
     async def report(self, attempt):
         """Sends the records that were not sent on this connection."""

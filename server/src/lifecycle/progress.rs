@@ -32,10 +32,18 @@ pub struct Progress {
     /// Of the live attempt, ranks whose machines do not answer, as their neighbours say.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub unreachable: BTreeSet<u32>,
+    /// How many attempts in a row have ended before a rank of theirs had begun.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub(super) not_begun: u32,
     /// When the live attempt began.
     began: Option<Timestamp>,
     /// How long the attempts before it had their slots, in milliseconds; none before the first has ended.
     ran_ms: Option<u64>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it")]
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 impl Progress {

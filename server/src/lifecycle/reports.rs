@@ -18,6 +18,8 @@ use std::collections::BTreeMap;
 const PLANNED_STEPS: u64 = (1 << 53) - 1;
 /// The longest line of a log that is kept, in bytes.
 const LINE_BYTES: usize = 4096;
+/// Attempts in a row that may end before a rank of theirs has begun, without costing a restart.
+const NOT_BEGUN: u32 = 5;
 
 /// None as soon as one of them is not finite: a run that diverges on one rank diverges.
 fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
@@ -54,6 +56,7 @@ pub fn report(
                 batch.epoch_samples = row.progress.epoch_samples();
             }
             row.progress.trained = Some(true);
+            row.progress.not_begun = 0;
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
                 // That it is being cancelled, or has fewer ranks than usual.
@@ -284,10 +287,11 @@ pub(super) fn ended(
             let in_order = ReasonCode::AgentStopped.into();
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
         }
-        // Nothing was tried: no rank has run.
+        // Nothing was tried: no rank has run. An agent that ends each time before that is a fault like any other.
         (Ending::Failed { reason, retriable: true }, None)
-            if *reason.code() == ReasonCode::AgentRestarted =>
+            if *reason.code() == ReasonCode::AgentRestarted && row.progress.not_begun < NOT_BEGUN =>
         {
+            row.progress.not_begun += 1;
             events.extend(requeue(row, &reason, at)?);
         }
         (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),

@@ -244,7 +244,7 @@ async fn an_agent_that_ended_before_it_started_the_ranks_costs_no_restart() {
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     let facts = Facts { agent: Some("a".into()), ..Facts::default() };
     let reason = Reason::new(ReasonCode::AgentRestarted, facts);
-    for number in 1..=3 {
+    for number in 1..=5 {
         let attempt = agent.started().await.attempt;
         assert_eq!(attempt.attempt, number);
         agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
@@ -255,5 +255,12 @@ async fn an_agent_that_ended_before_it_started_the_ranks_costs_no_restart() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, lockstep_protocol::JobState::Succeeded);
+    // One that ends so again and again is no accident.
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
+    for _ in 1..=6 {
+        let attempt = agent.started().await.attempt;
+        agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
+    }
+    server.until(&id, lockstep_protocol::JobState::Failed).await;
     server.stop().await;
 }

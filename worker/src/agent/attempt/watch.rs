@@ -33,6 +33,8 @@ pub(super) const GRACE: Duration = Duration::from_secs(5);
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
 /// For ranks that should write a checkpoint, before TERM, when they are paused.
 const PAUSE: Duration = Duration::from_secs(120);
+/// For the others, once one of ranks that are paused has ended.
+const PAUSE_ENDS: Duration = Duration::from_secs(20);
 /// How long the agent waits after a rank has lost the connection to another for the other's own reason.
 const PROVISIONAL: Duration = Duration::from_secs(1);
 
@@ -66,6 +68,8 @@ pub(super) struct Watch {
     peer_died: bool,
     /// For ranks that should write a checkpoint, before TERM, when their agent is to end.
     leave_within: Duration,
+    /// Their agent is to end.
+    leaves: bool,
     /// Processes that the kernel's OOM killer had ended when this began.
     pub(super) oom_kills: Option<u64>,
 }
@@ -87,6 +91,7 @@ impl Watch {
             decided: None,
             peer_died: false,
             leave_within: Duration::from_secs(around.stop_within_secs.into()),
+            leaves: false,
             oom_kills: host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
@@ -184,6 +189,7 @@ impl Policy for Watch {
             Order::Stop { patient: true } => Stop::Save { within: PAUSE },
             Order::Leave | Order::Full(_) => Stop::Save { within: self.leave_within },
         };
+        self.leaves |= matches!(order, Order::Leave | Order::Full(_));
         // The first decision stands.
         if !ranks.is_stopping() {
             self.decided = Some(order.ending());
@@ -209,8 +215,8 @@ impl Policy for Watch {
             self.decided = failed(Reason::new(ReasonCode::ServerSilent, facts));
         } else if ranks.failure_cause().is_some() {
             // Ranks that were asked to stop, by anyone, have time for their checkpoint.
-            let delays =
-                EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL, stopping: self.leave_within };
+            let stopping = if self.leaves { self.leave_within } else { PAUSE_ENDS.max(self.leave_within) };
+            let delays = EndDelays { certain: Duration::ZERO, provisional: PROVISIONAL, stopping };
             if !ranks.is_to_end(delays) {
                 return;
             }

@@ -12,7 +12,6 @@ use crate::{
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef, LogLine},
-    job::Job,
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
@@ -128,7 +127,8 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<Reason>> {
+pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option<Reason>> {
+    let job = &of.job;
     // What it begins from is another job's.
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
         && store.has(given)
@@ -138,7 +138,7 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
         return Ok(Some(why));
     }
     // One that has never run, and continues nobody's run, has no checkpoint.
-    if job.attempt == 0 && job.parent.is_none() {
+    if job.attempt == 0 && !of.is_fork() {
         return Ok(None);
     }
     let online = in_touch(app);

@@ -4,11 +4,17 @@
 use crate::{
     app::App,
     artifact_store::{ArtifactStore, Fetch, Fetched, NotFetched},
+    artifacts,
     manifest::{MANIFEST, Written, hexadecimal},
     object_storage::{Place, words},
     store::CheckpointRow,
 };
 use futures_util::StreamExt;
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    job::Job,
+    reason::{Facts, Reason, ReasonCode},
+};
 use sha2::{Digest, Sha256};
 use std::{fs, io, path::Path, time::Duration};
 use tokio::{fs::File, io::AsyncWriteExt};
@@ -58,6 +64,52 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
         });
     }
     Some(fetch)
+}
+
+/// Whether a job can continue from a checkpoint, or begin from it.
+pub(crate) enum Brought {
+    /// It is on the disk, as far as the object store knows.
+    Here,
+    /// It is being fetched from the object store. A job waits as long as that takes: an older one would throw away what it has learned.
+    Coming(Reason),
+    /// It is not to be had.
+    Lost,
+}
+
+/// `waiting`: the job that needs it, which need not be the one that wrote it.
+pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) -> Brought {
+    let Some(store) = &app.artifact_store else { return Brought::Here };
+    let Some(fetch) = fetch(app, row) else {
+        return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
+    };
+    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
+    let outcome = fetch.outcome.borrow().clone();
+    match outcome {
+        None | Some(Ok(())) => {}
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
+        Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
+            artifacts::log(app, &waiting.id, lost(row, waiting, &why)).await;
+            store.lose(&row.id);
+            return Brought::Lost;
+        }
+    }
+    Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
+}
+
+/// What the log of a job says whose checkpoint is not to be had.
+fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
+    let how = match why {
+        NotFetched::Damaged(how) => format!("is damaged there ({how})"),
+        _ => "is not there".to_owned(),
+    };
+    if row.job == waiting.id {
+        let CheckpointInfo { epoch, step, .. } = row.info;
+        return format!(
+            "checkpoint {epoch}-{step} cannot be fetched from the object store: it {how}; the job continues from the one before"
+        );
+    }
+    let id = &row.id;
+    format!("checkpoint {id}, which model.pretrained names, cannot be fetched from the object store: it {how}")
 }
 
 /// Waits for a checkpoint that is fetched, but not for longer than this; none where it needs longer.

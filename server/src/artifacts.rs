@@ -3,8 +3,8 @@
 
 use crate::{
     app::App,
-    artifact_fetches,
-    artifact_store::{ArtifactStore, NotFetched, StoredState},
+    artifact_fetches::{Brought, brought_back},
+    artifact_store::{ArtifactStore, StoredState},
     holders::Holder,
     lifecycle,
     store::{CheckpointRow, JobRow, Report, Result, StoreError},
@@ -133,7 +133,7 @@ pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
         && store.has(given)
         && let Some(row) = app.store.checkpoint(given).await?
-        && let Brought::Coming(why) = brought_back(app, &row).await
+        && let Brought::Coming(why) = brought_back(app, &row, job).await
     {
         return Ok(Some(why));
     }
@@ -147,7 +147,7 @@ pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option
         // The newest comes first.
         let holders = on_its_way(app, &row);
         if holders.is_empty() {
-            match brought_back(app, &row).await {
+            match brought_back(app, &row, job).await {
                 Brought::Here => break,
                 Brought::Coming(why) => return Ok(Some(why)),
                 Brought::Lost => continue,
@@ -171,43 +171,6 @@ pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option
         let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
         Reason::new(ReasonCode::WaitingForCheckpoint, facts)
     }))
-}
-
-/// Whether a job can continue from a checkpoint.
-enum Brought {
-    /// It is on the disk, as far as the object store knows.
-    Here,
-    /// It is being fetched from the object store. A job waits as long as that takes: an older one would throw away what it has learned.
-    Coming(Reason),
-    /// It is not to be had.
-    Lost,
-}
-
-async fn brought_back(app: &App, row: &CheckpointRow) -> Brought {
-    let Some(store) = &app.artifact_store else { return Brought::Here };
-    let Some(fetch) = artifact_fetches::fetch(app, row) else {
-        return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
-    };
-    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
-    let outcome = fetch.outcome.borrow().clone();
-    match outcome {
-        None | Some(Ok(())) => {}
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
-        Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
-            let how = match why {
-                NotFetched::Damaged(how) => format!("is damaged there ({how})"),
-                _ => "is not there".to_owned(),
-            };
-            let name = name_of(row);
-            let text = format!(
-                "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the one before"
-            );
-            log(app, &row.job, text).await;
-            store.lose(&row.id);
-            return Brought::Lost;
-        }
-    }
-    Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
 }
 
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps

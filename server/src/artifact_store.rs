@@ -78,6 +78,8 @@ struct Known {
     stored: HashMap<String, StoredCheckpoint>,
     /// Those that cannot be fetched, as jobs that would continue from them have found out.
     lost: HashSet<String>,
+    /// Those that are damaged on the disk: they do not go into the store.
+    refused: HashSet<String>,
     /// The queue: the one that was noted last comes first, since a job would continue from that one.
     queue: BTreeMap<i64, String>,
     places: HashMap<String, i64>,
@@ -141,7 +143,20 @@ impl ArtifactStore {
             return Some(StoredState::Uploading);
         }
         let stored = known.stored.get(id)?;
-        Some(if stored.manifest.is_some() { StoredState::Stored } else { StoredState::Uploading })
+        if stored.manifest.is_some() {
+            return Some(StoredState::Stored);
+        }
+        (!known.refused.contains(id)).then_some(StoredState::Uploading)
+    }
+
+    /// What is on the disk of a checkpoint is damaged, and is not uploaded before it is written anew; whether that is news.
+    pub(crate) fn refuse(&self, id: &str) -> bool {
+        lock(&self.known).refused.insert(id.to_owned())
+    }
+
+    /// Whether it was found damaged on the disk.
+    pub(crate) fn is_refused(&self, id: &str) -> bool {
+        lock(&self.known).refused.contains(id)
     }
 
     /// A checkpoint is new on the disk, or another than before.
@@ -153,6 +168,7 @@ impl ArtifactStore {
             known.enter(id, place);
             // It was written anew.
             known.lost.remove(id);
+            known.refused.remove(id);
         }
         self.waiting.notify_waiters();
     }
@@ -200,6 +216,7 @@ impl ArtifactStore {
         let mut known = lock(&self.known);
         known.stored.remove(id);
         known.lost.remove(id);
+        known.refused.remove(id);
         drop(known);
         lock(&self.fetches).remove(id);
     }

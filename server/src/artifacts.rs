@@ -30,11 +30,12 @@ fn is_kept(app: &App, row: &CheckpointRow) -> bool {
         || app.artifact_store.as_ref().is_some_and(|store| store.has_whole(&row.id))
 }
 
-/// Whether the object store has a checkpoint; none where there is no store, or the checkpoint is nowhere.
+/// Whether the object store has a checkpoint; none where there is no store, or the checkpoint is nowhere, or damaged on the disk.
 pub(crate) fn stored_state(app: &App, row: &CheckpointRow) -> Option<StoredState> {
-    let known = app.artifact_store.as_ref()?.state(&row.id);
+    let store = app.artifact_store.as_ref()?;
     // It is on the disk, and nobody has looked at it yet.
-    known.or_else(|| app.checkpoint_dir(row).exists().then_some(StoredState::Uploading))
+    let is_new = || !store.is_refused(&row.id) && app.checkpoint_dir(row).exists();
+    store.state(&row.id).or_else(|| is_new().then_some(StoredState::Uploading))
 }
 
 /// The agents that have a checkpoint which is not on the server's disk yet, the one that uploads it first; none where it is there.

@@ -55,6 +55,20 @@ fn a_checkpoint_is_stored_when_it_is_whole_and_nothing_of_it_waits() {
 }
 
 #[test]
+fn one_that_is_damaged_on_the_disk_is_not_on_its_way_until_it_is_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    store.note("a");
+    let id = store.take().unwrap();
+    store.set(StoredCheckpoint { id, manifest: None, parts: None });
+    assert!(store.refuse("a") && !store.refuse("a"), "it is news once");
+    store.done("a");
+    assert_eq!((store.state("a"), store.is_refused("a")), (None, true));
+    store.note("a");
+    assert_eq!((store.state("a"), store.is_refused("a")), (Some(StoredState::Uploading), false));
+}
+
+#[test]
 fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());

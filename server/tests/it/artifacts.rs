@@ -40,6 +40,17 @@ async fn states(server: &TestServer, job: &str) -> Vec<Value> {
     listed["checkpoints"].as_array().unwrap().iter().map(|checkpoint| checkpoint["stored"].clone()).collect()
 }
 
+/// A checkpoint as a rank on the server's disk writes it, in the job's folder.
+fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
+    let folder = job_dir.as_ref().join("checkpoints").join(format!("1-{step}"));
+    fs::create_dir_all(&folder).unwrap();
+    for (name, bytes) in FILES {
+        fs::write(folder.join(name), bytes).unwrap();
+    }
+    fs::write(folder.join("MANIFEST.json"), manifest(1, step)).unwrap();
+    folder
+}
+
 #[tokio::test]
 async fn what_an_agent_uploads_is_stored_replaced_and_deleted_with_its_job() {
     let kept = tempfile::tempdir().unwrap();
@@ -148,5 +159,37 @@ async fn what_is_not_in_the_store_yet_is_brought_there_by_the_next_server() {
     let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn one_that_is_damaged_on_the_disk_is_not_said_to_be_on_its_way_and_the_log_tells_why() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    let folder = |step: u64| on_disk(start.job_dir.as_deref().unwrap(), step);
+    for step in [10, 20] {
+        fs::write(folder(step).join("state.json"), b"[]").unwrap();
+    }
+    let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    until("neither is on its way", async || states(&server, &id).await == [Value::Null, Value::Null]).await;
+    let logs = async || server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
+    until("the log tells of both", async || {
+        let logs = logs().await;
+        [10, 20].iter().all(|step| {
+            logs.matches(&format!("checkpoint 1-{step} on the server's disk is damaged")).count() == 1
+        })
+    })
+    .await;
+    // Written anew.
+    on_disk(start.job_dir.as_deref().unwrap(), 20);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(20)]).await;
+    until("it is stored", async || states(&server, &id).await == [json!("stored"), Value::Null]).await;
     server.stop().await;
 }

@@ -16,11 +16,19 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 use sha2::{Digest, Sha256};
-use std::{fs, io, path::Path, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 use tokio::{fs::File, io::AsyncWriteExt};
 
 /// A checkpoint whose sums are wrong is fetched so often before it counts as damaged: the network may have done it.
 const TRIES: usize = 2;
+/// So much of the disk stays free: others write there, too.
+const SPARE_BYTES: u64 = 256 << 20;
+/// What has come of checkpoints that are being fetched, in a job's folder.
+const FETCHED: &str = "fetched";
 
 impl From<object_store::Error> for NotFetched {
     fn from(error: object_store::Error) -> Self {
@@ -50,7 +58,11 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
         let (app, row) = (app.clone(), row.clone());
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
+            let Ok(_one) = store.fetching.acquire().await else { return };
             let outcome = bring_back(&app, store, &row).await;
+            if outcome.is_err() {
+                clean(&app, &row).await;
+            }
             match &outcome {
                 Ok(()) => {
                     store.answers();
@@ -122,11 +134,48 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     }
 }
 
+/// Where the files of a checkpoint are gathered.
+fn gathering(app: &App, row: &CheckpointRow) -> PathBuf {
+    let name = format!("{}-{}", row.info.epoch, row.info.step);
+    app.job_dir(&row.job).join(FETCHED).join(name)
+}
+
+/// Removes what a fetch that has failed leaves. A job that was deleted meanwhile has no folder, and nobody would remove this one.
+async fn clean(app: &App, row: &CheckpointRow) {
+    let (gathering, job_dir) = (gathering(app, row), app.job_dir(&row.job));
+    if matches!(app.store.job(&row.job).await, Ok(None)) {
+        let _ = tokio::fs::remove_dir_all(job_dir).await;
+        return;
+    }
+    match tokio::fs::remove_dir_all(&gathering).await {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, checkpoint = row.id, "what came of a checkpoint stays on the disk");
+        }
+        // Others may be fetched.
+        _ => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
+    }
+}
+
+/// Removes what an earlier server has not fetched to its end.
+pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(jobs) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        match fs::remove_dir_all(entry?.path().join(FETCHED)) {
+            Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Err(error);
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 async fn bring_back(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let place = store.storage.place(&row.id).ok_or(NotFetched::Missing)?;
-    let name = format!("{}-{}", row.info.epoch, row.info.step);
-    let job_dir = app.job_dir(&row.job);
-    let gathering = job_dir.join("fetched").join(&name);
+    let gathering = gathering(app, row);
     let mut tries = 1;
     loop {
         match gather(store, &place, &gathering).await {
@@ -141,16 +190,28 @@ async fn bring_back(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
             other => break other?,
         }
     }
-    let (from, to) = (gathering.clone(), app.checkpoint_dir(row));
-    tokio::task::spawn_blocking(move || publish(&from, &to)).await.map_err(io::Error::other)??;
-    // A job that was deleted meanwhile has no folder, and nobody would remove this one.
+    let to = app.checkpoint_dir(row);
+    tokio::task::spawn_blocking(move || publish(&gathering, &to)).await.map_err(io::Error::other)??;
+    // It was removed meanwhile.
     if matches!(app.store.checkpoint(&row.id).await, Ok(None)) {
-        let folder =
-            if matches!(app.store.job(&row.job).await, Ok(None)) { job_dir } else { app.checkpoint_dir(row) };
-        let _ = tokio::fs::remove_dir_all(folder).await;
+        let _ = tokio::fs::remove_dir_all(app.checkpoint_dir(row)).await;
         return Err(NotFetched::Missing);
     }
     Ok(())
+}
+
+/// Whether so many bytes have room where `free` are free.
+fn check_room(wanted: u64, free: u64) -> Result<()> {
+    if wanted.saturating_add(SPARE_BYTES) <= free {
+        return Ok(());
+    }
+    let megabytes = |bytes: u64| bytes.div_ceil(1_000_000);
+    Err(NotFetched::Disk(format!(
+        "it has {} MB and {} MB are free on the disk, of which {} MB are left free",
+        megabytes(wanted),
+        megabytes(free),
+        megabytes(SPARE_BYTES)
+    )))
 }
 
 /// All files of a checkpoint, each as its manifest has it.
@@ -159,9 +220,12 @@ async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Resul
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
     }
-    tokio::fs::create_dir_all(gathering).await?;
     let text = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
     let manifest = place.read(&text).map_err(NotFetched::Damaged)?;
+    tokio::fs::create_dir_all(gathering).await?;
+    let disk = rustix::fs::statvfs(gathering).map_err(io::Error::from)?;
+    let wanted = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
+    check_room(wanted, disk.f_bavail.saturating_mul(disk.f_frsize))?;
     for (name, wanted) in &manifest.files {
         receive(store, place, (name, wanted), &gathering.join(name)).await.map_err(|why| match why {
             // The manifest says that it is there.
@@ -219,3 +283,6 @@ fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
     let _ = gathering.parent().map(fs::remove_dir);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

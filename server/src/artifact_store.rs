@@ -11,11 +11,19 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 use utoipa::ToSchema;
 
-/// A fetch that has failed is not tried again sooner.
-const FETCH_AGAIN: Duration = Duration::from_secs(3);
+/// A fetch that has failed is not tried again sooner: after its first failure, and at most. Each failure doubles it.
+const FETCH_AGAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(60));
+/// Checkpoints that are fetched at a time; others wait.
+const FETCHED_AT_ONCE: usize = 2;
+
+/// How long a fetch that has failed so many times in a row is not tried again.
+fn pause(failures: u32) -> Duration {
+    let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+    FETCH_AGAIN.0.saturating_mul(doubled).min(FETCH_AGAIN.1)
+}
 
 /// Where a checkpoint is on its way into the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
@@ -58,6 +66,8 @@ pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 pub(crate) struct Fetch {
     pub(crate) outcome: watch::Receiver<Fetched>,
     since: Instant,
+    /// In a row.
+    failures: u32,
 }
 
 /// The store, and what is known of it.
@@ -66,6 +76,8 @@ pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
     known: Mutex<Known>,
     fetches: Mutex<HashMap<String, Fetch>>,
+    /// One for each checkpoint that is being fetched.
+    pub(crate) fetching: Semaphore,
     /// Rung when a checkpoint waits to be uploaded.
     pub(crate) waiting: Notify,
     /// Rung when a checkpoint's row is gone: its objects may go, too.
@@ -113,6 +125,7 @@ impl ArtifactStore {
             storage,
             known: Mutex::new(Known { stored, ..Known::default() }),
             fetches: Mutex::default(),
+            fetching: Semaphore::new(FETCHED_AT_ONCE),
             waiting: Notify::new(),
             removed: Notify::new(),
             is_away: AtomicBool::new(false),
@@ -229,19 +242,20 @@ impl ArtifactStore {
     /// A fetch of a checkpoint: the one that runs or has just failed, or a new one, which the caller carries out and whose end it tells.
     pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
         let mut fetches = lock(&self.fetches);
+        let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
         if let Some(fetch) = fetches.get(id) {
             let (ended, is_lost) = (fetch.outcome.borrow().clone(), fetch.outcome.has_changed().is_err());
             let counts = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
-                Some(Err(_)) => fetch.since.elapsed() < FETCH_AGAIN,
+                Some(Err(_)) => fetch.since.elapsed() < pause(fetch.failures),
             };
             if counts {
                 return (fetch.clone(), None);
             }
         }
         let (sender, outcome) = watch::channel(None);
-        let fetch = Fetch { outcome, since: Instant::now() };
+        let fetch = Fetch { outcome, since: Instant::now(), failures };
         fetches.insert(id.to_owned(), fetch.clone());
         (fetch, Some(sender))
     }
@@ -250,6 +264,7 @@ impl ArtifactStore {
     pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
             fetch.since = Instant::now();
+            fetch.failures = if outcome.is_ok() { 0 } else { fetch.failures.saturating_add(1) };
         }
         sender.send_replace(Some(outcome));
     }

@@ -3,6 +3,7 @@
 
 use crate::{
     app::App,
+    artifact_checks,
     artifact_store::{ArtifactStore, Fetch, Fetched, NotFetched},
     artifacts,
     manifest::{MANIFEST, Written, hexadecimal},
@@ -27,6 +28,8 @@ use tokio::{fs::File, io::AsyncWriteExt};
 const TRIES: usize = 2;
 /// So much of the disk stays free: others write there, too.
 const SPARE_BYTES: u64 = 256 << 20;
+/// Dispatch waits for a check as long as this, and meanwhile for nothing else.
+const CHECK_WAIT: Duration = Duration::from_millis(500);
 /// What has come of checkpoints that are being fetched, in a job's folder.
 const FETCHED: &str = "fetched";
 
@@ -53,29 +56,78 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
     if !store.has(&row.id) || app.checkpoint_dir(row).exists() {
         return None;
     }
+    Some(begin(app, store, row, None).0)
+}
+
+/// A check of a checkpoint that is on this disk and in the object store: it is set aside and fetched where it is damaged. And whether the
+/// check begins just now. None where it is not in both. `waiting`: for the next attempt of this job.
+pub(crate) fn check(app: &App, row: &CheckpointRow, waiting: Option<&Job>) -> Option<(Fetch, bool)> {
+    let store = app.artifact_store.as_ref()?;
+    if !store.has_whole(&row.id) || !app.checkpoint_dir(row).exists() {
+        return None;
+    }
+    Some(begin(app, store, row, waiting))
+}
+
+/// The same where a look shows that files are missing or have other sizes; none where it shows nothing.
+pub(crate) async fn mend(app: &App, row: &CheckpointRow) -> Option<Fetch> {
+    if !app.artifact_store.as_ref()?.has_whole(&row.id) {
+        return None;
+    }
+    let folder = app.checkpoint_dir(row);
+    let looks_whole = tokio::task::spawn_blocking(move || artifact_checks::looks_whole(&folder)).await;
+    if looks_whole.unwrap_or(true) { None } else { check(app, row, None).map(|(fetch, _)| fetch) }
+}
+
+fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<&Job>) -> (Fetch, bool) {
     let (fetch, mine) = store.fetch(&row.id);
+    let begins = mine.is_some();
     if let Some(sender) = mine {
-        let (app, row) = (app.clone(), row.clone());
+        let (app, row, waiting) = (app.clone(), row.clone(), waiting.map(|job| (job.id.clone(), job.attempt)));
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
-            let Ok(_one) = store.fetching.acquire().await else { return };
-            let outcome = bring_back(&app, store, &row).await;
-            if outcome.is_err() {
-                clean(&app, &row).await;
-            }
+            let outcome = have_whole(&app, store, &row).await;
             match &outcome {
                 Ok(()) => {
-                    store.answers();
-                    tracing::info!(checkpoint = row.id, "fetched from the object store");
+                    if let Some(waiting) = waiting {
+                        store.checked(&row.id, waiting);
+                    }
                 }
                 // A job that waits for it asks again and again.
                 Err(NotFetched::Away(why)) => store.is_away(why),
                 Err(why) => tracing::warn!(checkpoint = row.id, ?why, "not fetched from the object store"),
             }
             store.fetched(&row.id, &sender, outcome);
+            // A job may start now.
+            app.leases.poke();
         });
     }
-    Some(fetch)
+    (fetch, begins)
+}
+
+/// Has a checkpoint on this disk: the one that is there, unless it is damaged, or that of the object store.
+async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+    let folder = app.checkpoint_dir(row);
+    if folder.exists() {
+        // Whoever reads it says what is wrong with it.
+        if let Err(error) = artifact_checks::set_damaged_aside(app, row).await {
+            tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
+        }
+        if folder.exists() {
+            return Ok(());
+        }
+    }
+    let Ok(_one) = store.fetching.acquire().await else {
+        return Err(NotFetched::Away("the server is stopping".into()));
+    };
+    let fetched = bring_back(app, store, row).await;
+    if fetched.is_err() {
+        clean(app, row).await;
+    } else {
+        store.answers();
+        tracing::info!(checkpoint = row.id, "fetched from the object store");
+    }
+    fetched
 }
 
 /// Whether a job can continue from a checkpoint, or begin from it.
@@ -91,10 +143,20 @@ pub(crate) enum Brought {
 /// `waiting`: the job that needs it, which need not be the one that wrote it.
 pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) -> Brought {
     let Some(store) = &app.artifact_store else { return Brought::Here };
+    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
+    // A rank would set a damaged one aside and continue from an older one.
+    if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
+        && let Some((fetch, begins)) = check(app, row, Some(waiting))
+    {
+        // The slots that are free for the job may be taken when it asks again.
+        let patience = if begins { CHECK_WAIT } else { Duration::ZERO };
+        if wait(fetch, patience).await.is_none() {
+            return Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts));
+        }
+    }
     let Some(fetch) = fetch(app, row) else {
         return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
     };
-    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
         None | Some(Ok(())) => {}

@@ -2,6 +2,7 @@
 //! fetched from there. The database has what outlives the server; this is in step with it.
 
 use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
+use lockstep_protocol::JobId;
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -18,6 +19,9 @@ use utoipa::ToSchema;
 const FETCH_AGAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(60));
 /// Checkpoints that are fetched at a time; others wait.
 const FETCHED_AT_ONCE: usize = 2;
+
+/// Copies on the disk of which it is remembered that they were whole. Beyond, one may be checked a second time.
+const CHECKED: usize = 4096;
 
 /// How long a fetch that has failed so many times in a row is not tried again.
 fn pause(failures: u32) -> Duration {
@@ -76,6 +80,8 @@ pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
     known: Mutex<Known>,
     fetches: Mutex<HashMap<String, Fetch>>,
+    /// The copies on the disk that were found whole: for the next attempt of which job, and after which one.
+    checked: Mutex<HashSet<(JobId, u32, String)>>,
     /// One for each checkpoint that is being fetched.
     pub(crate) fetching: Semaphore,
     /// Rung when a checkpoint waits to be uploaded.
@@ -125,6 +131,7 @@ impl ArtifactStore {
             storage,
             known: Mutex::new(Known { stored, ..Known::default() }),
             fetches: Mutex::default(),
+            checked: Mutex::default(),
             fetching: Semaphore::new(FETCHED_AT_ONCE),
             waiting: Notify::new(),
             removed: Notify::new(),
@@ -258,6 +265,20 @@ impl ArtifactStore {
         let fetch = Fetch { outcome, since: Instant::now(), failures };
         fetches.insert(id.to_owned(), fetch.clone());
         (fetch, Some(sender))
+    }
+
+    /// Whether a copy on the disk was found whole for a job's next attempt.
+    pub(crate) fn is_checked(&self, id: &str, job: &JobId, attempt: u32) -> bool {
+        lock(&self.checked).contains(&(job.clone(), attempt, id.to_owned()))
+    }
+
+    /// It was.
+    pub(crate) fn checked(&self, id: &str, (job, attempt): (JobId, u32)) {
+        let mut checked = lock(&self.checked);
+        if checked.len() >= CHECKED {
+            checked.clear();
+        }
+        checked.insert((job, attempt, id.to_owned()));
     }
 
     /// A fetch has ended: so is told, and remembered for a moment.

@@ -175,25 +175,32 @@ pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option
 }
 
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps
-/// they are all there is, because newer ones have not come yet.
+/// they are all there is, because newer ones have not come yet. Ranks on the server's disk remove old ones and damaged ones: of the damaged
+/// ones, those that the object store has whole stay.
 ///
 /// # Errors
-/// The disk.
+/// The disk, or the database.
 pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> {
     if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
         return Ok(());
     }
     let (job, attempt, mut events) =
         (report.attempt.job.clone(), report.attempt.attempt, report.events.clone());
+    // One that is not seen to be old yet, since the newest is new, goes when that one is stored.
+    let old = match &app.artifact_store {
+        Some(_) => old_ones(app, &job).await?.map(|(_, old)| old).unwrap_or_default(),
+        None => Vec::new(),
+    };
     let (job_dir, app) = (app.job_dir(&job), app.clone());
     let kept = move || {
         for event in &mut events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
             let name = format!("{epoch}-{step}");
             let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
-            let is_here = job_dir.join("checkpoints").join(&name).exists()
-                || app.artifact_store.as_ref().is_some_and(is_stored);
-            if is_here && Holder::of(&job_dir, attempt).is_some() {
+            let is_stored = app.artifact_store.as_ref().is_some_and(is_stored);
+            let is_here = is_stored || job_dir.join("checkpoints").join(&name).exists();
+            let is_wanted = is_stored && !old.contains(&(*epoch, *step));
+            if is_wanted || is_here && Holder::of(&job_dir, attempt).is_some() {
                 *event = AttemptEvent::Unknown;
             }
         }

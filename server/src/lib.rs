@@ -8,6 +8,7 @@ mod agent_requests;
 mod agent_rows;
 mod agents;
 pub mod app;
+mod artifact_checks;
 mod artifact_deletions;
 mod artifact_fetches;
 mod artifact_store;

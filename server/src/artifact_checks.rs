@@ -107,8 +107,12 @@ mod tests {
         assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
         // Bytes, a file that is missing, a file that is none, the manifest. The last one takes the place of those before it.
         let damages: [(&str, bool, fn(&Path)); 4] = [
-            ("the bytes of its state.json", true, |folder| fs::write(folder.join("state.json"), b"[]").unwrap()),
-            ("its state.json is missing", false, |folder| fs::remove_file(folder.join("state.json")).unwrap()),
+            ("the bytes of its state.json", true, |folder| {
+                fs::write(folder.join("state.json"), b"[]").unwrap()
+            }),
+            ("its state.json is missing", false, |folder| {
+                fs::remove_file(folder.join("state.json")).unwrap()
+            }),
             ("its pipe is no regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
             ("its MANIFEST.json cannot be read", false, |folder| {
                 fs::write(folder.join(MANIFEST), b"{").unwrap();

@@ -83,7 +83,8 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
     let (fetch, mine) = store.fetch(&row.id);
     let begins = mine.is_some();
     if let Some(sender) = mine {
-        let (app, row, waiting) = (app.clone(), row.clone(), waiting.map(|job| (job.id.clone(), job.attempt)));
+        let (app, row, waiting) =
+            (app.clone(), row.clone(), waiting.map(|job| (job.id.clone(), job.attempt)));
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
             let outcome = have_whole(&app, store, &row).await;
@@ -183,7 +184,9 @@ fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
         );
     }
     let id = &row.id;
-    format!("checkpoint {id}, which model.pretrained names, cannot be fetched from the object store: it {how}")
+    format!(
+        "checkpoint {id}, which model.pretrained names, cannot be fetched from the object store: it {how}"
+    )
 }
 
 /// Waits for a checkpoint that is fetched, but not for longer than this; none where it needs longer.

@@ -190,7 +190,7 @@ async fn one_that_is_damaged_on_the_disk_is_not_said_to_be_on_its_way_and_the_lo
     .await;
     // Written anew.
     on_disk(start.job_dir.as_deref().unwrap(), 20);
-    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(20)]).await;
+    agent.report(&start.attempt, Source::Rank(0), 3, vec![checkpoint(20)]).await;
     until("it is stored", async || states(&server, &id).await == [json!("stored"), Value::Null]).await;
     server.stop().await;
 }
@@ -201,7 +201,7 @@ async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store(
     let directory = kept.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let start = agent.started().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
     let folder = on_disk(&job_dir, 10);
@@ -224,7 +224,7 @@ async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store(
     // A rank on this disk that finds it damaged sets it aside: the store has it yet.
     fs::rename(&folder, folder.with_file_name("aside")).unwrap();
     let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
-    agent.report(&start.attempt, Source::Rank(0), 1, vec![removed]).await;
+    agent.report(&start.attempt, Source::Rank(0), 2, vec![removed]).await;
     assert_eq!(states(&server, &id).await, ["stored"]);
     assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     fs::rename(folder.with_file_name("aside"), &folder).unwrap();

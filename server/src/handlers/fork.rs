@@ -11,8 +11,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
-    artifact_fetches,
-    dispatch,
+    artifact_fetches, dispatch,
     error::{Error, Problem, Result},
     lifecycle::Fork,
     manifest::check_whole,

@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    artifacts,
+    job_log,
     manifest::{MANIFEST, Manifest, check_whole},
     regular,
     store::CheckpointRow,
@@ -27,7 +27,7 @@ pub(crate) async fn set_damaged_aside(app: &App, row: &CheckpointRow) -> io::Res
         let text = format!(
             "checkpoint {epoch}-{step} on the server's disk is damaged ({how}); it is set aside and fetched from the object store"
         );
-        artifacts::log(app, &row.job, text).await;
+        job_log::log(app, &row.job, text).await;
     }
     Ok(())
 }

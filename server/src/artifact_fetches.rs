@@ -5,7 +5,7 @@ use crate::{
     app::App,
     artifact_checks,
     artifact_store::{ArtifactStore, Fetch, Fetched, NotFetched},
-    artifacts,
+    job_log,
     manifest::{MANIFEST, Written, hexadecimal},
     object_storage::{Place, words},
     store::CheckpointRow,
@@ -163,7 +163,7 @@ pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) 
         None | Some(Ok(())) => {}
         Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
-            artifacts::log(app, &waiting.id, lost(row, waiting, &why)).await;
+            job_log::log(app, &waiting.id, lost(row, waiting, &why)).await;
             store.lose(&row.id);
             return Brought::Lost;
         }

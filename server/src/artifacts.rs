@@ -11,14 +11,13 @@ use crate::{
 };
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef, LogLine},
+    agent::{AttemptEvent, AttemptRef},
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
 use std::{collections::HashSet, fs, io, path::Path};
 
-/// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
-const REMEMBERED: usize = 4096;
+pub(crate) use crate::job_log::{log, log_once};
 
 fn name_of(row: &CheckpointRow) -> String {
     format!("{}-{}", row.info.epoch, row.info.step)
@@ -208,32 +207,6 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     };
     report.events = on_files("the checkpoints that are here", kept).await?;
     Ok(())
-}
-
-/// Writes a line into a job's log, unless the attempt's log has one about `what` already.
-pub(crate) async fn log_once(app: &App, job: &JobId, attempt: u32, what: &'static str, text: String) {
-    {
-        let mut written = app.log_lines.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if written.len() >= REMEMBERED {
-            written.clear();
-        }
-        if !written.insert((job.clone(), attempt, what)) {
-            return;
-        }
-    }
-    log(app, job, text).await;
-}
-
-/// Writes a line into a job's log.
-pub(crate) async fn log(app: &App, job: &JobId, text: String) {
-    // The lines of rank 0 are numbered from 1: this one is none of them.
-    let line = LogLine { number: 0, at: crate::now(), text };
-    let event = AttemptEvent::Log { rank: 0, lines: vec![line] };
-    let change = move |row: &mut JobRow| lifecycle::report(row, event.clone(), None, crate::now());
-    match app.store.change_job(job, Box::new(change)).await {
-        Ok(changed) => app.announce(&changed),
-        Err(error) => tracing::warn!(%error, %job, "a line of a job's log could not be stored"),
-    }
 }
 
 /// Keeps the fingerprint of a job's dataset, when it is the first; whether the one that is kept is the same.

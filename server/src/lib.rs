@@ -36,6 +36,7 @@ mod inbox;
 mod ingest;
 mod ingress;
 mod inspections;
+mod job_log;
 mod job_owners;
 mod leases;
 pub mod lifecycle;

@@ -3,18 +3,35 @@
 
 use crate::{
     app::App,
+    artifact_checks,
     artifact_store::{ArtifactStore, Fetch, Fetched, NotFetched},
+    job_log,
     manifest::{MANIFEST, Written, hexadecimal},
     object_storage::{Place, words},
     store::CheckpointRow,
 };
 use futures_util::StreamExt;
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    job::Job,
+    reason::{Facts, Reason, ReasonCode},
+};
 use sha2::{Digest, Sha256};
-use std::{fs, io, path::Path, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 use tokio::{fs::File, io::AsyncWriteExt};
 
 /// A checkpoint whose sums are wrong is fetched so often before it counts as damaged: the network may have done it.
 const TRIES: usize = 2;
+/// So much of the disk stays free: others write there, too.
+const SPARE_BYTES: u64 = 256 << 20;
+/// Dispatch waits for a check as long as this, and meanwhile for nothing else.
+const CHECK_WAIT: Duration = Duration::from_millis(500);
+/// What has come of checkpoints that are being fetched, in a job's folder.
+const FETCHED: &str = "fetched";
 
 impl From<object_store::Error> for NotFetched {
     fn from(error: object_store::Error) -> Self {
@@ -39,25 +56,137 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
     if !store.has(&row.id) || app.checkpoint_dir(row).exists() {
         return None;
     }
+    Some(begin(app, store, row, None).0)
+}
+
+/// A check of a checkpoint that is on this disk and in the object store: it is set aside and fetched where it is damaged. And whether the
+/// check begins just now. None where it is not in both. `waiting`: for the next attempt of this job.
+pub(crate) fn check(app: &App, row: &CheckpointRow, waiting: Option<&Job>) -> Option<(Fetch, bool)> {
+    let store = app.artifact_store.as_ref()?;
+    if !store.has_whole(&row.id) || !app.checkpoint_dir(row).exists() {
+        return None;
+    }
+    Some(begin(app, store, row, waiting))
+}
+
+/// The same where a look shows that files are missing or have other sizes; none where it shows nothing.
+pub(crate) async fn mend(app: &App, row: &CheckpointRow) -> Option<Fetch> {
+    if !app.artifact_store.as_ref()?.has_whole(&row.id) {
+        return None;
+    }
+    let folder = app.checkpoint_dir(row);
+    let looks_whole = tokio::task::spawn_blocking(move || artifact_checks::looks_whole(&folder)).await;
+    if looks_whole.unwrap_or(true) { None } else { check(app, row, None).map(|(fetch, _)| fetch) }
+}
+
+fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<&Job>) -> (Fetch, bool) {
     let (fetch, mine) = store.fetch(&row.id);
+    let begins = mine.is_some();
     if let Some(sender) = mine {
-        let (app, row) = (app.clone(), row.clone());
+        let (app, row, waiting) =
+            (app.clone(), row.clone(), waiting.map(|job| (job.id.clone(), job.attempt)));
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
-            let outcome = bring_back(&app, store, &row).await;
+            let outcome = have_whole(&app, store, &row).await;
             match &outcome {
                 Ok(()) => {
-                    store.answers();
-                    tracing::info!(checkpoint = row.id, "fetched from the object store");
+                    if let Some(waiting) = waiting {
+                        store.checked(&row.id, waiting);
+                    }
                 }
                 // A job that waits for it asks again and again.
                 Err(NotFetched::Away(why)) => store.is_away(why),
                 Err(why) => tracing::warn!(checkpoint = row.id, ?why, "not fetched from the object store"),
             }
             store.fetched(&row.id, &sender, outcome);
+            // A job may start now.
+            app.leases.poke();
         });
     }
-    Some(fetch)
+    (fetch, begins)
+}
+
+/// Has a checkpoint on this disk: the one that is there, unless it is damaged, or that of the object store.
+async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+    let folder = app.checkpoint_dir(row);
+    if folder.exists() {
+        // Whoever reads it says what is wrong with it.
+        if let Err(error) = artifact_checks::set_damaged_aside(app, row).await {
+            tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
+        }
+        if folder.exists() {
+            return Ok(());
+        }
+    }
+    let Ok(_one) = store.fetching.acquire().await else {
+        return Err(NotFetched::Away("the server is stopping".into()));
+    };
+    let fetched = bring_back(app, store, row).await;
+    if fetched.is_err() {
+        clean(app, row).await;
+    } else {
+        store.answers();
+        tracing::info!(checkpoint = row.id, "fetched from the object store");
+    }
+    fetched
+}
+
+/// Whether a job can continue from a checkpoint, or begin from it.
+pub(crate) enum Brought {
+    /// It is on the disk, as far as the object store knows.
+    Here,
+    /// It is being fetched from the object store. A job waits as long as that takes: an older one would throw away what it has learned.
+    Coming(Reason),
+    /// It is not to be had.
+    Lost,
+}
+
+/// `waiting`: the job that needs it, which need not be the one that wrote it.
+pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) -> Brought {
+    let Some(store) = &app.artifact_store else { return Brought::Here };
+    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
+    // A rank would set a damaged one aside and continue from an older one.
+    if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
+        && let Some((fetch, begins)) = check(app, row, Some(waiting))
+    {
+        // The slots that are free for the job may be taken when it asks again.
+        let patience = if begins { CHECK_WAIT } else { Duration::ZERO };
+        if wait(fetch, patience).await.is_none() {
+            return Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts));
+        }
+    }
+    let Some(fetch) = fetch(app, row) else {
+        return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
+    };
+    let outcome = fetch.outcome.borrow().clone();
+    match outcome {
+        None | Some(Ok(())) => {}
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
+        Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
+            job_log::log(app, &waiting.id, lost(row, waiting, &why)).await;
+            store.lose(&row.id);
+            return Brought::Lost;
+        }
+    }
+    Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
+}
+
+/// What the log of a job says whose checkpoint is not to be had.
+fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
+    let how = match why {
+        NotFetched::Damaged(how) => format!("is damaged there ({how})"),
+        _ => "is not there".to_owned(),
+    };
+    if row.job == waiting.id {
+        let CheckpointInfo { epoch, step, .. } = row.info;
+        return format!(
+            "checkpoint {epoch}-{step} cannot be fetched from the object store: it {how}; the job continues from the one before"
+        );
+    }
+    let id = &row.id;
+    format!(
+        "checkpoint {id}, which model.pretrained names, cannot be fetched from the object store: it {how}"
+    )
 }
 
 /// Waits for a checkpoint that is fetched, but not for longer than this; none where it needs longer.
@@ -70,11 +199,48 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     }
 }
 
+/// Where the files of a checkpoint are gathered.
+fn gathering(app: &App, row: &CheckpointRow) -> PathBuf {
+    let name = format!("{}-{}", row.info.epoch, row.info.step);
+    app.job_dir(&row.job).join(FETCHED).join(name)
+}
+
+/// Removes what a fetch that has failed leaves. A job that was deleted meanwhile has no folder, and nobody would remove this one.
+async fn clean(app: &App, row: &CheckpointRow) {
+    let (gathering, job_dir) = (gathering(app, row), app.job_dir(&row.job));
+    if matches!(app.store.job(&row.job).await, Ok(None)) {
+        let _ = tokio::fs::remove_dir_all(job_dir).await;
+        return;
+    }
+    match tokio::fs::remove_dir_all(&gathering).await {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(%error, checkpoint = row.id, "what came of a checkpoint stays on the disk");
+        }
+        // Others may be fetched.
+        _ => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
+    }
+}
+
+/// Removes what an earlier server has not fetched to its end.
+pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(jobs) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        match fs::remove_dir_all(entry?.path().join(FETCHED)) {
+            Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Err(error);
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 async fn bring_back(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let place = store.storage.place(&row.id).ok_or(NotFetched::Missing)?;
-    let name = format!("{}-{}", row.info.epoch, row.info.step);
-    let job_dir = app.job_dir(&row.job);
-    let gathering = job_dir.join("fetched").join(&name);
+    let gathering = gathering(app, row);
     let mut tries = 1;
     loop {
         match gather(store, &place, &gathering).await {
@@ -89,16 +255,28 @@ async fn bring_back(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
             other => break other?,
         }
     }
-    let (from, to) = (gathering.clone(), app.checkpoint_dir(row));
-    tokio::task::spawn_blocking(move || publish(&from, &to)).await.map_err(io::Error::other)??;
-    // A job that was deleted meanwhile has no folder, and nobody would remove this one.
+    let to = app.checkpoint_dir(row);
+    tokio::task::spawn_blocking(move || publish(&gathering, &to)).await.map_err(io::Error::other)??;
+    // It was removed meanwhile.
     if matches!(app.store.checkpoint(&row.id).await, Ok(None)) {
-        let folder =
-            if matches!(app.store.job(&row.job).await, Ok(None)) { job_dir } else { app.checkpoint_dir(row) };
-        let _ = tokio::fs::remove_dir_all(folder).await;
+        let _ = tokio::fs::remove_dir_all(app.checkpoint_dir(row)).await;
         return Err(NotFetched::Missing);
     }
     Ok(())
+}
+
+/// Whether so many bytes have room where `free` are free.
+fn check_room(wanted: u64, free: u64) -> Result<()> {
+    if wanted.saturating_add(SPARE_BYTES) <= free {
+        return Ok(());
+    }
+    let megabytes = |bytes: u64| bytes.div_ceil(1_000_000);
+    Err(NotFetched::Disk(format!(
+        "it has {} MB and {} MB are free on the disk, of which {} MB are left free",
+        megabytes(wanted),
+        megabytes(free),
+        megabytes(SPARE_BYTES)
+    )))
 }
 
 /// All files of a checkpoint, each as its manifest has it.
@@ -107,9 +285,12 @@ async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Resul
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
     }
-    tokio::fs::create_dir_all(gathering).await?;
     let text = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
     let manifest = place.read(&text).map_err(NotFetched::Damaged)?;
+    tokio::fs::create_dir_all(gathering).await?;
+    let disk = rustix::fs::statvfs(gathering).map_err(io::Error::from)?;
+    let wanted = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
+    check_room(wanted, disk.f_bavail.saturating_mul(disk.f_frsize))?;
     for (name, wanted) in &manifest.files {
         receive(store, place, (name, wanted), &gathering.join(name)).await.map_err(|why| match why {
             // The manifest says that it is there.
@@ -167,3 +348,6 @@ fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
     let _ = gathering.parent().map(fs::remove_dir);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,6 +2,7 @@
 //! fetched from there. The database has what outlives the server; this is in step with it.
 
 use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
+use lockstep_protocol::JobId;
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -11,11 +12,22 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 use utoipa::ToSchema;
 
-/// A fetch that has failed is not tried again sooner.
-const FETCH_AGAIN: Duration = Duration::from_secs(3);
+/// A fetch that has failed is not tried again sooner: after its first failure, and at most. Each failure doubles it.
+const FETCH_AGAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(60));
+/// Checkpoints that are fetched at a time; others wait.
+const FETCHED_AT_ONCE: usize = 2;
+
+/// Copies on the disk of which it is remembered that they were whole. Beyond, one may be checked a second time.
+const CHECKED: usize = 4096;
+
+/// How long a fetch that has failed so many times in a row is not tried again.
+fn pause(failures: u32) -> Duration {
+    let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+    FETCH_AGAIN.0.saturating_mul(doubled).min(FETCH_AGAIN.1)
+}
 
 /// Where a checkpoint is on its way into the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
@@ -58,6 +70,8 @@ pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 pub(crate) struct Fetch {
     pub(crate) outcome: watch::Receiver<Fetched>,
     since: Instant,
+    /// In a row.
+    failures: u32,
 }
 
 /// The store, and what is known of it.
@@ -66,6 +80,10 @@ pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
     known: Mutex<Known>,
     fetches: Mutex<HashMap<String, Fetch>>,
+    /// The copies on the disk that were found whole: for the next attempt of which job, and after which one.
+    checked: Mutex<HashSet<(JobId, u32, String)>>,
+    /// One for each checkpoint that is being fetched.
+    pub(crate) fetching: Semaphore,
     /// Rung when a checkpoint waits to be uploaded.
     pub(crate) waiting: Notify,
     /// Rung when a checkpoint's row is gone: its objects may go, too.
@@ -78,6 +96,8 @@ struct Known {
     stored: HashMap<String, StoredCheckpoint>,
     /// Those that cannot be fetched, as jobs that would continue from them have found out.
     lost: HashSet<String>,
+    /// Those that are damaged on the disk: they do not go into the store.
+    refused: HashSet<String>,
     /// The queue: the one that was noted last comes first, since a job would continue from that one.
     queue: BTreeMap<i64, String>,
     places: HashMap<String, i64>,
@@ -111,6 +131,8 @@ impl ArtifactStore {
             storage,
             known: Mutex::new(Known { stored, ..Known::default() }),
             fetches: Mutex::default(),
+            checked: Mutex::default(),
+            fetching: Semaphore::new(FETCHED_AT_ONCE),
             waiting: Notify::new(),
             removed: Notify::new(),
             is_away: AtomicBool::new(false),
@@ -141,7 +163,20 @@ impl ArtifactStore {
             return Some(StoredState::Uploading);
         }
         let stored = known.stored.get(id)?;
-        Some(if stored.manifest.is_some() { StoredState::Stored } else { StoredState::Uploading })
+        if stored.manifest.is_some() {
+            return Some(StoredState::Stored);
+        }
+        (!known.refused.contains(id)).then_some(StoredState::Uploading)
+    }
+
+    /// What is on the disk of a checkpoint is damaged, and is not uploaded before it is written anew; whether that is news.
+    pub(crate) fn refuse(&self, id: &str) -> bool {
+        lock(&self.known).refused.insert(id.to_owned())
+    }
+
+    /// Whether it was found damaged on the disk.
+    pub(crate) fn is_refused(&self, id: &str) -> bool {
+        lock(&self.known).refused.contains(id)
     }
 
     /// A checkpoint is new on the disk, or another than before.
@@ -153,6 +188,7 @@ impl ArtifactStore {
             known.enter(id, place);
             // It was written anew.
             known.lost.remove(id);
+            known.refused.remove(id);
         }
         self.waiting.notify_waiters();
     }
@@ -200,6 +236,7 @@ impl ArtifactStore {
         let mut known = lock(&self.known);
         known.stored.remove(id);
         known.lost.remove(id);
+        known.refused.remove(id);
         drop(known);
         lock(&self.fetches).remove(id);
     }
@@ -212,27 +249,43 @@ impl ArtifactStore {
     /// A fetch of a checkpoint: the one that runs or has just failed, or a new one, which the caller carries out and whose end it tells.
     pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
         let mut fetches = lock(&self.fetches);
+        let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
         if let Some(fetch) = fetches.get(id) {
             let (ended, is_lost) = (fetch.outcome.borrow().clone(), fetch.outcome.has_changed().is_err());
             let counts = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
-                Some(Err(_)) => fetch.since.elapsed() < FETCH_AGAIN,
+                Some(Err(_)) => fetch.since.elapsed() < pause(fetch.failures),
             };
             if counts {
                 return (fetch.clone(), None);
             }
         }
         let (sender, outcome) = watch::channel(None);
-        let fetch = Fetch { outcome, since: Instant::now() };
+        let fetch = Fetch { outcome, since: Instant::now(), failures };
         fetches.insert(id.to_owned(), fetch.clone());
         (fetch, Some(sender))
+    }
+
+    /// Whether a copy on the disk was found whole for a job's next attempt.
+    pub(crate) fn is_checked(&self, id: &str, job: &JobId, attempt: u32) -> bool {
+        lock(&self.checked).contains(&(job.clone(), attempt, id.to_owned()))
+    }
+
+    /// It was.
+    pub(crate) fn checked(&self, id: &str, (job, attempt): (JobId, u32)) {
+        let mut checked = lock(&self.checked);
+        if checked.len() >= CHECKED {
+            checked.clear();
+        }
+        checked.insert((job, attempt, id.to_owned()));
     }
 
     /// A fetch has ended: so is told, and remembered for a moment.
     pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
             fetch.since = Instant::now();
+            fetch.failures = if outcome.is_ok() { 0 } else { fetch.failures.saturating_add(1) };
         }
         sender.send_replace(Some(outcome));
     }

@@ -112,12 +112,14 @@ async fn work(app: &App, store: &ArtifactStore) {
                     how,
                     "a damaged checkpoint does not go into the object store"
                 );
-                if let Ok(Some(row)) = app.store.checkpoint(&id).await {
+                if store.refuse(&id)
+                    && let Ok(Some(row)) = app.store.checkpoint(&id).await
+                {
                     let name = format!("{}-{}", row.info.epoch, row.info.step);
                     let text = format!(
                         "checkpoint {name} on the server's disk is damaged ({how}); it does not go into the object store"
                     );
-                    artifacts::log_once(app, &row.job, row.attempt, "not stored", text).await;
+                    artifacts::log(app, &row.job, text).await;
                 }
                 false
             }

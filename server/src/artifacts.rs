@@ -3,23 +3,21 @@
 
 use crate::{
     app::App,
-    artifact_fetches,
-    artifact_store::{ArtifactStore, NotFetched, StoredState},
+    artifact_fetches::{Brought, brought_back},
+    artifact_store::{ArtifactStore, StoredState},
     holders::Holder,
     lifecycle,
     store::{CheckpointRow, JobRow, Report, Result, StoreError},
 };
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef, LogLine},
-    job::Job,
+    agent::{AttemptEvent, AttemptRef},
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
 use std::{collections::HashSet, fs, io, path::Path};
 
-/// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
-const REMEMBERED: usize = 4096;
+pub(crate) use crate::job_log::{log, log_once};
 
 fn name_of(row: &CheckpointRow) -> String {
     format!("{}-{}", row.info.epoch, row.info.step)
@@ -31,11 +29,12 @@ fn is_kept(app: &App, row: &CheckpointRow) -> bool {
         || app.artifact_store.as_ref().is_some_and(|store| store.has_whole(&row.id))
 }
 
-/// Whether the object store has a checkpoint; none where there is no store, or the checkpoint is nowhere.
+/// Whether the object store has a checkpoint; none where there is no store, or the checkpoint is nowhere, or damaged on the disk.
 pub(crate) fn stored_state(app: &App, row: &CheckpointRow) -> Option<StoredState> {
-    let known = app.artifact_store.as_ref()?.state(&row.id);
+    let store = app.artifact_store.as_ref()?;
     // It is on the disk, and nobody has looked at it yet.
-    known.or_else(|| app.checkpoint_dir(row).exists().then_some(StoredState::Uploading))
+    let is_new = || !store.is_refused(&row.id) && app.checkpoint_dir(row).exists();
+    store.state(&row.id).or_else(|| is_new().then_some(StoredState::Uploading))
 }
 
 /// The agents that have a checkpoint which is not on the server's disk yet, the one that uploads it first; none where it is there.
@@ -128,17 +127,18 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<Reason>> {
+pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option<Reason>> {
+    let job = &of.job;
     // What it begins from is another job's.
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
         && store.has(given)
         && let Some(row) = app.store.checkpoint(given).await?
-        && let Brought::Coming(why) = brought_back(app, &row).await
+        && let Brought::Coming(why) = brought_back(app, &row, job).await
     {
         return Ok(Some(why));
     }
     // One that has never run, and continues nobody's run, has no checkpoint.
-    if job.attempt == 0 && job.parent.is_none() {
+    if job.attempt == 0 && !of.is_fork() {
         return Ok(None);
     }
     let online = in_touch(app);
@@ -147,7 +147,7 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
         // The newest comes first.
         let holders = on_its_way(app, &row);
         if holders.is_empty() {
-            match brought_back(app, &row).await {
+            match brought_back(app, &row, job).await {
                 Brought::Here => break,
                 Brought::Coming(why) => return Ok(Some(why)),
                 Brought::Lost => continue,
@@ -173,63 +173,33 @@ pub(crate) async fn coming(app: &App, job: &Job, agent: &str) -> Result<Option<R
     }))
 }
 
-/// Whether a job can continue from a checkpoint.
-enum Brought {
-    /// It is on the disk, as far as the object store knows.
-    Here,
-    /// It is being fetched from the object store. A job waits as long as that takes: an older one would throw away what it has learned.
-    Coming(Reason),
-    /// It is not to be had.
-    Lost,
-}
-
-async fn brought_back(app: &App, row: &CheckpointRow) -> Brought {
-    let Some(store) = &app.artifact_store else { return Brought::Here };
-    let Some(fetch) = artifact_fetches::fetch(app, row) else {
-        return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
-    };
-    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
-    let outcome = fetch.outcome.borrow().clone();
-    match outcome {
-        None | Some(Ok(())) => {}
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
-        Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
-            let how = match why {
-                NotFetched::Damaged(how) => format!("is damaged there ({how})"),
-                _ => "is not there".to_owned(),
-            };
-            let name = name_of(row);
-            let text = format!(
-                "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the one before"
-            );
-            log(app, &row.job, text).await;
-            store.lose(&row.id);
-            return Brought::Lost;
-        }
-    }
-    Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
-}
-
 /// A machine with a disk of its own removes old checkpoints there. Those that the server has are the server's to keep ([`tidy`]): perhaps
-/// they are all there is, because newer ones have not come yet.
+/// they are all there is, because newer ones have not come yet. Ranks on the server's disk remove old ones and damaged ones: of the damaged
+/// ones, those that the object store has whole stay.
 ///
 /// # Errors
-/// The disk.
+/// The disk, or the database.
 pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> {
     if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
         return Ok(());
     }
     let (job, attempt, mut events) =
         (report.attempt.job.clone(), report.attempt.attempt, report.events.clone());
+    // One that is not seen to be old yet, since the newest is new, goes when that one is stored.
+    let old = match &app.artifact_store {
+        Some(_) => old_ones(app, &job).await?.map(|(_, old)| old).unwrap_or_default(),
+        None => Vec::new(),
+    };
     let (job_dir, app) = (app.job_dir(&job), app.clone());
     let kept = move || {
         for event in &mut events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
             let name = format!("{epoch}-{step}");
             let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
-            let is_here = job_dir.join("checkpoints").join(&name).exists()
-                || app.artifact_store.as_ref().is_some_and(is_stored);
-            if is_here && Holder::of(&job_dir, attempt).is_some() {
+            let is_stored = app.artifact_store.as_ref().is_some_and(is_stored);
+            let is_here = is_stored || job_dir.join("checkpoints").join(&name).exists();
+            let is_wanted = is_stored && !old.contains(&(*epoch, *step));
+            if is_wanted || is_here && Holder::of(&job_dir, attempt).is_some() {
                 *event = AttemptEvent::Unknown;
             }
         }
@@ -237,32 +207,6 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     };
     report.events = on_files("the checkpoints that are here", kept).await?;
     Ok(())
-}
-
-/// Writes a line into a job's log, unless the attempt's log has one about `what` already.
-pub(crate) async fn log_once(app: &App, job: &JobId, attempt: u32, what: &'static str, text: String) {
-    {
-        let mut written = app.log_lines.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if written.len() >= REMEMBERED {
-            written.clear();
-        }
-        if !written.insert((job.clone(), attempt, what)) {
-            return;
-        }
-    }
-    log(app, job, text).await;
-}
-
-/// Writes a line into a job's log.
-pub(crate) async fn log(app: &App, job: &JobId, text: String) {
-    // The lines of rank 0 are numbered from 1: this one is none of them.
-    let line = LogLine { number: 0, at: crate::now(), text };
-    let event = AttemptEvent::Log { rank: 0, lines: vec![line] };
-    let change = move |row: &mut JobRow| lifecycle::report(row, event.clone(), None, crate::now());
-    match app.store.change_job(job, Box::new(change)).await {
-        Ok(changed) => app.announce(&changed),
-        Err(error) => tracing::warn!(%error, %job, "a line of a job's log could not be stored"),
-    }
 }
 
 /// Keeps the fingerprint of a job's dataset, when it is the first; whether the one that is kept is the same.

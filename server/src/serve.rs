@@ -4,7 +4,7 @@ use crate::{
     access_log::{AccessLog, AccessLogTo},
     access_upkeep,
     app::App,
-    artifact_deletions,
+    artifact_deletions, artifact_fetches,
     artifact_store::ArtifactStore,
     artifact_uploads,
     audit::Audit,
@@ -170,6 +170,13 @@ async fn open(
     };
     restored.await.map_err(|error| database_error(&app.config, error))?;
     running::own_token(&app).await.map_err(ServeError::Token)?;
+    if app.artifact_store.is_some() {
+        let jobs = app.config.data_dir.join("jobs");
+        let swept = tokio::task::spawn_blocking(move || artifact_fetches::sweep(&jobs)).await;
+        if let Err(error) = swept.map_err(std::io::Error::other).flatten() {
+            tracing::warn!(%error, "what was fetched by half stays on the disk for now");
+        }
+    }
     app.tasks.spawn(audit_log::run(app.clone(), entries));
     app.spawn(access_upkeep::run(app.clone()));
     app.spawn(ingest::run(app.clone(), queue));

@@ -55,6 +55,20 @@ fn a_checkpoint_is_stored_when_it_is_whole_and_nothing_of_it_waits() {
 }
 
 #[test]
+fn one_that_is_damaged_on_the_disk_is_not_on_its_way_until_it_is_written_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    store.note("a");
+    let id = store.take().unwrap();
+    store.set(StoredCheckpoint { id, manifest: None, parts: None });
+    assert!(store.refuse("a") && !store.refuse("a"), "it is news once");
+    store.done("a");
+    assert_eq!((store.state("a"), store.is_refused("a")), (None, true));
+    store.note("a");
+    assert_eq!((store.state("a"), store.is_refused("a")), (Some(StoredState::Uploading), false));
+}
+
+#[test]
 fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
@@ -71,4 +85,22 @@ fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
     let (_, sender) = store.fetch("b");
     drop(sender);
     assert!(store.fetch("b").1.is_some());
+}
+
+#[test]
+fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
+    let seconds = |failures| pause(failures).as_secs();
+    assert_eq!([1, 2, 3, 4, 5, 6].map(seconds), [3, 6, 12, 24, 48, 60]);
+    assert_eq!(seconds(u32::MAX), 60);
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    let (_, sender) = store.fetch("a");
+    store.fetched("a", &sender.unwrap(), Err(NotFetched::Missing));
+    assert_eq!(store.fetch("a").0.failures, 1);
+    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.0;
+    let (_, sender) = store.fetch("a");
+    store.fetched("a", &sender.expect("it is tried again"), Err(NotFetched::Missing));
+    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.0;
+    let (failed, none) = store.fetch("a");
+    assert!(none.is_none() && failed.failures == 2, "now the pause is longer");
 }

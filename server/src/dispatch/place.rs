@@ -51,7 +51,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     if let Some(chosen) = choose(&candidates, ranks, round.reserved()) {
         return start(app, row, round, candidates, (chosen, None)).await;
     }
-    match preempt::make_room(app, job, &candidates, round).await? {
+    match preempt::make_room(app, row, &candidates, round).await? {
         Room::Waits(why) => {
             round.waits(row, why);
             return Ok(Placed::Kept);
@@ -100,7 +100,7 @@ async fn start(
     drop(candidates);
     // Rank 0 reads the checkpoint, and sends the others what is in it.
     let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-    if let Some(why) = artifacts::coming(app, &row.job, reader).await? {
+    if let Some(why) = artifacts::coming(app, row, reader).await? {
         round.waits(row, why);
         return Ok(Placed::Waits);
     }

@@ -17,7 +17,7 @@ use crate::{
     store::{JobRow, Occupant, Result, StoreError},
 };
 use lockstep_protocol::{
-    job::{Job, JobId},
+    job::JobId,
     reason::{Facts, Reason, ReasonCode},
 };
 use std::{
@@ -52,10 +52,11 @@ pub(super) enum Room {
 /// anyway are counted on first, whatever the priority of these.
 pub(super) async fn make_room(
     app: &App,
-    job: &Job,
+    row: &JobRow,
     candidates: &Candidates,
     round: &mut Round,
 ) -> Result<Room> {
+    let job = &row.job;
     if round.occupied.is_none() {
         round.occupied = Some(occupied(app).await?);
     }
@@ -70,7 +71,7 @@ pub(super) async fn make_room(
     }
     let occupied = round.occupied.as_deref().unwrap_or_default();
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
-    if let Some(why) = artifacts::coming(app, job, reader).await? {
+    if let Some(why) = artifacts::coming(app, row, reader).await? {
         // The slots would be given to others meanwhile.
         return Ok(Room::Waits(why));
     }

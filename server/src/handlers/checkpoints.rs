@@ -8,7 +8,7 @@ use super::{
 use crate::{
     app::App,
     artifact_fetches,
-    artifact_store::{NotFetched, StoredState},
+    artifact_store::{Fetch, NotFetched, StoredState},
     artifacts,
     error::{Code, Error, Problem, Result},
     handlers::jobs,
@@ -273,7 +273,7 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 }
 
 /// Refuses what needs the files of a checkpoint that is still on its way from another machine, and fetches them from the object store
-/// where this disk has them no more.
+/// where this disk has them no more, or files of it are missing or cut off.
 ///
 /// # Errors
 /// It is on its way, or cannot be fetched.
@@ -287,7 +287,21 @@ pub(super) async fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
             None,
         ));
     }
-    let Some(fetch) = artifact_fetches::fetch(app, row) else { return Ok(()) };
+    let fetch = match artifact_fetches::fetch(app, row) {
+        None => artifact_fetches::mend(app, row).await,
+        fetch => fetch,
+    };
+    match fetch {
+        Some(fetch) => fetched(app, fetch).await,
+        None => Ok(()),
+    }
+}
+
+/// Waits for a checkpoint that is fetched from the object store.
+///
+/// # Errors
+/// It cannot be fetched, or takes long.
+pub(super) async fn fetched(app: &App, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, app.config.evaluation_wait).await {
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed()),

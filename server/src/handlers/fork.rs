@@ -11,7 +11,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
-    dispatch,
+    artifact_fetches, dispatch,
     error::{Error, Problem, Result},
     lifecycle::Fork,
     manifest::check_whole,
@@ -145,8 +145,21 @@ async fn make(
     let new = JobId::generate();
     let (to, place) = (app.job_dir(&new).join("checkpoints"), app.checkpoint_dir(&from));
     let folder = format!("{}-{}", from.info.epoch, from.info.step);
-    let copied = tokio::task::spawn_blocking(move || copy(&place, &to, &folder)).await;
-    if let Err(error) = copied.map_err(io::Error::other).flatten() {
+    let copied = async || {
+        let (place, to, folder) = (place.clone(), to.clone(), folder.clone());
+        let copied = tokio::task::spawn_blocking(move || copy(&place, &to, &folder)).await;
+        copied.map_err(io::Error::other).flatten()
+    };
+    let mut done = copied().await;
+    // The object store may have it as it was written.
+    if matches!(&done, Err(error) if error.kind() == io::ErrorKind::InvalidData)
+        && let Some((fetch, _)) = artifact_fetches::check(app, &from, None)
+    {
+        let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
+        checkpoints::fetched(app, fetch).await?;
+        done = copied().await;
+    }
+    if let Err(error) = done {
         let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
         if error.kind() == io::ErrorKind::InvalidData {
             return Err(checkpoints::damaged(error.to_string()));

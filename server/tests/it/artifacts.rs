@@ -3,10 +3,11 @@
 
 use crate::{
     agent::{Agent, hello, running},
+    gangs::killed,
     test_server::{DEADLINE, TestServer, client},
     uploads::{Asks, FILES, checkpoint, manifest, sum},
 };
-use lockstep_protocol::agent::{Ending, Source};
+use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -38,6 +39,17 @@ async fn until(what: &str, condition: impl AsyncFn() -> bool) {
 async fn states(server: &TestServer, job: &str) -> Vec<Value> {
     let (_, listed) = server.get(&format!("/jobs/{job}/checkpoints")).await;
     listed["checkpoints"].as_array().unwrap().iter().map(|checkpoint| checkpoint["stored"].clone()).collect()
+}
+
+/// A checkpoint as a rank on the server's disk writes it, in the job's folder.
+fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
+    let folder = job_dir.as_ref().join("checkpoints").join(format!("1-{step}"));
+    fs::create_dir_all(&folder).unwrap();
+    for (name, bytes) in FILES {
+        fs::write(folder.join(name), bytes).unwrap();
+    }
+    fs::write(folder.join("MANIFEST.json"), manifest(1, step)).unwrap();
+    folder
 }
 
 #[tokio::test]
@@ -148,5 +160,82 @@ async fn what_is_not_in_the_store_yet_is_brought_there_by_the_next_server() {
     let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn one_that_is_damaged_on_the_disk_is_not_said_to_be_on_its_way_and_the_log_tells_why() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    let folder = |step: u64| on_disk(start.job_dir.as_deref().unwrap(), step);
+    for step in [10, 20] {
+        fs::write(folder(step).join("state.json"), b"[]").unwrap();
+    }
+    let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    until("neither is on its way", async || states(&server, &id).await == [Value::Null, Value::Null]).await;
+    let logs = async || server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
+    until("the log tells of both", async || {
+        let logs = logs().await;
+        [10, 20].iter().all(|step| {
+            logs.matches(&format!("checkpoint 1-{step} on the server's disk is damaged")).count() == 1
+        })
+    })
+    .await;
+    // Written anew.
+    on_disk(start.job_dir.as_deref().unwrap(), 20);
+    agent.report(&start.attempt, Source::Rank(0), 3, vec![checkpoint(20)]).await;
+    until("it is stored", async || states(&server, &id).await == [json!("stored"), Value::Null]).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let start = agent.started().await;
+    let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
+    let folder = on_disk(&job_dir, 10);
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    let file = |name: &str| fs::read(folder.join(name)).unwrap_or_default();
+
+    // For a download: a file is missing.
+    fs::remove_file(folder.join("state.json")).unwrap();
+    assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await, (200, json!({})));
+    assert_eq!(file("state.json"), b"{}");
+    // For a fork: bytes are others.
+    fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
+    let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
+    assert_eq!(status, 201, "{fork}");
+    let forked = server.dir.path().join("jobs").join(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
+    assert_eq!(fs::read(forked.join("model.safetensors")).unwrap(), b"weights");
+    server.post(&format!("/jobs/{}/cancel", fork["id"].as_str().unwrap()), &json!({})).await;
+
+    // A rank on this disk that finds it damaged sets it aside: the store has it yet.
+    fs::rename(&folder, folder.with_file_name("aside")).unwrap();
+    let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
+    agent.report(&start.attempt, Source::Rank(0), 2, vec![removed]).await;
+    assert_eq!(states(&server, &id).await, ["stored"]);
+    assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
+    fs::rename(folder.with_file_name("aside"), &folder).unwrap();
+
+    // For the next attempt.
+    fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
+    agent.end(&start.attempt, killed(0)).await;
+    agent.started().await;
+    assert_eq!(file("model.safetensors"), b"weights");
+    assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"WEIGHTS");
+    let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
+    assert!(logs.contains("it is set aside and fetched from the object store"), "{logs}");
     server.stop().await;
 }

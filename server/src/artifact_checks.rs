@@ -1,0 +1,130 @@
+//! Whether checkpoints on the server's disk are whole, where the object store has them, too. A damaged one is set aside, as ranks do, so
+//! that the store's copy takes its place.
+
+use crate::{
+    app::App,
+    job_log,
+    manifest::{MANIFEST, Manifest, check_whole},
+    regular,
+    store::CheckpointRow,
+};
+use std::{
+    fs,
+    io::{self, Read as _},
+    path::Path,
+};
+
+/// Sets what is on the disk of a checkpoint aside where it is damaged.
+///
+/// # Errors
+/// The disk: whether it is damaged is not known, or it cannot be renamed.
+pub(crate) async fn set_damaged_aside(app: &App, row: &CheckpointRow) -> io::Result<()> {
+    let folder = app.checkpoint_dir(row);
+    let done = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
+    if let Some(how) = done.map_err(io::Error::other)?? {
+        tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
+        let (epoch, step) = (row.info.epoch, row.info.step);
+        let text = format!(
+            "checkpoint {epoch}-{step} on the server's disk is damaged ({how}); it is set aside and fetched from the object store"
+        );
+        job_log::log(app, &row.job, text).await;
+    }
+    Ok(())
+}
+
+fn manifest(folder: &Path) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    regular::open(&folder.join(MANIFEST))?.read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// How it is damaged, when it was.
+fn set_aside(folder: &Path) -> io::Result<Option<String>> {
+    let before = manifest(folder).ok();
+    let checked = match irregular(folder)? {
+        Some(how) => Err(io::Error::new(io::ErrorKind::InvalidData, how)),
+        None => check_whole(folder),
+    };
+    let how = match checked {
+        Ok(()) => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
+        Err(error) => return Err(error),
+    };
+    // Files of two moments are no damage: it was replaced meanwhile, or removed.
+    if !folder.exists() || manifest(folder).ok() != before {
+        return Ok(None);
+    }
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let aside = folder.with_file_name(format!("damaged-{name}"));
+    match fs::remove_dir_all(&aside) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    fs::rename(folder, &aside)?;
+    Ok(Some(how))
+}
+
+/// What in the folder is no file: a pipe would be read for ever.
+fn irregular(folder: &Path) -> io::Result<Option<String>> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if !entry.path().metadata().is_ok_and(|about| about.is_file()) {
+            return Ok(Some(format!("its {} is no regular file", entry.file_name().to_string_lossy())));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a checkpoint has its files, in their sizes; their bytes are not read.
+pub(crate) fn looks_whole(folder: &Path) -> bool {
+    let Ok(text) = manifest(folder) else { return false };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(&text) else { return false };
+    manifest.files.iter().all(|(name, wanted)| {
+        let about = folder.join(name).metadata();
+        about.is_ok_and(|about| about.is_file() && about.len() == wanted.size_bytes)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::sha256;
+    use serde_json::json;
+
+    fn checkpoint(folder: &Path) {
+        fs::create_dir_all(folder).unwrap();
+        fs::write(folder.join("state.json"), b"{}").unwrap();
+        let files = json!({"state.json": {"size_bytes": 2, "sha256": sha256(b"{}")}});
+        let text = json!({"epoch": 1, "step": 10, "files": files}).to_string();
+        fs::write(folder.join(MANIFEST), text).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_one_is_set_aside_and_a_whole_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
+        checkpoint(&folder);
+        assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
+        // Bytes, a file that is missing, a file that is none, the manifest. The last one takes the place of those before it.
+        let damages: [(&str, bool, fn(&Path)); 4] = [
+            ("the bytes of its state.json", true, |folder| {
+                fs::write(folder.join("state.json"), b"[]").unwrap()
+            }),
+            ("its state.json is missing", false, |folder| {
+                fs::remove_file(folder.join("state.json")).unwrap()
+            }),
+            ("its pipe is no regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
+            ("its MANIFEST.json cannot be read", false, |folder| {
+                fs::write(folder.join(MANIFEST), b"{").unwrap();
+            }),
+        ];
+        for (how, looks, damage) in damages {
+            checkpoint(&folder);
+            damage(&folder);
+            assert_eq!(looks_whole(&folder), looks, "{how}");
+            let said = set_aside(&folder).unwrap().expect("it is damaged");
+            assert!(said.starts_with(how), "{said}");
+            assert!(!folder.exists() && aside.exists());
+        }
+    }
+}

@@ -178,8 +178,12 @@ impl ArtifactStore {
     /// Takes this one, unless somebody else has it.
     pub(crate) fn take_this(&self, id: &str) -> bool {
         let mut known = lock(&self.known);
+        if !known.busy.insert(id.to_owned()) {
+            // It still waits to be uploaded, where it was written anew meanwhile.
+            return false;
+        }
         known.leave(id);
-        known.busy.insert(id.to_owned())
+        true
     }
 
     /// What was taken is no longer being worked on.

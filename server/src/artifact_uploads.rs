@@ -8,9 +8,10 @@ use crate::{
     manifest::{MANIFEST, Written, hexadecimal, sha256},
     object_storage::{PART_BYTES, Place, part_bytes, words},
     regular,
-    store::{StoreError, StoredCheckpoint},
+    store::{CheckpointRow, StoreError, StoredCheckpoint},
 };
 use bytes::Bytes;
+use lockstep_protocol::JobId;
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
@@ -85,12 +86,30 @@ async fn find(app: &App, store: &ArtifactStore) -> std::result::Result<(), Store
         let Some(last) = rows.last() else { return Ok(()) };
         behind.clone_from(&last.id);
         for row in rows {
-            let Ok(text) = regular::read(&app.checkpoint_dir(&row).join(MANIFEST)).await else { continue };
-            if store.stored(&row.id).and_then(|stored| stored.manifest) != Some(sha256(&text)) {
-                store.note(&row.id);
-            }
+            note_lacking(app, store, &row).await;
         }
     }
+}
+
+/// Notes a checkpoint on this disk, if the store does not have it as it is.
+async fn note_lacking(app: &App, store: &ArtifactStore, row: &CheckpointRow) {
+    let Ok(text) = regular::read(&app.checkpoint_dir(row).join(MANIFEST)).await else { return };
+    if store.stored(&row.id).and_then(|stored| stored.manifest) != Some(sha256(&text)) {
+        store.note(&row.id);
+    }
+}
+
+/// The same for a job's checkpoints, of which some may have been stored without anybody being told.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn catch_up(app: &App, job: &JobId) -> std::result::Result<(), StoreError> {
+    let Some(store) = &app.artifact_store else { return Ok(()) };
+    for row in app.store.checkpoints(job).await?.iter().rev() {
+        note_lacking(app, store, row).await;
+    }
+    store.removed.notify_one();
+    Ok(())
 }
 
 async fn work(app: &App, store: &ArtifactStore) {

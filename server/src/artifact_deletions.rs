@@ -30,30 +30,36 @@ pub(crate) async fn run(app: App) {
     }
 }
 
-/// Whether there was something to delete.
+/// Whether there was something to delete. One that cannot be deleted does not hold up the others: it is told of at the end.
 async fn delete_some(app: &App, store: &ArtifactStore) -> Result<bool, ()> {
     let url = store.storage.url();
-    let abandoned = app.store.abandoned_checkpoints(url, ROWS).await.map_err(|error| {
-        tracing::warn!(%error, "which objects are to be deleted could not be read; trying again");
-    })?;
-    let mut deleted = false;
-    for record in abandoned {
-        if !store.take_this(&record.id) {
-            continue;
+    let (mut deleted, mut failed, mut behind) = (false, false, String::new());
+    loop {
+        let abandoned = app.store.abandoned_checkpoints(url, &behind, ROWS).await.map_err(|error| {
+            tracing::warn!(%error, "which objects are to be deleted could not be read; trying again");
+        })?;
+        let Some(last) = abandoned.last() else { break };
+        behind.clone_from(&last.id);
+        for record in abandoned {
+            if !store.take_this(&record.id) {
+                continue;
+            }
+            // It may have begun a file since it was read.
+            let record = store.stored(&record.id).unwrap_or(record);
+            // It may have been written anew meanwhile, under the same name: nobody uploads it while it is taken.
+            let is_gone = matches!(app.store.checkpoint(&record.id).await, Ok(None));
+            let done = if is_gone { delete(app, store, &record).await } else { Ok(()) };
+            if !matches!(app.store.checkpoint(&record.id).await, Ok(None)) {
+                store.note(&record.id);
+            }
+            store.done(&record.id);
+            match done {
+                Ok(()) => deleted |= is_gone,
+                Err(()) => failed = true,
+            }
         }
-        // It may have begun a file since it was read.
-        let record = store.stored(&record.id).unwrap_or(record);
-        // It may have been written anew meanwhile, under the same name: nobody uploads it while it is taken.
-        let is_gone = matches!(app.store.checkpoint(&record.id).await, Ok(None));
-        let done = if is_gone { delete(app, store, &record).await } else { Ok(()) };
-        if !matches!(app.store.checkpoint(&record.id).await, Ok(None)) {
-            store.note(&record.id);
-        }
-        store.done(&record.id);
-        done?;
-        deleted |= is_gone;
     }
-    Ok(deleted)
+    if failed { Err(()) } else { Ok(deleted) }
 }
 
 async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<(), ()> {

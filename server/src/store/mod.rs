@@ -225,8 +225,13 @@ pub trait Store: Send + Sync + 'static {
         behind: &str,
         limit: u32,
     ) -> Result<Vec<StoredCheckpoint>>;
-    /// What is in the object store of this address though its checkpoint is no more, by id: at most `limit`.
-    async fn abandoned_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>>;
+    /// What is in the object store of this address though its checkpoint is no more, behind this id, by id: at most `limit`.
+    async fn abandoned_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>>;
     /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
     /// checkpoint (any more).
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;

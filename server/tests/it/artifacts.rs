@@ -150,3 +150,44 @@ async fn what_is_not_in_the_store_yet_is_brought_there_by_the_next_server() {
     assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     server.stop().await;
 }
+
+#[tokio::test]
+async fn one_that_cannot_be_deleted_does_not_hold_up_the_others() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let start = agent.started().await;
+    let asks = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    // A file where its folder was: nothing below can be deleted.
+    let place = kept.path().join("jobs").join(&id);
+    fs::remove_dir_all(place.join("1-10")).unwrap();
+    fs::write(place.join("1-10"), "in the way").unwrap();
+    for (n, step) in [20, 30, 40].into_iter().enumerate() {
+        agent.report(&start.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+    }
+    until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
+    until("the next one is deleted", async || !place.join("1-20").exists()).await;
+    assert!(place.join("1-10").exists());
+    // Once it can be, it is.
+    fs::remove_file(place.join("1-10")).unwrap();
+    until("nothing is left to delete", async || {
+        server.number("SELECT count(*) FROM stored_checkpoints").await == 2
+    })
+    .await;
+    server.stop().await;
+}

@@ -229,8 +229,13 @@ impl Store for SqlStore {
     ) -> Result<Vec<StoredCheckpoint>> {
         self.list_stored(store, behind, limit).await
     }
-    async fn abandoned_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>> {
-        self.list_abandoned(store, limit).await
+    async fn abandoned_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>> {
+        self.list_abandoned(store, behind, limit).await
     }
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         self.upsert_stored(store, stored).await

@@ -30,12 +30,18 @@ impl SqlStore {
         rows.iter().map(stored).collect()
     }
 
-    pub(super) async fn list_abandoned(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>> {
+    pub(super) async fn list_abandoned(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>> {
         let rows = sqlx::query(
-            "SELECT * FROM stored_checkpoints WHERE store = $1 AND NOT EXISTS (SELECT 1 FROM checkpoints \
-             WHERE checkpoints.id = stored_checkpoints.checkpoint_id) ORDER BY checkpoint_id LIMIT $2",
+            "SELECT * FROM stored_checkpoints WHERE store = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
+             checkpoints WHERE checkpoints.id = stored_checkpoints.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
         )
         .bind(store)
+        .bind(behind)
         .bind(i64::from(limit))
         .fetch_all(&self.reader)
         .await?;

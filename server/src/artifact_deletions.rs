@@ -12,6 +12,7 @@ const ROWS: u32 = 100;
 /// Deletes until `app` stops: first what an earlier server did not get to.
 pub(crate) async fn run(app: App) {
     let Some(store) = &app.artifact_store else { return };
+    wait_for(&app, store).await;
     let mut pause = TRY_AGAIN.0;
     loop {
         let removed = store.removed.notified();
@@ -28,6 +29,22 @@ pub(crate) async fn run(app: App) {
             }
         }
     }
+}
+
+/// Waits until the store can be used and is the one that it should be. It may have been away when the server started: then what somebody
+/// has to change is known only now.
+async fn wait_for(app: &App, store: &ArtifactStore) {
+    let (mut pause, mut is_told) = (TRY_AGAIN.0, false);
+    while let Err(unusable) = store.confirm(&*app.store).await {
+        store.is_away(&unusable.why);
+        if !unusable.may_pass && !is_told {
+            tracing::error!(error = unusable.why, "the object store cannot be used as it is");
+            is_told = true;
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(TRY_AGAIN.1);
+    }
+    store.answers();
 }
 
 /// Whether there was something to delete. One that cannot be deleted does not hold up the others: it is told of at the end.
@@ -55,6 +72,8 @@ async fn delete_some(app: &App, store: &ArtifactStore) -> Result<bool, ()> {
             store.done(&record.id);
             match done {
                 Ok(()) => deleted |= is_gone,
+                // With the store away the others would wait for nothing, one after the other.
+                Err(()) if store.confirm(&*app.store).await.is_err() => return Err(()),
                 Err(()) => failed = true,
             }
         }
@@ -70,7 +89,12 @@ async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> 
             }
             store.storage.delete(&place, None).await
         };
-        gone.await.map_err(|error| store.is_away(&words(&error)))?;
+        gone.await.map_err(|error| {
+            store.is_away(&words(&error));
+            tracing::debug!(%error, checkpoint = record.id, "its objects are not deleted yet");
+        })?;
+        // Where there is nothing, nothing is there to delete either.
+        store.confirm(&*app.store).await.map_err(|unusable| store.is_away(&unusable.why))?;
         store.answers();
     }
     let forgotten = app.store.forget_stored_checkpoint(store.storage.url(), &record.id).await;

@@ -44,7 +44,13 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
         let (app, row) = (app.clone(), row.clone());
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
-            let outcome = bring_back(&app, store, &row).await;
+            let mut outcome = bring_back(&app, store, &row).await;
+            // What another store lacks, or has otherwise, is not lost.
+            if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
+                && let Err(unusable) = store.confirm(&*app.store).await
+            {
+                outcome = Err(NotFetched::Away(unusable.why));
+            }
             match &outcome {
                 Ok(()) => {
                     store.answers();

@@ -1,6 +1,8 @@
 //! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
 //! fetched from there. The database has what outlives the server; this is in step with it.
 
+mod confirm;
+
 use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
 use serde::Serialize;
 use std::{
@@ -11,7 +13,7 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OnceCell, watch};
 use utoipa::ToSchema;
 
 /// A fetch that has failed is not tried again sooner.
@@ -64,6 +66,10 @@ pub(crate) struct Fetch {
 #[derive(Debug)]
 pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
+    /// Set once it was seen that the store can be used.
+    checked: OnceCell<()>,
+    /// By what it is known again, once that is known.
+    marker: OnceCell<String>,
     known: Mutex<Known>,
     fetches: Mutex<HashMap<String, Fetch>>,
     /// Rung when a checkpoint waits to be uploaded.
@@ -109,6 +115,8 @@ impl ArtifactStore {
         let stored = stored.into_iter().map(|stored| (stored.id.clone(), stored)).collect();
         Self {
             storage,
+            checked: OnceCell::new(),
+            marker: OnceCell::new(),
             known: Mutex::new(Known { stored, ..Known::default() }),
             fetches: Mutex::default(),
             waiting: Notify::new(),

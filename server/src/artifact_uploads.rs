@@ -6,7 +6,7 @@ use crate::{
     artifact_store::ArtifactStore,
     artifacts,
     manifest::{MANIFEST, Written, hexadecimal, sha256},
-    object_storage::{PART_BYTES, Place, part_bytes, words},
+    object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
     regular,
     store::{CheckpointRow, StoreError, StoredCheckpoint},
 };
@@ -31,6 +31,8 @@ const ROWS: u32 = 1000;
 enum Trouble {
     /// The store: it may be away.
     Store(object_store::Error),
+    /// The store is not the one that it should be, or away; why.
+    Away(String),
     /// The database.
     Database(StoreError),
     /// The disk.
@@ -44,6 +46,12 @@ enum Trouble {
 impl From<object_store::Error> for Trouble {
     fn from(error: object_store::Error) -> Self {
         Self::Store(error)
+    }
+}
+
+impl From<Unusable> for Trouble {
+    fn from(unusable: Unusable) -> Self {
+        Self::Away(unusable.why)
     }
 }
 
@@ -144,6 +152,10 @@ async fn work(app: &App, store: &ArtifactStore) {
                 store.is_away(&words(&error));
                 true
             }
+            Err(Trouble::Away(why)) => {
+                store.is_away(&why);
+                true
+            }
             Err(Trouble::Database(error)) => {
                 tracing::warn!(%error, "a checkpoint could not be noted as stored; trying again");
                 true
@@ -202,6 +214,7 @@ async fn bring(
     mut record: StoredCheckpoint,
 ) -> Result<()> {
     let manifest = place.read(text).map_err(Trouble::Damaged)?;
+    store.confirm(&*app.store).await?;
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
     }
@@ -218,6 +231,8 @@ async fn bring(
     }
     // What is left of the one that it replaces.
     store.storage.delete(place, Some(&manifest)).await?;
+    // A disk may have been taken away meanwhile, and everything have gone into the folder below.
+    store.confirm(&*app.store).await?;
     record.manifest = Some(sha256(text));
     write(app, store, &record).await
 }

@@ -235,6 +235,11 @@ pub trait Store: Send + Sync + 'static {
     /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
     /// checkpoint (any more).
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
+    /// By what the object store of this address is known again; none of one that is not known.
+    async fn artifact_marker(&self, store: &str) -> Result<Option<String>>;
+    /// Stores by what an object store is known again. One of another address that had this marker is the same store: what was there is
+    /// at this address now.
+    async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;
     /// Forgets what was in an object store.
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
 

@@ -3,10 +3,11 @@
 
 use crate::{
     agent::{Agent, hello, running},
-    test_server::{DEADLINE, TestServer, client},
+    test_server::{DEADLINE, TestServer, client, config},
     uploads::{Asks, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{Ending, Source};
+use lockstep_server::{ServeConfig, serve};
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -20,6 +21,8 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         match entry.path() {
             path if path.is_dir() => found.extend(files_below(&path)),
+            // What the store is known by.
+            path if path.ends_with("LOCKSTEP.json") => {}
             path => found.push(path),
         }
     }
@@ -189,5 +192,55 @@ async fn one_that_cannot_be_deleted_does_not_hold_up_the_others() {
         server.number("SELECT count(*) FROM stored_checkpoints").await == 2
     })
     .await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_empty_folder_where_the_store_was_is_not_the_store() {
+    let mount = tempfile::tempdir().unwrap();
+    let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
+    let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
+    let server = TestServer::with(set).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let start = agent.started().await;
+    let asks = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+
+    // The disk is away while the server runs: what is not there is not lost.
+    fs::rename(&directory, &elsewhere).unwrap();
+    fs::create_dir(&directory).unwrap();
+    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    let file = format!("/checkpoints/{id}-1-10/state.json");
+    let (status, problem) = server.get(&file).await;
+    assert_eq!(status, 503, "{problem}");
+    assert_eq!(states(&server, &id).await, ["stored"]);
+    let database = server.database.clone();
+    let dir = server.stop().await;
+
+    // Nor does a server start on it.
+    let mut config = config(&dir);
+    config.database = Some(database);
+    set(&mut config);
+    let error = serve(config, |_| panic!("it must not start"), std::future::pending()).await.unwrap_err();
+    let told = error.to_string();
+    assert!(told.contains("LOCKSTEP.json is missing") && told.contains("is the disk mounted?"), "{told}");
+
+    // The same store at another address is known again.
+    let moved = elsewhere.to_str().unwrap().to_owned();
+    let server = TestServer::open(dir, |config| config.artifacts = Some(moved)).await;
+    assert_eq!(server.get(&file).await, (200, json!({})));
     server.stop().await;
 }

@@ -240,6 +240,12 @@ impl Store for SqlStore {
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         self.upsert_stored(store, stored).await
     }
+    async fn artifact_marker(&self, store: &str) -> Result<Option<String>> {
+        self.read_artifact_marker(store).await
+    }
+    async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
+        self.upsert_artifact_marker(store, marker).await
+    }
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
         self.delete_stored(store, id).await
     }

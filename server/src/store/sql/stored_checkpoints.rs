@@ -65,6 +65,31 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
+    pub(super) async fn read_artifact_marker(&self, store: &str) -> Result<Option<String>> {
+        let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(store);
+        Ok(found.fetch_optional(&self.reader).await?)
+    }
+
+    pub(super) async fn upsert_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query(
+            "UPDATE stored_checkpoints SET store = $1 WHERE store <> $1 AND store IN (SELECT store FROM artifact_stores \
+             WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM stored_checkpoints other WHERE other.store = $1 AND \
+             other.checkpoint_id = stored_checkpoints.checkpoint_id)",
+        )
+        .bind(store)
+        .bind(marker)
+        .execute(&mut *db)
+        .await?;
+        sqlx::query("DELETE FROM artifact_stores WHERE marker = $1").bind(marker).execute(&mut *db).await?;
+        sqlx::query("INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)")
+            .bind(store)
+            .bind(marker)
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
+    }
+
     pub(super) async fn delete_stored(&self, store: &str, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("DELETE FROM stored_checkpoints WHERE checkpoint_id = $1 AND store = $2")

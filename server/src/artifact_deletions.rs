@@ -9,14 +9,22 @@ const TRY_AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_
 /// Records that are read at a time.
 const ROWS: u32 = 100;
 
+/// Why the objects of a checkpoint are still there.
+enum Failed {
+    /// The store is away, or the database: the others would wait for nothing, one after the other.
+    All,
+    /// These alone cannot be deleted, with why.
+    These(String),
+}
+
 /// Deletes until `app` stops: first what an earlier server did not get to.
 pub(crate) async fn run(app: App) {
     let Some(store) = &app.artifact_store else { return };
     wait_for(&app, store).await;
-    let mut pause = TRY_AGAIN.0;
+    let (mut pause, mut told) = (TRY_AGAIN.0, 0);
     loop {
         let removed = store.removed.notified();
-        match delete_some(&app, store).await {
+        match delete_some(&app, store, &mut told).await {
             Ok(true) => pause = TRY_AGAIN.0,
             Ok(false) => {
                 pause = TRY_AGAIN.0;
@@ -47,10 +55,11 @@ async fn wait_for(app: &App, store: &ArtifactStore) {
     store.answers();
 }
 
-/// Whether there was something to delete. One that cannot be deleted does not hold up the others: it is told of at the end.
-async fn delete_some(app: &App, store: &ArtifactStore) -> Result<bool, ()> {
+/// Whether there was something to delete. One that cannot be deleted does not hold up the others: `told` is of how many that the log says.
+async fn delete_some(app: &App, store: &ArtifactStore, told: &mut usize) -> Result<bool, ()> {
     let url = store.storage.url();
-    let (mut deleted, mut failed, mut behind) = (false, false, String::new());
+    let (mut deleted, mut failed, mut behind) = (false, 0, String::new());
+    let mut first = None;
     loop {
         let abandoned = app.store.abandoned_checkpoints(url, &behind, ROWS).await.map_err(|error| {
             tracing::warn!(%error, "which objects are to be deleted could not be read; trying again");
@@ -72,16 +81,29 @@ async fn delete_some(app: &App, store: &ArtifactStore) -> Result<bool, ()> {
             store.done(&record.id);
             match done {
                 Ok(()) => deleted |= is_gone,
-                // With the store away the others would wait for nothing, one after the other.
-                Err(()) if store.confirm(&*app.store).await.is_err() => return Err(()),
-                Err(()) => failed = true,
+                Err(Failed::All) => return Err(()),
+                Err(Failed::These(why)) => {
+                    failed += 1;
+                    first.get_or_insert((record.id, why));
+                }
             }
         }
     }
-    if failed { Err(()) } else { Ok(deleted) }
+    if let Some((checkpoint, error)) = &first
+        && failed != *told
+    {
+        tracing::warn!(
+            checkpoint,
+            error,
+            failed,
+            "the objects of checkpoints cannot be deleted, of this one first; trying again"
+        );
+    }
+    *told = failed;
+    if first.is_some() { Err(()) } else { Ok(deleted) }
 }
 
-async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<(), ()> {
+async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<(), Failed> {
     if let Some(place) = store.storage.place(&record.id) {
         let gone = async {
             if let Some(parts) = &record.parts {
@@ -89,17 +111,19 @@ async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> 
             }
             store.storage.delete(&place, None).await
         };
-        gone.await.map_err(|error| {
-            store.is_away(&words(&error));
-            tracing::debug!(%error, checkpoint = record.id, "its objects are not deleted yet");
-        })?;
+        let gone = gone.await;
         // Where there is nothing, nothing is there to delete either.
-        store.confirm(&*app.store).await.map_err(|unusable| store.is_away(&unusable.why))?;
+        store.confirm(&*app.store).await.map_err(|unusable| {
+            store.is_away(&unusable.why);
+            Failed::All
+        })?;
         store.answers();
+        gone.map_err(|error| Failed::These(words(&error)))?;
     }
     let forgotten = app.store.forget_stored_checkpoint(store.storage.url(), &record.id).await;
     forgotten.map_err(|error| {
         tracing::warn!(%error, "deleted objects could not be forgotten; trying again");
+        Failed::All
     })?;
     store.forget(&record.id);
     Ok(())

@@ -130,6 +130,11 @@ CREATE TABLE stored_checkpoints (
     PRIMARY KEY (checkpoint_id, store)
 );
 
+CREATE TABLE artifact_stores (
+    store TEXT COLLATE "C" PRIMARY KEY,
+    marker TEXT NOT NULL
+);
+
 CREATE TABLE datasets (
     name TEXT COLLATE "C" PRIMARY KEY,
     path TEXT NOT NULL,

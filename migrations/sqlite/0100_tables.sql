@@ -168,6 +168,14 @@ CREATE TABLE stored_checkpoints (
     PRIMARY KEY (checkpoint_id, store)
 ) STRICT, WITHOUT ROWID;
 
+-- The object stores that are known, and by what each is known again.
+CREATE TABLE artifact_stores (
+    -- As in `stored_checkpoints`.
+    store TEXT PRIMARY KEY,
+    -- What its LOCKSTEP.json names.
+    marker TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE datasets (
     name TEXT PRIMARY KEY,
     path TEXT NOT NULL,

@@ -87,7 +87,13 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
             (app.clone(), row.clone(), waiting.map(|job| (job.id.clone(), job.attempt)));
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
-            let outcome = have_whole(&app, store, &row).await;
+            let mut outcome = have_whole(&app, store, &row).await;
+            // What another store lacks, or has otherwise, is not lost.
+            if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
+                && let Err(unusable) = store.confirm(&*app.store).await
+            {
+                outcome = Err(NotFetched::Away(unusable.why));
+            }
             match &outcome {
                 Ok(()) => {
                     if let Some(waiting) = waiting {

@@ -1,6 +1,8 @@
 //! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
 //! fetched from there. The database has what outlives the server; this is in step with it.
 
+mod confirm;
+
 use crate::{object_storage::ObjectStorage, store::StoredCheckpoint};
 use lockstep_protocol::JobId;
 use serde::Serialize;
@@ -12,7 +14,7 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use tokio::sync::{Notify, Semaphore, watch};
+use tokio::sync::{Notify, OnceCell, Semaphore, watch};
 use utoipa::ToSchema;
 
 /// A fetch that has failed is not tried again sooner: after its first failure, and at most. Each failure doubles it.
@@ -78,6 +80,10 @@ pub(crate) struct Fetch {
 #[derive(Debug)]
 pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
+    /// Set once it was seen that the store can be used.
+    usable: OnceCell<()>,
+    /// By what it is known again, once that is known.
+    marker: OnceCell<String>,
     known: Mutex<Known>,
     fetches: Mutex<HashMap<String, Fetch>>,
     /// The copies on the disk that were found whole: for the next attempt of which job, and after which one.
@@ -129,6 +135,8 @@ impl ArtifactStore {
         let stored = stored.into_iter().map(|stored| (stored.id.clone(), stored)).collect();
         Self {
             storage,
+            usable: OnceCell::new(),
+            marker: OnceCell::new(),
             known: Mutex::new(Known { stored, ..Known::default() }),
             fetches: Mutex::default(),
             checked: Mutex::default(),
@@ -214,8 +222,12 @@ impl ArtifactStore {
     /// Takes this one, unless somebody else has it.
     pub(crate) fn take_this(&self, id: &str) -> bool {
         let mut known = lock(&self.known);
+        if !known.busy.insert(id.to_owned()) {
+            // It still waits to be uploaded, where it was written anew meanwhile.
+            return false;
+        }
         known.leave(id);
-        known.busy.insert(id.to_owned())
+        true
     }
 
     /// What was taken is no longer being worked on.

@@ -6,11 +6,12 @@ use crate::{
     artifact_store::ArtifactStore,
     artifacts,
     manifest::{MANIFEST, Written, hexadecimal, sha256},
-    object_storage::{PART_BYTES, Place, part_bytes, words},
+    object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
     regular,
-    store::{StoreError, StoredCheckpoint},
+    store::{CheckpointRow, StoreError, StoredCheckpoint},
 };
 use bytes::Bytes;
+use lockstep_protocol::JobId;
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
@@ -30,6 +31,8 @@ const ROWS: u32 = 1000;
 enum Trouble {
     /// The store: it may be away.
     Store(object_store::Error),
+    /// The store is not the one that it should be, or away; why.
+    Away(String),
     /// The database.
     Database(StoreError),
     /// The disk.
@@ -43,6 +46,12 @@ enum Trouble {
 impl From<object_store::Error> for Trouble {
     fn from(error: object_store::Error) -> Self {
         Self::Store(error)
+    }
+}
+
+impl From<Unusable> for Trouble {
+    fn from(unusable: Unusable) -> Self {
+        Self::Away(unusable.why)
     }
 }
 
@@ -85,12 +94,30 @@ async fn find(app: &App, store: &ArtifactStore) -> std::result::Result<(), Store
         let Some(last) = rows.last() else { return Ok(()) };
         behind.clone_from(&last.id);
         for row in rows {
-            let Ok(text) = regular::read(&app.checkpoint_dir(&row).join(MANIFEST)).await else { continue };
-            if store.stored(&row.id).and_then(|stored| stored.manifest) != Some(sha256(&text)) {
-                store.note(&row.id);
-            }
+            note_lacking(app, store, &row).await;
         }
     }
+}
+
+/// Notes a checkpoint on this disk, if the store does not have it as it is.
+async fn note_lacking(app: &App, store: &ArtifactStore, row: &CheckpointRow) {
+    let Ok(text) = regular::read(&app.checkpoint_dir(row).join(MANIFEST)).await else { return };
+    if store.stored(&row.id).and_then(|stored| stored.manifest) != Some(sha256(&text)) {
+        store.note(&row.id);
+    }
+}
+
+/// The same for a job's checkpoints, of which some may have been stored without anybody being told.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn catch_up(app: &App, job: &JobId) -> std::result::Result<(), StoreError> {
+    let Some(store) = &app.artifact_store else { return Ok(()) };
+    for row in app.store.checkpoints(job).await?.iter().rev() {
+        note_lacking(app, store, row).await;
+    }
+    store.removed.notify_one();
+    Ok(())
 }
 
 async fn work(app: &App, store: &ArtifactStore) {
@@ -125,6 +152,10 @@ async fn work(app: &App, store: &ArtifactStore) {
             }
             Err(Trouble::Store(error)) => {
                 store.is_away(&words(&error));
+                true
+            }
+            Err(Trouble::Away(why)) => {
+                store.is_away(&why);
                 true
             }
             Err(Trouble::Database(error)) => {
@@ -185,6 +216,7 @@ async fn bring(
     mut record: StoredCheckpoint,
 ) -> Result<()> {
     let manifest = place.read(text).map_err(Trouble::Damaged)?;
+    store.confirm(&*app.store).await?;
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
     }
@@ -201,6 +233,8 @@ async fn bring(
     }
     // What is left of the one that it replaces.
     store.storage.delete(place, Some(&manifest)).await?;
+    // A disk may have been taken away meanwhile, and everything have gone into the folder below.
+    store.confirm(&*app.store).await?;
     record.manifest = Some(sha256(text));
     write(app, store, &record).await
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    artifacts, dispatch,
+    artifact_uploads, artifacts, dispatch,
     inbox::{Queue, Work},
     store::{Changed, EventRow, Ingested, Report, Result},
 };
@@ -230,6 +230,9 @@ async fn catch_up(app: &App, jobs: HashSet<&JobId>) {
             Ok(Some(row)) => {
                 app.hub.catch_up(&row.job);
                 app.announce(&Changed { job: row.job, events: Vec::new() });
+                if let Err(error) = artifact_uploads::catch_up(app, id).await {
+                    tracing::warn!(%error, job = %id, "a checkpoint may wait for the next start to be uploaded");
+                }
             }
             Ok(None) => {}
             Err(error) => tracing::warn!(%error, "readers of a job wait for its next event"),

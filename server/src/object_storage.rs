@@ -2,15 +2,16 @@
 //! objects and files; what is to be kept, `artifact_store` and the tasks know.
 //!
 //! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names
-//! them. An object appears whole or not at all, and files are checked while they are sent, so that one that is there is right: nothing is
+//! them. `LOCKSTEP.json` at the root is what the store is known by. An object appears whole or not at all, and files are checked while they are sent, so that one that is there is right: nothing is
 //! sent twice. The manifest is written last, so a checkpoint exists completely or not at all, also where it replaces another of its name.
 
 mod check;
 mod connector;
 mod file_upload;
 mod location;
+mod marker;
 
-pub(crate) use check::words;
+pub(crate) use check::{Unusable, words};
 
 use crate::manifest::{MANIFEST, Manifest};
 use bytes::Bytes;
@@ -19,7 +20,7 @@ use location::Location;
 use lockstep_protocol::JobId;
 use object_store::{
     BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
-    aws::{AmazonS3, AmazonS3Builder},
+    aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
     local::LocalFileSystem,
     path::Path,
 };
@@ -49,7 +50,7 @@ pub(crate) struct Place {
 /// The store, open.
 #[derive(Debug)]
 pub(crate) struct ObjectStorage {
-    /// As it is recorded: `file:///path` or `s3://bucket/prefix`.
+    /// As it is recorded: `file:///path`, `s3://bucket/prefix`, or `s3+https://endpoint/bucket/prefix` where it is not Amazon's.
     url: String,
     objects: Arc<dyn ObjectStore>,
     /// A bucket, which takes large files in parts.
@@ -99,14 +100,18 @@ impl ObjectStorage {
                     max_retries: RETRIES,
                     retry_timeout: PATIENCE,
                 };
-                let opened = AmazonS3Builder::from_env()
+                let builder = AmazonS3Builder::from_env();
+                let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint]
+                    .iter()
+                    .find_map(|key| builder.get_config_value(key).filter(|given| !given.is_empty()));
+                let opened = builder
                     .with_bucket_name(&bucket)
                     .with_http_connector(connector::Connector)
                     .with_retry(retry)
                     .build();
                 let objects = Arc::new(opened.map_err(|error| check::words(&error))?);
                 let root = Path::from(prefix);
-                let url = format!("s3://{bucket}/{root}").trim_end_matches('/').to_owned();
+                let url = bucket_url(endpoint.as_deref(), &bucket, &root);
                 Ok(Self { url, objects: objects.clone(), bucket: Some(objects), directory: None, root })
             }
         }
@@ -252,6 +257,25 @@ impl Place {
         }
         Ok(manifest)
     }
+}
+
+/// How a bucket is recorded: buckets of two servers may have one name.
+fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
+    let server = endpoint.map_or_else(
+        || "s3:/".to_owned(),
+        |given| {
+            // Keys do not belong into a record.
+            let without_keys = reqwest::Url::parse(given).map_or_else(
+                |_| given.to_owned(),
+                |mut url| {
+                    let _ = (url.set_username(""), url.set_password(None));
+                    url.to_string()
+                },
+            );
+            format!("s3+{}", without_keys.trim_end_matches('/'))
+        },
+    );
+    format!("{server}/{bucket}/{root}").trim_end_matches('/').to_owned()
 }
 
 /// How large the parts of a file are.

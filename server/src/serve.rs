@@ -17,13 +17,13 @@ use crate::{
     listener::{self, Listener},
     machine_minutes,
     metrics::{compaction, retire},
-    object_storage::ObjectStorage,
+    object_storage::{ObjectStorage, Unusable},
     oidc::Oidc,
     private, purge,
     router::build_router,
     running::{self, Running},
     serve_error::ServeError,
-    store::{self, Location, Store, StoreError, StoredCheckpoint},
+    store::{self, Location, Store, StoreError},
     tls::ServerCertificate,
 };
 use std::{
@@ -39,6 +39,8 @@ use tokio::net::TcpListener;
 
 /// An agent of this machine that cannot reach a server looks whether the lock is free, which takes it for a moment.
 const LOCK_WITHIN: Duration = Duration::from_millis(500);
+/// For an object store, at the start, twice.
+const STORE_WITHIN: Duration = Duration::from_secs(20);
 /// For requests under way, and again for sockets, when the server stops.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -101,8 +103,9 @@ pub async fn serve(
     Ok(())
 }
 
-/// Opens the object store, where there is one, and makes sure that it can be used.
-async fn open_artifacts(config: &ServeConfig) -> Result<Option<ObjectStorage>, ServeError> {
+/// Opens the object store, where there is one, and makes sure that it can be used. One that merely does not answer keeps nobody from
+/// training: with why.
+async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, Option<String>)>, ServeError> {
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
     let storage = ObjectStorage::open(url).map_err(failed)?;
@@ -113,21 +116,63 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<ObjectStorage>, S
                 .into(),
         ));
     }
-    storage.check().await.map_err(failed)?;
-    Ok(Some(storage))
+    let why = unless_away(storage.check()).await.map_err(failed)?;
+    Ok(Some((storage, why)))
+}
+
+/// Why the store is away, where that may pass.
+///
+/// # Errors
+/// What has to be changed.
+async fn unless_away(asked: impl Future<Output = Result<(), Unusable>>) -> Result<Option<String>, String> {
+    match tokio::time::timeout(STORE_WITHIN, asked).await {
+        Ok(Ok(())) => Ok(None),
+        Ok(Err(Unusable { why, may_pass: true })) => Ok(Some(why)),
+        Ok(Err(Unusable { why, .. })) => Err(why),
+        Err(_) => Ok(Some(format!("it has not answered within {} s", STORE_WITHIN.as_secs()))),
+    }
+}
+
+/// The object store with everything that the database says is there, and known to be the one that the database means; `away`: why it
+/// does not answer.
+async fn known_artifacts(
+    config: &ServeConfig,
+    store: &dyn Store,
+    storage: ObjectStorage,
+    mut away: Option<String>,
+) -> Result<ArtifactStore, ServeError> {
+    let artifacts = ArtifactStore::new(storage, Vec::new());
+    if away.is_none() {
+        artifacts.was_checked();
+        away = unless_away(artifacts.confirm(store)).await.map_err(|detail| ServeError::Artifacts {
+            url: config.artifacts.clone().unwrap_or_default(),
+            detail,
+        })?;
+    }
+    if let Some(why) = away {
+        artifacts.is_away(&why);
+    }
+    let read = read_stored(store, &artifacts).await;
+    read.map_err(|error| database_error(config, error))?;
+    Ok(artifacts)
 }
 
 /// Everything that the database says is in the object store.
-async fn read_stored(store: &dyn Store, storage: ObjectStorage) -> store::Result<ArtifactStore> {
+async fn read_stored(store: &dyn Store, artifacts: &ArtifactStore) -> store::Result<()> {
     const ROWS: u32 = 1000;
-    let mut all: Vec<StoredCheckpoint> = Vec::new();
+    let mut behind = String::new();
     loop {
-        let behind = all.last().map_or("", |last| last.id.as_str());
-        let some = store.stored_checkpoints(storage.url(), behind, ROWS).await?;
-        if some.is_empty() {
-            return Ok(ArtifactStore::new(storage, all));
-        }
-        all.extend(some);
+        let some = store.stored_checkpoints(artifacts.storage.url(), &behind, ROWS).await?;
+        let Some(last) = some.last() else { return Ok(()) };
+        behind.clone_from(&last.id);
+        some.into_iter().for_each(|stored| artifacts.set(stored));
+    }
+}
+
+fn database_error(config: &ServeConfig, error: StoreError) -> ServeError {
+    ServeError::Database {
+        path: Location::of(config).map_or_else(|e| e.to_string(), |location| location.to_string()),
+        detail: error.to_string(),
     }
 }
 
@@ -135,7 +180,7 @@ async fn read_stored(store: &dyn Store, storage: ObjectStorage) -> store::Result
 async fn open(
     mut config: ServeConfig,
     certificate: Option<Arc<ServerCertificate>>,
-    artifacts: Option<ObjectStorage>,
+    artifacts: Option<(ObjectStorage, Option<String>)>,
 ) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
     config.data_dir = private::data_dir(data_dir)
@@ -146,15 +191,14 @@ async fn open(
     let ingress = Ingress::new(&config, certificate.clone());
     let (audit, entries) = Audit::new();
     let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
-    let database_error = |config: &ServeConfig, error: StoreError| ServeError::Database {
-        path: Location::of(config).map_or_else(|e| e.to_string(), |location| location.to_string()),
-        detail: error.to_string(),
-    };
     let artifacts = match artifacts {
-        Some(storage) => {
-            let read = read_stored(&*store, storage).await;
-            Some(read.map_err(|error| database_error(&config, error))?)
-        }
+        Some((storage, away)) => match known_artifacts(&config, &*store, storage, away).await {
+            Ok(artifacts) => Some(artifacts),
+            Err(error) => {
+                store.close().await;
+                return Err(error);
+            }
+        },
         None => None,
     };
     let app = App::new(config, store, artifacts, inbox, ingress, audit, oidc);

@@ -18,6 +18,7 @@ fn the_newest_is_uploaded_first_and_each_by_one_at_a_time() {
     assert_eq!(store.take().as_deref(), Some("new"));
     assert_eq!(store.take(), None);
     assert!(!store.take_this("new"), "nobody deletes it meanwhile");
+    assert!(!store.take_this("newest"), "and this is not dropped from the queue");
     store.done("newest");
     assert_eq!(store.take().as_deref(), Some("newest"));
     assert_eq!(store.take(), None);

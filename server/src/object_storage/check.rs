@@ -9,12 +9,37 @@ const TEXT: &str = "lockstep writes, reads and deletes this object when it start
 /// Where object_store asks for credentials when it is given none: the service of Amazon's own machines.
 const MACHINE_CREDENTIALS: &str = "169.254.169.254";
 
+/// What `within` says of a request that it has given up.
+const LATE: &str = "has not answered within";
+
+/// Why the store cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Unusable {
+    /// What is wrong, and what to change.
+    pub(crate) why: String,
+    /// It may be used in a while, without anybody changing what is configured.
+    pub(crate) may_pass: bool,
+}
+
+impl Unusable {
+    /// Somebody has to change something.
+    pub(crate) fn for_good(why: String) -> Self {
+        Self { why, may_pass: false }
+    }
+}
+
+impl From<Error> for Unusable {
+    fn from(error: Error) -> Self {
+        Self { why: words(&error), may_pass: may_pass(&everything(&error)) }
+    }
+}
+
 impl ObjectStorage {
     /// Writes, reads, lists and deletes a small object.
     ///
     /// # Errors
     /// What has to be changed.
-    pub(crate) async fn check(&self) -> Result<(), String> {
+    pub(crate) async fn check(&self) -> Result<(), Unusable> {
         let folder = self.root.clone().join("lockstep-check");
         let path = folder.clone().join(uuid::Uuid::new_v4().simple().to_string());
         let asked = async {
@@ -34,10 +59,13 @@ impl ObjectStorage {
         }
         match told {
             Ok(true) => Ok(()),
-            Ok(false) => {
-                Err("what was written was not read or listed as it was: this is no store to rely on".into())
+            Ok(false) => Err(Unusable::for_good(
+                "what was written was not read or listed as it was: this is no store to rely on".into(),
+            )),
+            Err((what, error)) => {
+                let Unusable { why, may_pass } = error.into();
+                Err(Unusable { why: format!("an object could not be {what} for a test: {why}"), may_pass })
             }
-            Err((what, error)) => Err(format!("an object could not be {what} for a test: {}", words(&error))),
         }
     }
 }
@@ -51,6 +79,13 @@ pub(super) fn environment() -> Result<(), String> {
     let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
         .into_iter()
         .find_map(|name| given(name).map(|value| (name, value)));
+    if let Some((name, endpoint)) = &endpoint
+        && !reqwest::Url::parse(endpoint).is_ok_and(|url| ["http", "https"].contains(&url.scheme()))
+    {
+        return Err(format!(
+            "{name} is {endpoint}, which is no address: give one such as https://s3.example.org"
+        ));
+    }
     if let Some((name, endpoint)) = endpoint
         && endpoint.starts_with("http://")
         && given("AWS_ALLOW_HTTP").is_none_or(|value| value != "true")
@@ -67,8 +102,27 @@ pub(super) fn environment() -> Result<(), String> {
     }
 }
 
-/// All that an error says, and what to change.
-pub(crate) fn words(error: &Error) -> String {
+/// Whether an error that says this may pass by itself: nobody answers, or not now.
+fn may_pass(all: &str) -> bool {
+    const TO_CHANGE: [&str; 5] = [
+        MACHINE_CREDENTIALS,
+        "builder error",
+        // Of TLS.
+        "invalid peer certificate",
+        "received fatal alert",
+        "corrupt message",
+    ];
+    if TO_CHANGE.iter().any(|told| all.contains(told)) {
+        return false;
+    }
+    let status = all.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
+    matches!(status, Some("429" | "500" | "502" | "503" | "504"))
+        || all.contains("HTTP error: ")
+        || all.contains(LATE)
+}
+
+/// All that an error says.
+fn everything(error: &Error) -> String {
     let mut all = error.to_string();
     let mut source = error.source();
     while let Some(inner) = source {
@@ -78,6 +132,12 @@ pub(crate) fn words(error: &Error) -> String {
         }
         source = inner.source();
     }
+    all
+}
+
+/// All that an error says, and what to change.
+pub(crate) fn words(error: &Error) -> String {
+    let all = everything(error);
     let code =
         all.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>")).map(|(code, _)| code);
     let named = code.map_or_else(String::new, |code| format!(" ({code})"));
@@ -120,4 +180,32 @@ fn shortened(mut text: String) -> String {
         text.push_str(" ...");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_somebody_has_to_change_does_not_pass() {
+        let http = |why: &str| {
+            format!("Generic S3 error: Error performing PUT in 1s - HTTP error: error sending request: {why}")
+        };
+        let status =
+            |code: &str| format!("Error performing PUT - Server returned non-2xx status code: {code}: ");
+        for (told, passes) in [
+            (http("tcp connect error: Connection refused (os error 111)"), true),
+            (http("operation timed out"), true),
+            (http("invalid peer certificate: UnknownIssuer"), false),
+            (http("builder error: relative URL without a base"), false),
+            (status("503 Service Unavailable"), true),
+            (status("429 Too Many Requests"), true),
+            (status("403 Forbidden"), false),
+            (status("404 Not Found"), false),
+            (status("501 Not Implemented"), false),
+            ("Generic object error: it has not answered within 300 s".into(), true),
+        ] {
+            assert_eq!(may_pass(&told), passes, "{told}");
+        }
+    }
 }

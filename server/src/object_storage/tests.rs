@@ -48,3 +48,23 @@ fn parts_are_as_many_as_a_bucket_takes_at_most() {
     let largest = 1_u64 << 40;
     assert!(u64::div_ceil(largest, part_bytes(largest)) <= PARTS);
 }
+
+#[test]
+fn buckets_of_two_servers_are_two_stores() {
+    let url = |endpoint: Option<&str>, root: &str| bucket_url(endpoint, "weights", &Path::from(root));
+    assert_eq!(url(None, "team/a"), "s3://weights/team/a");
+    assert_eq!(url(None, ""), "s3://weights");
+    assert_eq!(url(Some("https://one.example:9000/"), "a"), "s3+https://one.example:9000/weights/a");
+    assert_eq!(url(Some("http://key:secret@two"), ""), "s3+http://two/weights");
+}
+
+#[tokio::test]
+async fn a_store_is_known_by_its_marker() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = storage(dir.path());
+    assert_eq!(storage.marker().await, Ok(None));
+    let marker = storage.mark().await.unwrap();
+    assert_eq!(storage.marker().await, Ok(Some(marker)));
+    std::fs::write(dir.path().join("LOCKSTEP.json"), "{}").unwrap();
+    assert!(storage.marker().await.unwrap_err().why.contains("cannot be read"));
+}

@@ -225,11 +225,21 @@ pub trait Store: Send + Sync + 'static {
         behind: &str,
         limit: u32,
     ) -> Result<Vec<StoredCheckpoint>>;
-    /// What is in the object store of this address though its checkpoint is no more, by id: at most `limit`.
-    async fn abandoned_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>>;
+    /// What is in the object store of this address though its checkpoint is no more, behind this id, by id: at most `limit`.
+    async fn abandoned_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>>;
     /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
     /// checkpoint (any more).
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
+    /// By what the object store of this address is known again; none of one that is not known.
+    async fn artifact_marker(&self, store: &str) -> Result<Option<String>>;
+    /// Stores by what an object store is known again. One of another address that had this marker is the same store: what was there is
+    /// at this address now.
+    async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;
     /// Forgets what was in an object store.
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
 

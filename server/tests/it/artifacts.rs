@@ -4,10 +4,11 @@
 use crate::{
     agent::{Agent, hello, running},
     gangs::killed,
-    test_server::{DEADLINE, TestServer, client},
+    test_server::{DEADLINE, TestServer, client, config},
     uploads::{Asks, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
+use lockstep_server::{ServeConfig, serve};
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -237,5 +238,96 @@ async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store(
     assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"WEIGHTS");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("it is set aside and fetched from the object store"), "{logs}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn one_that_cannot_be_deleted_does_not_hold_up_the_others() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let start = agent.started().await;
+    let asks = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    // A file where its folder was: nothing below can be deleted.
+    let place = kept.path().join("jobs").join(&id);
+    fs::remove_dir_all(place.join("1-10")).unwrap();
+    fs::write(place.join("1-10"), "in the way").unwrap();
+    for (n, step) in [20, 30, 40].into_iter().enumerate() {
+        agent.report(&start.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+    }
+    until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
+    until("the next one is deleted", async || !place.join("1-20").exists()).await;
+    assert!(place.join("1-10").exists());
+    // Once it can be, it is.
+    fs::remove_file(place.join("1-10")).unwrap();
+    until("nothing is left to delete", async || {
+        server.number("SELECT count(*) FROM stored_checkpoints").await == 2
+    })
+    .await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_empty_folder_where_the_store_was_is_not_the_store() {
+    let mount = tempfile::tempdir().unwrap();
+    let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
+    let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
+    let server = TestServer::with(set).await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let start = agent.started().await;
+    let asks = Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: start.attempt.clone(),
+    };
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
+    agent.report(&start.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
+
+    // The disk is away while the server runs: what is not there is not lost.
+    fs::rename(&directory, &elsewhere).unwrap();
+    fs::create_dir(&directory).unwrap();
+    fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
+    let file = format!("/checkpoints/{id}-1-10/state.json");
+    let (status, problem) = server.get(&file).await;
+    assert_eq!(status, 503, "{problem}");
+    assert_eq!(states(&server, &id).await, ["stored"]);
+    let database = server.database.clone();
+    let dir = server.stop().await;
+
+    // Nor does a server start on it.
+    let mut config = config(&dir);
+    config.database = Some(database);
+    set(&mut config);
+    let error = serve(config, |_| panic!("it must not start"), std::future::pending()).await.unwrap_err();
+    let told = error.to_string();
+    assert!(told.contains("LOCKSTEP.json is missing") && told.contains("is the disk mounted?"), "{told}");
+
+    // The same store at another address is known again.
+    let moved = elsewhere.to_str().unwrap().to_owned();
+    let server = TestServer::open(dir, |config| config.artifacts = Some(moved)).await;
+    assert_eq!(server.get(&file).await, (200, json!({})));
     server.stop().await;
 }

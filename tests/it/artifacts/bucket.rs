@@ -131,7 +131,7 @@ impl Bucket {
         (answer.status().is_success(), answer.bytes().await.expect("a body").to_vec())
     }
 
-    /// All objects.
+    /// All objects but the one that the store is known by.
     pub(super) async fn objects(&self) -> Vec<Object> {
         let (_, text) = self.ask("GET", "?list-type=2", Vec::new()).await;
         let text = String::from_utf8(text).expect("UTF-8");
@@ -148,6 +148,7 @@ impl Bucket {
                 at: of(entry, "LastModified"),
             })
             .collect();
+        all.retain(|object| !object.key.ends_with("/LOCKSTEP.json"));
         all.sort();
         all
     }

@@ -229,11 +229,22 @@ impl Store for SqlStore {
     ) -> Result<Vec<StoredCheckpoint>> {
         self.list_stored(store, behind, limit).await
     }
-    async fn abandoned_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>> {
-        self.list_abandoned(store, limit).await
+    async fn abandoned_checkpoints(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>> {
+        self.list_abandoned(store, behind, limit).await
     }
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         self.upsert_stored(store, stored).await
+    }
+    async fn artifact_marker(&self, store: &str) -> Result<Option<String>> {
+        self.read_artifact_marker(store).await
+    }
+    async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
+        self.upsert_artifact_marker(store, marker).await
     }
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
         self.delete_stored(store, id).await

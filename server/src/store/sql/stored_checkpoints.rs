@@ -30,12 +30,18 @@ impl SqlStore {
         rows.iter().map(stored).collect()
     }
 
-    pub(super) async fn list_abandoned(&self, store: &str, limit: u32) -> Result<Vec<StoredCheckpoint>> {
+    pub(super) async fn list_abandoned(
+        &self,
+        store: &str,
+        behind: &str,
+        limit: u32,
+    ) -> Result<Vec<StoredCheckpoint>> {
         let rows = sqlx::query(
-            "SELECT * FROM stored_checkpoints WHERE store = $1 AND NOT EXISTS (SELECT 1 FROM checkpoints \
-             WHERE checkpoints.id = stored_checkpoints.checkpoint_id) ORDER BY checkpoint_id LIMIT $2",
+            "SELECT * FROM stored_checkpoints WHERE store = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
+             checkpoints WHERE checkpoints.id = stored_checkpoints.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
         )
         .bind(store)
+        .bind(behind)
         .bind(i64::from(limit))
         .fetch_all(&self.reader)
         .await?;
@@ -57,6 +63,31 @@ impl SqlStore {
         .await?;
         db.commit().await?;
         Ok(done.rows_affected() > 0)
+    }
+
+    pub(super) async fn read_artifact_marker(&self, store: &str) -> Result<Option<String>> {
+        let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(store);
+        Ok(found.fetch_optional(&self.reader).await?)
+    }
+
+    pub(super) async fn upsert_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query(
+            "UPDATE stored_checkpoints SET store = $1 WHERE store <> $1 AND store IN (SELECT store FROM artifact_stores \
+             WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM stored_checkpoints other WHERE other.store = $1 AND \
+             other.checkpoint_id = stored_checkpoints.checkpoint_id)",
+        )
+        .bind(store)
+        .bind(marker)
+        .execute(&mut *db)
+        .await?;
+        sqlx::query("DELETE FROM artifact_stores WHERE marker = $1").bind(marker).execute(&mut *db).await?;
+        sqlx::query("INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)")
+            .bind(store)
+            .bind(marker)
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
     }
 
     pub(super) async fn delete_stored(&self, store: &str, id: &str) -> Result<()> {

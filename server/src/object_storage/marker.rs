@@ -1,0 +1,86 @@
+//! The object by which the store is known again: `LOCKSTEP.json`, at its root. An empty folder where a disk should be mounted, another
+//! server's bucket of the same name and a proxy that knows nothing do not have it, and what they lack is not lost.
+
+use super::{ObjectStorage, Unusable, within};
+use bytes::Bytes;
+use object_store::{Error, GetOptions, ObjectStoreExt, path::Path};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// The object's name.
+pub(crate) const MARKER: &str = "LOCKSTEP.json";
+/// What is read of it at most.
+const MARKER_BYTES: u64 = 1024;
+
+/// What it says.
+#[derive(Serialize, Deserialize)]
+struct Marker {
+    store: Uuid,
+}
+
+impl ObjectStorage {
+    fn marker_path(&self) -> Path {
+        self.root.clone().join(MARKER)
+    }
+
+    /// Which store this is; none where nobody has marked it.
+    ///
+    /// # Errors
+    /// The store, or a marker that says nothing.
+    pub(crate) async fn marker(&self) -> Result<Option<String>, Unusable> {
+        let options = GetOptions::new().with_range(Some(0..MARKER_BYTES));
+        let found = match within(self.objects.get_opts(&self.marker_path(), options)).await {
+            Ok(found) => within(found.bytes()).await?,
+            Err(Error::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let marker: Marker = serde_json::from_slice(&found).map_err(|error| {
+            Unusable::for_good(format!(
+                "its {MARKER}, by which it is known again, cannot be read ({error}): put the one back that was there"
+            ))
+        })?;
+        Ok(Some(marker.store.to_string()))
+    }
+
+    /// Marks a store that nobody has marked; with what.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn mark(&self) -> Result<String, Unusable> {
+        let store = Uuid::new_v4();
+        let text = format!("{}\n", serde_json::json!({"store": store}));
+        within(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
+        Ok(store.to_string())
+    }
+
+    /// It is another store than the one that the database knows.
+    pub(crate) fn another(&self, found: Option<&str>, wanted: &str) -> Unusable {
+        let found = found.map_or_else(|| "is missing".to_owned(), |found| format!("names {found}"));
+        Unusable::for_good(format!(
+            "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{wanted}\"}}; \
+             {}. If that store is lost for good, name {} that was never used: what is still on the server's disk is copied there",
+            self.url,
+            self.hint(),
+            if self.directory.is_some() { "a directory" } else { "a prefix" },
+        ))
+    }
+
+    /// Nothing is there of what the database knows.
+    pub(crate) fn empty(&self) -> Unusable {
+        Unusable::for_good(format!(
+            "{} has none of the checkpoints that the database says are there; {}. If they are lost for good, name {} that was never \
+             used: what is still on the server's disk is copied there",
+            self.url,
+            self.hint(),
+            if self.directory.is_some() { "a directory" } else { "a prefix" },
+        ))
+    }
+
+    fn hint(&self) -> &'static str {
+        if self.directory.is_some() {
+            "is the disk mounted?"
+        } else {
+            "are the bucket, its prefix and AWS_ENDPOINT_URL the right ones?"
+        }
+    }
+}

@@ -96,7 +96,7 @@ impl Started {
         let pid = fs::read_to_string(at("pid")).expect("the browser");
         let command_line = format!("/proc/{}/cmdline", pid.trim());
         self.until("the browser runs", || {
-            fs::read(&command_line).is_ok_and(|line| line.starts_with(b"sleep\0300\0"))
+            fs::read(&command_line).is_ok_and(|line| line.starts_with(b"sleep\x00300\x00"))
         });
         let lines = command_lines();
         assert!(lines.iter().all(|line| !line.contains(code)), "a code on a command line: {lines:#?}");

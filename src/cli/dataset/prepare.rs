@@ -102,7 +102,7 @@ pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
         kept => format!(", {kept} of them were there"),
     };
     let (folder, mb) = (to.display(), made.bytes.div_ceil(1_000_000));
-    let shards = plural(made.shards as u64, "shard");
+    let shards = plural(made.shards, "shard");
     output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
     for broken in made.broken.iter().take(NAMED) {
         output::line(format_args!("left out: {}: {}", broken.file, broken.detail))?;

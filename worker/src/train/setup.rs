@@ -286,7 +286,7 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         shape.image_size,
         shape.image_size,
         shape.train_samples,
-        plural(shape.validation_samples as u64, "validation picture"),
+        plural(shape.validation_samples, "validation picture"),
     ));
     if shape.training_sizes.iter().any(|(_, side)| *side != shape.image_size) {
         let sizes: Vec<_> = shape
@@ -331,7 +331,7 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
         engine.device_name(),
         plan.batch_size,
         plan.accumulate,
-        plural(plan.global_batch_size as u64, "picture"),
+        plural(plan.global_batch_size, "picture"),
         plural(plan.total_steps, "step"),
         plan.steps_per_epoch
     ));

@@ -1,7 +1,7 @@
 //! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They get there while training continues, and
 //! come back from there when the server's own disk has them no more.
 
-mod bucket;
+pub(crate) mod bucket;
 
 use crate::{
     pictures, postgres,

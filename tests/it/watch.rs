@@ -115,7 +115,7 @@ async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole
         String::from_utf8(done.stdout).expect("UTF-8")
     };
     let narrow = shown(150);
-    let row = narrow.lines().find(|line| line.contains("resnet-")).expect("its row").trim_end();
+    let row = narrow.lines().find(|line| line.starts_with("1 ")).expect("its row").trim_end();
     assert!(row.contains("…") && row.contains("-seed-7") && !row.contains(&long), "{narrow}");
     // What the last column says goes on in the next line; the others leave it a third.
     let head = narrow.lines().find(|line| line.contains("WAITS FOR")).expect("a header");

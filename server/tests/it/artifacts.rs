@@ -77,6 +77,7 @@ async fn what_an_agent_uploads_is_stored_replaced_and_deleted_with_its_job() {
     let place = kept.path().join("jobs").join(&id).join("1-10");
     let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
     expected.push(place.join("MANIFEST.json"));
+    expected.push(kept.path().join("LOCKSTEP.json"));
     expected.sort();
     assert_eq!(
         files_below(kept.path()),
@@ -129,7 +130,9 @@ async fn what_an_agent_uploads_is_stored_replaced_and_deleted_with_its_job() {
     .await;
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
     until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
-    until("no object is left", async || files_below(kept.path()).is_empty()).await;
+    let marker = [kept.path().join("LOCKSTEP.json")];
+    until("no object is left but what the store is known by", async || files_below(kept.path()) == marker)
+        .await;
     server.stop().await;
 }
 

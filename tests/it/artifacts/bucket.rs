@@ -89,7 +89,7 @@ impl Buckets {
 }
 
 /// A bucket of a test's own, behind a gate.
-pub(super) struct Bucket {
+pub(crate) struct Bucket {
     name: String,
     pub(super) gate: Gate,
     http: reqwest::Client,
@@ -105,7 +105,7 @@ pub(super) struct Object {
 }
 
 impl Bucket {
-    pub(super) async fn new() -> Self {
+    pub(crate) async fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("bucket-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         cryptography();
@@ -116,7 +116,8 @@ impl Bucket {
     }
 
     /// What a server is started with.
-    pub(super) fn environment(&self) -> Vec<(String, String)> {
+    /// What leads `serve` to it; `LOCKSTEP_ARTIFACTS` among it.
+    pub(crate) fn environment(&self) -> Vec<(String, String)> {
         environment(&format!("s3://{}/team/runs", self.name), &self.gate.url(), "key", "secret")
     }
 

@@ -2,6 +2,7 @@
 //! machines that there are not, and `...`, which stands for more options.
 
 use crate::{
+    artifacts::bucket::Bucket,
     server::{Finished, SOON, free_port, lockstep, signal},
     tls::serve::{listens, trusting},
 };
@@ -23,6 +24,8 @@ const OWN_CA: &str = "lockstep serve --listen 0.0.0.0:7070 --tls-own-ca";
 pub(super) struct Serving {
     folder: PathBuf,
     process: Option<Child>,
+    /// Where the example keeps checkpoints that names one of S3.
+    bucket: Option<Bucket>,
     port: u16,
     has_own_ca: bool,
 }
@@ -44,7 +47,7 @@ impl Serving {
         let secret = folder.join("oidc.secret");
         fs::write(&secret, "of the provider").expect("a file");
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).expect("a mode");
-        Self { folder: folder.to_owned(), process: None, port: 0, has_own_ca: false }
+        Self { folder: folder.to_owned(), process: None, bucket: None, port: 0, has_own_ca: false }
     }
 
     /// Whether a line is run here and not by a shell.
@@ -86,6 +89,16 @@ impl Serving {
         let port = format!(":{}", self.port);
         let typed = line.split(" # ").next().expect("a command").replace(":7070", &port);
         let typed = typed.replace("/etc/lockstep/oidc.secret", "oidc.secret");
+        // Postgres and the bucket are on machines that there are not.
+        let typed = typed.replace("--database postgres://lockstep@db/lockstep", "");
+        let mut typed = typed.replace("/mnt/other-disk/artifacts", "artifacts");
+        let mut environment = Vec::new();
+        if typed.contains("s3://weights/lockstep") {
+            environment = self.bucket.insert(Bucket::new().await).environment();
+            let at =
+                environment.iter().position(|(name, _)| name == "LOCKSTEP_ARTIFACTS").expect("an address");
+            typed = typed.replace("s3://weights/lockstep", &environment.remove(at).1);
+        }
         let mut words: Vec<_> = typed.split_whitespace().skip(1).filter(|word| *word != "...").collect();
         let listen = format!("127.0.0.1{port}");
         if !words.contains(&"--listen") {
@@ -94,7 +107,7 @@ impl Serving {
         let path = self.folder.join("serving.log");
         let log = File::create(&path).expect("a log");
         let mut command = lockstep();
-        command.args(&words).current_dir(&self.folder);
+        command.args(&words).current_dir(&self.folder).envs(environment);
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         let process = self.process.insert(command.spawn().expect("lockstep serve"));
         let said = || fs::read_to_string(&path).unwrap_or_default();

@@ -94,7 +94,7 @@ fn other_agents(token: &Token, agent: &AgentRow) -> String {
     if !is_certificate(token) {
         return format!(
             "the token {:?} is for another agent than this one, which is {name} with the id {id}; make one for it: lockstep token create \
-             --scope agent --agent {name} (and give it another --name first where a machine has that one already)",
+             --scope agent --agent {id}",
             token.name
         );
     }

@@ -23,7 +23,7 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
         which.extend(["--database", url]);
     }
     let response = server.cli(&[&["backup", "-o", file], &which[..]].concat());
-    assert!(response.ok().contains("backed up 1 jobs"), "{}", response.stdout);
+    assert!(response.ok().contains("backed up 1 job"), "{}", response.stdout);
     if server.database.is_none() {
         std::os::unix::fs::symlink(data.join("lockstep.db"), server.folder().path().join("link"))
             .expect("a link");

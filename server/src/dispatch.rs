@@ -23,6 +23,7 @@ mod candidates;
 mod ends;
 mod fewer;
 mod gang;
+mod left;
 mod needs;
 mod place;
 mod preempt;

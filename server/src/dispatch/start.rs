@@ -3,6 +3,7 @@
 use super::{
     candidates::address,
     ends::{end_attempt, wanted},
+    left::{Left, NONE_LEFT, forget_missing},
     needs::{Needs, datasets, fail, needs},
     skip_permanent_error,
     slots::{Start, device_for},
@@ -11,11 +12,11 @@ use crate::{
     agents::Online,
     app::App,
     artifacts, lifecycle,
-    store::{Changed, CheckpointRow, Claim, Claimed, JobRow, Place, Result, StoreError},
+    store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
 use lockstep_protocol::{
-    agent::{AttemptEvent, AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
+    agent::{AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
     dataset::Dataset,
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
@@ -131,7 +132,9 @@ async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -
     if job.attempt > 0 || start.row.is_fork() {
         // Rank 0 reads the checkpoint, and sends the others what is in it.
         let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-        forget_missing(app, job, reader).await?;
+        if forget_missing(app, job, reader).await? == Left::None {
+            return fail(app, &job.id, NONE_LEFT.into()).await.map(|()| None);
+        }
     }
     let mut files = start_files(app, job).await;
     files.pretrained.clone_from(&needs.pretrained);
@@ -343,42 +346,4 @@ async fn start_files(app: &App, job: &Job) -> StartFiles {
     let mark = marked.is_ok().then_some(word);
     let dataset = tokio::task::spawn_blocking(move || artifacts::dataset_note(&folder)).await;
     StartFiles { mark, dataset: dataset.unwrap_or_default(), pretrained: None }
-}
-
-/// Removes the rows of checkpoints that the next attempt cannot have, before one of them is chosen to continue from: those whose folder is
-/// gone (a user removed it, or a rank died before it reported removing it), and those that were never uploaded from another machine
-/// than `agent`.
-async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<()> {
-    // No folder at all: this disk is not where they are. What an object store does not have either is nowhere.
-    let is_stored = |row: &CheckpointRow| app.artifact_store.as_ref().is_some_and(|store| store.has(&row.id));
-    let is_here = app.artifact_store.is_some()
-        || matches!(tokio::fs::try_exists(app.job_dir(&job.id).join("checkpoints")).await, Ok(true));
-    let mut missing = Vec::new();
-    for row in app.store.checkpoints(&job.id).await? {
-        let holders = artifacts::on_its_way(app, &row);
-        let is_missing = match holders.is_empty() {
-            false => holders.iter().all(|holder| holder.agent_id != agent),
-            true => {
-                is_here
-                    && !is_stored(&row)
-                    && matches!(tokio::fs::try_exists(app.checkpoint_dir(&row)).await, Ok(false))
-            }
-        };
-        if is_missing {
-            missing.push((row.info.epoch, row.info.step));
-        }
-    }
-    if missing.is_empty() {
-        return Ok(());
-    }
-    let change = move |row: &mut JobRow| {
-        let removed = |(epoch, step): &(u32, u64)| {
-            let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
-            lifecycle::report(row, event, None, crate::now())
-        };
-        Ok(missing.iter().map(removed).collect::<std::result::Result<Vec<_>, _>>()?.concat())
-    };
-    let changed = app.store.change_job(&job.id, Box::new(change)).await?;
-    app.announce(&changed);
-    Ok(())
 }

@@ -164,6 +164,9 @@ async fn make(
         if error.kind() == io::ErrorKind::InvalidData {
             return Err(checkpoints::damaged(error.to_string()));
         }
+        if error.kind() == io::ErrorKind::NotFound && !app.checkpoint_dir(&from).exists() {
+            return Err(checkpoints::removed());
+        }
         return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
     }
     let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };

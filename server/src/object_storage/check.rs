@@ -117,8 +117,9 @@ fn may_pass(all: &str) -> bool {
     }
     let status = all.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
     matches!(status, Some("429" | "500" | "502" | "503" | "504"))
-        || all.contains("HTTP error: ")
-        || all.contains(LATE)
+        || ["HTTP error: ", LATE, "No space left on device", "Disk quota exceeded"]
+            .iter()
+            .any(|told| all.contains(told))
 }
 
 /// All that an error says.
@@ -204,6 +205,8 @@ mod tests {
             (status("404 Not Found"), false),
             (status("501 Not Implemented"), false),
             ("Generic object error: it has not answered within 300 s".into(), true),
+            ("Unable to copy data to file: No space left on device (os error 28)".into(), true),
+            ("Unable to create dir /a: Read-only file system (os error 30)".into(), false),
         ] {
             assert_eq!(may_pass(&told), passes, "{told}");
         }

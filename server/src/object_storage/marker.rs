@@ -68,7 +68,7 @@ impl ObjectStorage {
     /// Nothing is there of what the database knows.
     pub(crate) fn empty(&self) -> Unusable {
         Unusable::for_good(format!(
-            "{} has none of the checkpoints that the database says are there; {}. If they are lost for good, name {} that was never \
+            "{} has none of the checkpoints that the database says are there; {} If they are lost for good, name {} that was never \
              used: what is still on the server's disk is copied there",
             self.url,
             self.hint(),

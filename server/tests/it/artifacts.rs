@@ -245,6 +245,32 @@ async fn a_copy_on_the_disk_that_is_damaged_is_replaced_by_the_one_in_the_store(
 }
 
 #[tokio::test]
+async fn a_job_whose_checkpoints_are_all_gone_fails_and_does_not_begin_anew() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let start = agent.started().await;
+    let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
+    let folders = [on_disk(&job_dir, 10), on_disk(&job_dir, 20)];
+    let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    until("both are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
+    // Everywhere: on the disk, and in the store.
+    for folder in folders {
+        fs::remove_dir_all(folder).unwrap();
+    }
+    fs::remove_dir_all(kept.path().join("jobs").join(&id)).unwrap();
+    agent.end(&start.attempt, killed(0)).await;
+    let job = server.until(&id, lockstep_protocol::JobState::Failed).await;
+    let why = job.reason.unwrap_or_default();
+    assert!(why.contains("no whole checkpoint is left to continue from"), "{why}");
+    assert_eq!(job.attempt, 1, "none was started");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn one_that_cannot_be_deleted_does_not_hold_up_the_others() {
     let kept = tempfile::tempdir().unwrap();
     let directory = kept.path().to_str().unwrap().to_owned();

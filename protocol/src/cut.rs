@@ -1,6 +1,6 @@
 //! Long names and paths, shortened in the middle: what tells them apart is often at their end. As `static/cut.js`.
 
-/// Words begin with these, or behind a space.
+/// A word begins with one of these, or after a space.
 const BETWEEN: [char; 4] = ['/', '-', '_', '.'];
 
 /// Whether a word begins at `at`: not within a word, and not between two signs that stand together.
@@ -18,7 +18,7 @@ fn between(all: &[char], wanted: usize, places: std::ops::RangeInclusive<usize>)
 
 /// At most `most` characters of `text`: its beginning, `…` and its end, both cut between two words where there is a place near by.
 pub fn middle(text: &str, most: usize) -> String {
-    // Less is no name any more.
+    // Fewer characters would leave nothing of the name.
     let most = most.max(3);
     let all: Vec<char> = text.chars().collect();
     if all.len() <= most {

@@ -1,4 +1,4 @@
-//! Brings checkpoints back from the object store to this disk, where the server's own copy is gone: for a download, an evaluation, a
+//! Fetches checkpoints from the object store whose copy on the server's disk is gone or damaged: for a download, an evaluation, a
 //! prediction, a fork, or the next attempt of a job.
 
 use crate::{
@@ -24,13 +24,13 @@ use std::{
 };
 use tokio::{fs::File, io::AsyncWriteExt};
 
-/// A checkpoint whose sums are wrong is fetched so often before it counts as damaged: the network may have done it.
+/// How often a checkpoint with a wrong checksum is fetched before it counts as damaged: the network may be at fault.
 const TRIES: usize = 2;
-/// So much of the disk stays free: others write there, too.
+/// Bytes of the disk that a fetch leaves free: others write there, too.
 const SPARE_BYTES: u64 = 256 << 20;
-/// Dispatch waits for a check as long as this, and meanwhile for nothing else.
+/// How long dispatch waits for a check. It does nothing else meanwhile.
 const CHECK_WAIT: Duration = Duration::from_millis(500);
-/// What has come of checkpoints that are being fetched, in a job's folder.
+/// The folder, in a job's folder, with what has arrived of checkpoints that are being fetched.
 const FETCHED: &str = "fetched";
 
 impl From<object_store::Error> for NotFetched {
@@ -50,7 +50,7 @@ impl From<io::Error> for NotFetched {
 
 type Result<T> = std::result::Result<T, NotFetched>;
 
-/// A fetch of a checkpoint that is not on this disk, begun where none runs; none where it is here, or the store does not have it.
+/// The fetch of a checkpoint that is not on this disk; starts one if none runs. `None`: it is on the disk, or not in the store.
 pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
     let store = app.artifact_store.as_ref()?;
     if !store.has(&row.id) || app.checkpoint_dir(row).exists() {
@@ -59,8 +59,8 @@ pub(crate) fn fetch(app: &App, row: &CheckpointRow) -> Option<Fetch> {
     Some(begin(app, store, row, None).0)
 }
 
-/// A check of a checkpoint that is on this disk and in the object store: it is set aside and fetched where it is damaged. And whether the
-/// check begins just now. None where it is not in both. `waiting`: for the next attempt of this job.
+/// Checks a checkpoint that is on this disk and in the object store; one that is damaged is set aside and fetched. The flag says whether
+/// this call has started the check. `None`: it is not in both places. `waiting`: the job whose next attempt needs it.
 pub(crate) fn check(app: &App, row: &CheckpointRow, waiting: Option<&Job>) -> Option<(Fetch, bool)> {
     let store = app.artifact_store.as_ref()?;
     if !store.has_whole(&row.id) || !app.checkpoint_dir(row).exists() {
@@ -69,7 +69,7 @@ pub(crate) fn check(app: &App, row: &CheckpointRow, waiting: Option<&Job>) -> Op
     Some(begin(app, store, row, waiting))
 }
 
-/// The same where a look shows that files are missing or have other sizes; none where it shows nothing.
+/// As [`check`], but only if files are missing or have other sizes. `None`: all are there with their sizes, or the store lacks it.
 pub(crate) async fn mend(app: &App, row: &CheckpointRow) -> Option<Fetch> {
     if !app.artifact_store.as_ref()?.has_whole(&row.id) {
         return None;
@@ -88,7 +88,7 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
         app.clone().spawn(async move {
             let Some(store) = &app.artifact_store else { return };
             let mut outcome = have_whole(&app, store, &row).await;
-            // What another store lacks, or has otherwise, is not lost.
+            // Not lost if this is another store than the one that it was uploaded to.
             if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
                 && let Err(unusable) = store.confirm(&*app.store).await
             {
@@ -100,7 +100,7 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
                         store.checked(&row.id, waiting);
                     }
                 }
-                // A job that waits for it asks again and again.
+                // Logged once and not for each fetch: a job that waits for it asks again and again.
                 Err(NotFetched::Away(why)) => store.is_away(why),
                 Err(why) => tracing::warn!(checkpoint = row.id, ?why, "not fetched from the object store"),
             }
@@ -112,11 +112,11 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
     (fetch, begins)
 }
 
-/// Has a checkpoint on this disk: the one that is there, unless it is damaged, or that of the object store.
+/// Puts a whole checkpoint on this disk: the copy that is there, unless it is damaged, else that of the object store.
 async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let folder = app.checkpoint_dir(row);
     if folder.exists() {
-        // Whoever reads it says what is wrong with it.
+        // A disk error is not fatal here: whoever reads the checkpoint reports it.
         if let Err(error) = artifact_checks::set_damaged_aside(app, row).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
         }
@@ -139,11 +139,11 @@ async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
 
 /// Whether a job can continue from a checkpoint, or begin from it.
 pub(crate) enum Brought {
-    /// It is on the disk, as far as the object store knows.
+    /// It is on the disk, or there is no object store to fetch it from.
     Here,
-    /// It is being fetched from the object store. A job waits as long as that takes: an older one would throw away what it has learned.
+    /// It is being fetched from the object store. The job waits for as long as that takes: an older checkpoint would lose training.
     Coming(Reason),
-    /// It is not to be had.
+    /// It is on neither the disk nor the object store, or is damaged there.
     Lost,
 }
 
@@ -177,7 +177,7 @@ pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) 
     Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
 }
 
-/// What the log of a job says whose checkpoint is not to be had.
+/// What the log says of a job whose checkpoint is lost.
 fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
     let how = match why {
         NotFetched::Damaged(how) => format!("is damaged there ({how})"),
@@ -195,7 +195,7 @@ fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
     )
 }
 
-/// Waits for a checkpoint that is fetched, but not for longer than this; none where it needs longer.
+/// Waits for a fetch to end, at most for `patience`; `None` if it takes longer.
 pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     let ended = tokio::time::timeout(patience, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
@@ -205,13 +205,13 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     }
 }
 
-/// Where the files of a checkpoint are gathered.
+/// The folder in which the files of a checkpoint arrive.
 fn gathering(app: &App, row: &CheckpointRow) -> PathBuf {
     let name = format!("{}-{}", row.info.epoch, row.info.step);
     app.job_dir(&row.job).join(FETCHED).join(name)
 }
 
-/// Removes what a fetch that has failed leaves. A job that was deleted meanwhile has no folder, and nobody would remove this one.
+/// Removes what a failed fetch has left. If the job was deleted meanwhile, the fetch has made its folder again: that goes, too.
 async fn clean(app: &App, row: &CheckpointRow) {
     let (gathering, job_dir) = (gathering(app, row), app.job_dir(&row.job));
     if matches!(app.store.job(&row.job).await, Ok(None)) {
@@ -222,12 +222,12 @@ async fn clean(app: &App, row: &CheckpointRow) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             tracing::warn!(%error, checkpoint = row.id, "what came of a checkpoint stays on the disk");
         }
-        // Others may be fetched.
+        // Fails, as it should, while other checkpoints arrive there.
         _ => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
     }
 }
 
-/// Removes what an earlier server has not fetched to its end.
+/// Removes unfinished fetches of an earlier server.
 pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
     let entries = match fs::read_dir(jobs) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -271,7 +271,7 @@ async fn bring_back(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
     Ok(())
 }
 
-/// Whether so many bytes have room where `free` are free.
+/// Whether `wanted` bytes fit on a disk with `free` free ones, less [`SPARE_BYTES`].
 fn check_room(wanted: u64, free: u64) -> Result<()> {
     if wanted.saturating_add(SPARE_BYTES) <= free {
         return Ok(());
@@ -285,7 +285,7 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
     )))
 }
 
-/// All files of a checkpoint, each as its manifest has it.
+/// Fetches all files of a checkpoint, each with the size and checksum that the manifest has.
 async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Result<()> {
     match tokio::fs::remove_dir_all(gathering).await {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
@@ -339,7 +339,7 @@ async fn receive(
     Ok(file.sync_all().await?)
 }
 
-/// Gives it its name, synced. One that has come by another way meanwhile stays.
+/// Renames the gathered folder to the checkpoint's name and syncs both. A checkpoint that came another way meanwhile stays.
 fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
     fs::File::open(gathering)?.sync_all()?;
     if let Some(all) = to.parent() {
@@ -350,7 +350,7 @@ fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
         fs::rename(gathering, to)?;
         fs::File::open(all)?.sync_all()?;
     }
-    // Others may be fetched.
+    // Fails, as it should, while other checkpoints arrive there.
     let _ = gathering.parent().map(fs::remove_dir);
     Ok(())
 }

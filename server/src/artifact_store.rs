@@ -64,7 +64,7 @@ pub(crate) enum NotFetched {
     Disk(String),
 }
 
-/// How a fetch has ended; none while it runs.
+/// How a fetch has ended; `None` while it runs.
 pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 
 /// A fetch that runs or has ended.
@@ -72,7 +72,7 @@ pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 pub(crate) struct Fetch {
     pub(crate) outcome: watch::Receiver<Fetched>,
     since: Instant,
-    /// In a row.
+    /// Failures in a row.
     failures: u32,
 }
 
@@ -80,19 +80,19 @@ pub(crate) struct Fetch {
 #[derive(Debug)]
 pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
-    /// Set once it was seen that the store can be used.
+    /// Set once a check has shown that the store can be used.
     usable: OnceCell<()>,
-    /// By what it is known again, once that is known.
+    /// The identity that its `LOCKSTEP.json` must have, once that is known.
     marker: OnceCell<String>,
     known: Mutex<Known>,
     fetches: Mutex<HashMap<String, Fetch>>,
-    /// The copies on the disk that were found whole: for the next attempt of which job, and after which one.
+    /// Copies on the disk that were found whole: the job that starts from it, that job's newest attempt then, and the checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
-    /// One for each checkpoint that is being fetched.
+    /// A permit for each checkpoint that is being fetched.
     pub(crate) fetching: Semaphore,
-    /// Rung when a checkpoint waits to be uploaded.
+    /// Notified when a checkpoint waits to be uploaded.
     pub(crate) waiting: Notify,
-    /// Rung when a checkpoint's row is gone: its objects may go, too.
+    /// Notified when a checkpoint's row is gone: its objects may go, too.
     pub(crate) removed: Notify,
     is_away: AtomicBool,
 }
@@ -253,12 +253,12 @@ impl ArtifactStore {
         lock(&self.fetches).remove(id);
     }
 
-    /// Nobody continues from this checkpoint.
+    /// Marks a checkpoint as lost: it is not fetched, and no job continues from it.
     pub(crate) fn lose(&self, id: &str) {
         lock(&self.known).lost.insert(id.to_owned());
     }
 
-    /// A fetch of a checkpoint: the one that runs or has just failed, or a new one, which the caller carries out and whose end it tells.
+    /// The fetch of a checkpoint that runs or has just failed, or a new one, which the caller carries out and ends with the sender.
     pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
@@ -284,7 +284,7 @@ impl ArtifactStore {
         lock(&self.checked).contains(&(job.clone(), attempt, id.to_owned()))
     }
 
-    /// It was.
+    /// Notes that a copy was found whole, for the attempt that follows `attempt`.
     pub(crate) fn checked(&self, id: &str, (job, attempt): (JobId, u32)) {
         let mut checked = lock(&self.checked);
         if checked.len() >= CHECKED {
@@ -293,7 +293,7 @@ impl ArtifactStore {
         checked.insert((job, attempt, id.to_owned()));
     }
 
-    /// A fetch has ended: so is told, and remembered for a moment.
+    /// Ends a fetch: those who wait for it get the outcome, and a failure is remembered for a moment.
     pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
             fetch.since = Instant::now();
@@ -302,7 +302,7 @@ impl ArtifactStore {
         sender.send_replace(Some(outcome));
     }
 
-    /// The store does not do what it is asked; why. Said once.
+    /// The store fails, for the reason `error`. Logged once until it works again.
     pub(crate) fn is_away(&self, error: &str) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             let url = self.storage.url();
@@ -314,7 +314,7 @@ impl ArtifactStore {
         }
     }
 
-    /// It does again.
+    /// The store works again.
     pub(crate) fn answers(&self) {
         if self.is_away.swap(false, Ordering::Relaxed) {
             tracing::info!(url = self.storage.url(), "the object store can be used again");

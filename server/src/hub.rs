@@ -14,10 +14,10 @@ use std::{
 };
 use tokio::sync::{Notify, broadcast, watch};
 
-/// Newest events kept for each watched job: so many, and together at most so large.
+/// Newest events kept for each watched job: at most this many, and at most [`RECENT_BYTES`] together.
 const RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
-/// Between two updates of one job on the list, and between two of its pace on its own stream.
+/// Time between two updates of one job on the list, and between two updates of its pace on its own stream.
 pub(crate) const LIST_EVERY: Duration = Duration::from_millis(250);
 /// Updates of the list that a reader may be behind before it is sent the whole list again.
 const LIST_BACKLOG: usize = 1024;
@@ -38,7 +38,7 @@ pub(crate) struct Hub {
 enum Unpublished {
     /// Its newest state.
     Changed(Box<Job>),
-    /// With whom it was, and whether it was private.
+    /// Whose it was, and whether it was private.
     Deleted { owner: Option<String>, private: bool },
 }
 
@@ -48,7 +48,7 @@ struct Watched {
     /// Without a gap.
     recent: VecDeque<Arc<EventRow>>,
     recent_bytes: usize,
-    /// With the newest event that was published.
+    /// As of the newest event that was published.
     pace: Option<Pace>,
     /// Since the first subscription; `None` until somebody changes them.
     labels: watch::Sender<Option<Labels>>,

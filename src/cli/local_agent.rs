@@ -166,13 +166,13 @@ async fn end(mut child: Child) {
     }
 }
 
-/// An agent of an earlier server that was killed still holds the folder: it is to let go (SIGUSR1),
-/// its ranks stay.
+/// Ends an agent of an earlier server that was killed, which still holds the folder. SIGUSR1 asks it to end
+/// and leave its ranks running.
 async fn relieve(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
-        // Not until its process is gone, which somebody else has to see to: until the lock is free.
+        // Waits for the lock to be free and not for the process to be gone: it is not our child, so another process reaps it.
         let gone = || running_agent(dir) != Some(pid.as_raw_nonzero().get());
         if kill_process(pid, signal).is_err() || wait_until(gone).await {
             return Ok(());

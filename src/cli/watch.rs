@@ -22,7 +22,7 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// A waiting job is asked this often where it stands: that depends on other jobs, and is no event of its own.
+/// How often a waiting job's place in the queue is asked for: it depends on other jobs, so no event of this one tells it.
 const ASK_EVERY: Duration = Duration::from_secs(2);
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
@@ -67,12 +67,12 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     }
     match job.state {
         JobState::Succeeded => Ok(()),
-        // Why, the line above has said.
+        // The line above has said why.
         _ => Err(NotSucceeded(job.state).into()),
     }
 }
 
-/// Waits without a word until a job is as it should be.
+/// Waits until `done` says yes of a job; prints nothing.
 ///
 /// # Errors
 /// The server went away.

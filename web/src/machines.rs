@@ -50,7 +50,7 @@ pub struct SlotCell {
 pub struct AgentCard {
     /// Kept by the agent over restarts.
     pub id: String,
-    /// Two may have the same: one that was made anew has another id.
+    /// Two agents may have the same name: one whose state was made anew has another id.
     pub name: String,
     /// Its socket is open.
     pub online: bool,
@@ -58,9 +58,9 @@ pub struct AgentCard {
     pub draining: bool,
     /// Its newest heartbeat.
     pub last_seen_at: Timestamp,
-    /// Since when its connection is there.
+    /// When its connection began.
     pub connected_at: Option<Timestamp>,
-    /// Until its attempts end without word from it; none: it has no attempt.
+    /// Seconds until its lease runs out and its attempts end; `None`: it has no attempt.
     pub lease_secs_left: Option<f64>,
     /// As it introduced itself.
     pub machine: Machine,

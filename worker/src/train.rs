@@ -199,7 +199,7 @@ struct Run<'a> {
     schedule: Schedule,
     /// Writes checkpoints; on rank 0 only.
     writer: Option<CheckpointWriter>,
-    /// It was told that a checkpoint may take longer than there is time for at the end.
+    /// The log says already that a checkpoint may take longer than there is time for at the end.
     told_slow: bool,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
@@ -215,12 +215,12 @@ struct Run<'a> {
     best: Option<Best>,
     /// The engine has the weights of the steps so far, and not their average, which is being evaluated.
     has_own_weights: bool,
-    /// Those of them whose results are not reported yet, oldest first.
+    /// Steps that were started and whose results are not reported yet, oldest first.
     in_flight: VecDeque<InFlight>,
     not_finite: Option<NotFinite>,
     /// Steps that float16's loss scaling has skipped.
     skipped: SkippedSteps,
-    /// The newest.
+    /// The newest evaluation.
     evaluation: Option<Evaluation>,
     /// How many reasons for decoding on cores, although the GPU decodes, were logged.
     decoder_reasons: usize,
@@ -255,7 +255,7 @@ impl Run<'_> {
             self.set_training_size(epoch as u32)?;
             while self.step < end {
                 let mut batches = self.data.epoch(self.epoch_plan());
-                // Until float16 overflows too often: then the rest of the epoch is prepared anew for another engine.
+                // Ends early when float16 overflows too often: the rest of the epoch is then prepared again, for a bfloat16 engine.
                 while self.step < end && self.skipped.persist().is_none() {
                     let continues = self.step(batches.as_mut())?;
                     if !continues {

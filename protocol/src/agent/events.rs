@@ -69,7 +69,7 @@ pub enum AttemptEvent {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         unreachable: Vec<u32>,
     },
-    /// Every rank of this agent is gone. The last event of an attempt.
+    /// Every rank of this agent is gone: its last event of the attempt. An attempt on several agents has one from each.
     Ended(Ending),
     /// An event of a newer version: acknowledged and skipped.
     #[serde(other)]

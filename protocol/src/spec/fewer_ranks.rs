@@ -3,21 +3,21 @@
 use super::JobSpec;
 
 impl JobSpec {
-    /// Pictures that a rank sees in a micro-batch when so many ranks divide what all ranks of the job see in one; none where that
-    /// does not come out even.
+    /// Pictures of a rank in a micro-batch when `ranks` ranks divide what all ranks of the job have in one; `None` if they cannot be
+    /// divided evenly.
     fn batch_size_on(&self, ranks: u32) -> Option<u32> {
         let of_all = u64::from(self.micro_batch_size()) * u64::from(self.parallel.ranks);
         let comes_out_even = ranks > 0 && of_all.is_multiple_of(ranks.into());
         comes_out_even.then(|| u32::try_from(of_all / u64::from(ranks)).ok()).flatten()
     }
 
-    /// With how many ranks the job may continue instead of all of them, most first; none without `recovery.min_ranks`.
+    /// The smaller numbers of ranks with which the job may continue, largest first; empty without `recovery.min_ranks`.
     pub fn fewer_ranks(&self) -> Vec<u32> {
         let Some(least) = self.recovery.min_ranks else { return Vec::new() };
         (least..self.parallel.ranks).rev().filter(|ranks| self.batch_size_on(*ranks).is_some()).collect()
     }
 
-    /// The same job on so many ranks, one of [`JobSpec::fewer_ranks`]: with the same global batch and the same micro-batches.
+    /// The same job on `ranks` ranks, one of [`JobSpec::fewer_ranks`], with the same global batch and the same micro-batches.
     pub fn on_ranks(mut self, ranks: u32) -> Self {
         let batch_size = self.batch_size_on(ranks);
         // A global batch is divided over however many there are.

@@ -1,15 +1,15 @@
-//! Whether the store can be used, before anybody relies on it, and what to change where it cannot.
+//! Checks that the store can be used before anybody relies on it, and says what to change if it cannot.
 
 use super::{ObjectStorage, within};
 use object_store::{Error, ObjectStoreExt};
 use std::error::Error as _;
 
-/// What the object says that is written, read and deleted.
+/// The content of the test object.
 const TEXT: &str = "lockstep writes, reads and deletes this object when it starts";
 /// Where object_store asks for credentials when it is given none: the service of Amazon's own machines.
 const MACHINE_CREDENTIALS: &str = "169.254.169.254";
 
-/// What `within` says of a request that it has given up.
+/// Part of the error of [`within`] for a request that timed out.
 const LATE: &str = "has not answered within";
 
 /// Why the store cannot be used.
@@ -17,12 +17,12 @@ const LATE: &str = "has not answered within";
 pub(crate) struct Unusable {
     /// What is wrong, and what to change.
     pub(crate) why: String,
-    /// It may be used in a while, without anybody changing what is configured.
+    /// The cause is transient: the store may work later with the same configuration.
     pub(crate) may_pass: bool,
 }
 
 impl Unusable {
-    /// Somebody has to change something.
+    /// Not transient: somebody has to change something.
     pub(crate) fn for_good(why: String) -> Self {
         Self { why, may_pass: false }
     }
@@ -54,7 +54,7 @@ impl ObjectStorage {
         };
         let told = asked.await;
         if let Some(directory) = &self.directory {
-            // Of others that start at the same moment there may be more in it.
+            // Fails, as it should, while another server has its test object there.
             let _ = tokio::fs::remove_dir(directory.join(folder.as_ref())).await;
         }
         match told {
@@ -70,7 +70,7 @@ impl ObjectStorage {
     }
 }
 
-/// What contradicts itself in the variables that a bucket's client reads.
+/// Checks the environment variables that a bucket's client reads: the endpoint is a URL, and both halves of the key are given.
 ///
 /// # Errors
 /// What has to be changed.
@@ -102,12 +102,12 @@ pub(super) fn environment() -> Result<(), String> {
     }
 }
 
-/// Whether an error that says this may pass by itself: nobody answers, or not now.
+/// Whether an error with this text is transient: nobody answers, the store is overloaded, or a disk is full.
 fn may_pass(all: &str) -> bool {
     const TO_CHANGE: [&str; 5] = [
         MACHINE_CREDENTIALS,
         "builder error",
-        // Of TLS.
+        // Errors of TLS.
         "invalid peer certificate",
         "received fatal alert",
         "corrupt message",
@@ -122,7 +122,7 @@ fn may_pass(all: &str) -> bool {
             .any(|told| all.contains(told))
 }
 
-/// All that an error says.
+/// The text of an error and of all its sources.
 fn everything(error: &Error) -> String {
     let mut all = error.to_string();
     let mut source = error.source();
@@ -136,7 +136,7 @@ fn everything(error: &Error) -> String {
     all
 }
 
-/// All that an error says, and what to change.
+/// An error for a person: what is wrong, and what to change.
 pub(crate) fn words(error: &Error) -> String {
     let all = everything(error);
     let code =
@@ -173,7 +173,7 @@ pub(crate) fn words(error: &Error) -> String {
     }
 }
 
-/// A store's answer may be a page.
+/// At most 600 bytes of a text: a store may answer with a page of HTML.
 fn shortened(mut text: String) -> String {
     const MOST: usize = 600;
     if text.len() > MOST {

@@ -26,27 +26,27 @@ use std::{
     path::Path,
 };
 
-/// In pixels.
+/// The short sides that a copy may have, in pixels.
 pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
-/// As libjpeg counts it.
+/// The JPEG qualities that a copy may have, on libjpeg's scale.
 pub const QUALITIES: RangeInclusive<u8> = 1..=100;
-/// About so large is a shard: few files, and each is read in one go by those who read from front to back.
+/// About the size of a shard: large enough for few files, each of which is read front to back in one go.
 const SHARD_BYTES: u64 = 256 << 20;
 /// The order of pictures is the same in every copy.
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
-/// So many pictures of a split are made ahead, to know how large one is.
+/// Pictures of a split that are made in advance to estimate the size of one.
 const MEASURED: usize = 256;
 
 /// What a copy is like.
 #[derive(Debug, Clone)]
 pub struct PrepareSettings {
-    /// Larger pictures are resized to a short side of so many pixels; see [`SHORT_SIDES`].
+    /// Larger pictures are resized to a short side of this many pixels; see [`SHORT_SIDES`].
     pub short_side: u32,
     /// The JPEG quality; see [`QUALITIES`].
     pub quality: u8,
-    /// What a picture does that cannot be decoded.
+    /// Whether a picture that cannot be decoded ends the copy or is left out.
     pub broken_files: BrokenFiles,
-    /// About so many bytes a shard.
+    /// The approximate size of a shard.
     pub shard_bytes: u64,
 }
 

@@ -31,7 +31,7 @@ pub struct Optimizer {
 pub struct OptimizerState {
     /// `<parameter>.<slot>` for each of [`Optimizer::slots`], in the shape of the parameter.
     pub slots: NamedTensors,
-    /// Updates done since the slots were zeros; steps that float16 skipped are none.
+    /// Updates done since the slots were zeros; steps that float16 skipped do not count.
     pub updates: u64,
 }
 

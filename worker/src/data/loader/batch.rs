@@ -40,9 +40,9 @@ pub struct Batch {
     pub labels: Vec<u32>,
     /// With mixup or cutmix: the class of the picture that each one is mixed with. Empty when pictures are not mixed.
     pub mixed_labels: Vec<u32>,
-    /// The weight of an picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
+    /// The weight of a picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
     pub lambda: f32,
-    /// With mixup or cutmix and [`BatchFormat::AugmentParams`]: how the engine mixes the pictures. In other forms they are mixed already.
+    /// With mixup or cutmix and [`BatchFormat::AugmentParams`]: how the engine mixes the pictures. In other formats they are mixed already.
     pub mix_params: Option<MixParams>,
     /// Position of each picture in its split, for tests and for error messages.
     pub indices: Vec<u64>,

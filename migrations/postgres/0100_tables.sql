@@ -35,6 +35,7 @@ CREATE TABLE jobs (
     fencing_secret TEXT,
     parent_job TEXT,
     parent_checkpoint TEXT,
+    parent_private BIGINT NOT NULL DEFAULT 0,
     owner TEXT,
     private BIGINT NOT NULL DEFAULT 0,
     deleted_at BIGINT

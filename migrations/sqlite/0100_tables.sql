@@ -46,6 +46,9 @@ CREATE TABLE jobs (
     -- What a fork began from. No reference: the other job may be deleted.
     parent_job TEXT,
     parent_checkpoint TEXT,
+    -- Whether a fork that others see began from a job that they do not see: then its `parent_job` is shown to those
+    -- alone who see that job.
+    parent_private INTEGER NOT NULL DEFAULT 0,
     -- Who submitted it: a person, or a token by its name. A private one is seen by its owner and admins alone.
     owner TEXT,
     private INTEGER NOT NULL DEFAULT 0,

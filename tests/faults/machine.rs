@@ -176,8 +176,8 @@ fn faketime() -> PathBuf {
 #[tokio::test]
 async fn the_clock_is_set_forward_and_back() {
     let _turn = turn().await;
-    // Long enough that it still reports after the second jump on a quick machine.
-    let steps = STEPS;
+    // Long enough that it still reports after the second jump on a quick machine (640 steps took it 0.9 s).
+    let steps = 6 * STEPS;
     let model = undisturbed(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
@@ -200,21 +200,35 @@ async fn the_clock_is_set_forward_and_back() {
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY).await;
     set("+3600");
-    runs_past(&server, &id, 3 * EVERY).await;
+    until_events_leap(&server, &id, 3000).await;
     set("-3600");
+    until_events_leap(&server, &id, -6000).await;
     row.mended_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
-    // It was in the server's clock, and so in everybody's.
-    let at =
-        |event: &Value| event["at"].as_str().and_then(|at| at.parse::<Timestamp>().ok()).expect("a time");
-    let times: Vec<_> = stored(&server, &id).await.iter().map(at).collect();
-    let leaps = |least: i64| {
-        times.windows(2).any(|t| (t[1].as_second() - t[0].as_second()) * least.signum() >= least.abs())
-    };
-    assert!(leaps(3000) && leaps(-6000), "the clock never jumped");
     row.passed("same attempt, nothing lost");
     server.stop().await;
+}
+
+/// Waits until one stored event is at least so many seconds (before, if negative) after the one before it: the server's
+/// clock, and so everybody's, was set.
+async fn until_events_leap(server: &Server, id: &str, seconds: i64) {
+    let at =
+        |event: &Value| event["at"].as_str().and_then(|at| at.parse::<Timestamp>().ok()).expect("a time");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let times: Vec<_> = stored(server, id).await.iter().map(at).collect();
+        let leap =
+            |t: &[Timestamp]| (t[1].as_second() - t[0].as_second()) * seconds.signum() >= seconds.abs();
+        if times.windows(2).any(leap) {
+            return;
+        }
+        let state = server.job(id).await["state"].clone();
+        assert!(
+            state == "running" && Instant::now() < deadline,
+            "{state}: the clock never jumped by {seconds} s"
+        );
+    }
 }
 
 /// A file system of so many bytes at a folder, gone in the end.

@@ -12,19 +12,8 @@ use std::sync::LazyLock;
 /// Version, description and statements, as the name and the content of a file of `migrations/`.
 type File = (i64, &'static str, &'static str);
 
-const SQLITE: [File; 2] = [
-    (100, "tables", include_str!("../../../migrations/sqlite/0100_tables.sql")),
-    (101, "private_parents", include_str!("../../../migrations/sqlite/0101_private_parents.sql")),
-];
-const POSTGRES: [File; 2] = [
-    (100, "tables", include_str!("../../../migrations/postgres/0100_tables.sql")),
-    (101, "private_parents", include_str!("../../../migrations/postgres/0101_private_parents.sql")),
-];
-
-/// What migration 101 does with rows, for those of a backup that is older. The same for both databases.
-pub(super) fn of_private_parents() -> &'static str {
-    SQLITE[1].2.split_once(';').map_or("", |(_, rows)| rows)
-}
+const SQLITE: [File; 1] = [(100, "tables", include_str!("../../../migrations/sqlite/0100_tables.sql"))];
+const POSTGRES: [File; 1] = [(100, "tables", include_str!("../../../migrations/postgres/0100_tables.sql"))];
 
 pub(super) static OF_SQLITE: LazyLock<Migrator> = LazyLock::new(|| migrator(&SQLITE));
 pub(super) static OF_POSTGRES: LazyLock<Migrator> = LazyLock::new(|| migrator(&POSTGRES));

@@ -85,7 +85,8 @@ impl LogsQuery {
         }
         match (sort, self.tail) {
             (Some(_), Some(_)) => {
-                let detail = "tail is of the last version: leave it out beside sort, with limit in its place";
+                let detail =
+                    "tail is the old name for the newest lines: give sort=-seq with limit, or tail alone";
                 Err(Error::BadRequest(detail.into()))
             }
             (None, Some(_)) => Ok(Order::Tail),

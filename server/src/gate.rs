@@ -9,7 +9,7 @@ mod ownership;
 mod rules;
 
 pub(crate) use agents::is_agent;
-pub(crate) use rules::{Needed, needed};
+pub(crate) use rules::{Requirement, needed};
 
 use crate::{
     access::{Caller, Denied},
@@ -39,7 +39,7 @@ pub(crate) struct SignedIn {
 
 /// Put on an answer by a handler: what the request was about, where its address does not say it. The audit log has both.
 #[derive(Debug, Clone)]
-pub(crate) struct Concerns(pub(crate) String);
+pub(crate) struct AuditSubject(pub(crate) String);
 
 /// The name of the session's cookie: browsers send a host's cookies to all its ports, and another server may be there.
 pub(crate) fn cookie_name(app: &App) -> String {
@@ -58,7 +58,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request.extensions().get::<RequestId>().cloned().unwrap_or_default();
     let by_certificate = match request.extensions().get::<Peer>() {
-        Some(peer) if needed == Needed::Scope(Scope::Agent) => {
+        Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
             agents::by_certificate(&app, request.headers(), peer)
         }
         _ => Ok(None),
@@ -69,20 +69,24 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     };
     let caller = match caller {
         Ok(caller) => caller,
-        Err(_) if needed == Needed::Nothing => None,
+        Err(_) if needed == Requirement::Nothing => None,
         Err(error) => return error.into_response(),
     };
-    if let Some(caller) = caller.as_ref().filter(|_| needed != Needed::Nothing)
+    if let Some(caller) = caller.as_ref().filter(|_| needed != Requirement::Nothing)
         && let Err(seconds) = take_one(&app, caller)
     {
         return answered(caller, too_many(seconds), &path);
     }
     match (&caller, needed) {
-        (Some(caller), Needed::Scope(scope)) if !caller.may(scope) => return refused(caller, scope, &path),
-        (Some(caller), Needed::AdminOrPerson) if !caller.may(Scope::Admin) && caller.person().is_none() => {
+        (Some(caller), Requirement::Scope(scope)) if !caller.may(scope) => {
+            return refused(caller, scope, &path);
+        }
+        (Some(caller), Requirement::AdminOrPerson)
+            if !caller.may(Scope::Admin) && caller.person().is_none() =>
+        {
             return refused(caller, Scope::Admin, &path);
         }
-        (None, Needed::Scope(_) | Needed::AdminOrPerson) => {
+        (None, Requirement::Scope(_) | Requirement::AdminOrPerson) => {
             return asked_to_sign_in(&method, &path, &object);
         }
         _ => {}
@@ -113,7 +117,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
             };
             // A code or a token in an address must not be written down.
             let mut object = if signs_in { path } else { object };
-            if let Some(Concerns(what)) = response.extensions().get::<Concerns>() {
+            if let Some(AuditSubject(what)) = response.extensions().get::<AuditSubject>() {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
             }

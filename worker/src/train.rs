@@ -39,7 +39,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
     spec::{JobSpec, Precision},
 };
-use measure::Pulse;
+use measure::ThroughputMeter;
 use setup::Plan;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -117,8 +117,8 @@ fn train_with<'a>(
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
     let Training { spec, group, observer, .. } = training;
-    let mut pulse = Pulse::new(*observer, training.rank, training.device.to_string());
-    pulse.report("starting");
+    let mut throughput = ThroughputMeter::new(*observer, training.rank, training.device.to_string());
+    throughput.report("starting");
     let mut data = setup::open_data(training)?;
     let mut plan = Plan::new(spec, &data.shape, group.as_ref())?;
     let precision = start::precision(training)?;
@@ -128,7 +128,7 @@ fn train_with<'a>(
     plan.data_threads =
         setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     decoder::choose_decoder(training, engine.precision(), &mut data)?;
-    pulse.device(engine.device_name());
+    throughput.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
@@ -168,7 +168,7 @@ fn train_with<'a>(
         build_engine,
         writer,
         told_slow: false,
-        pulse,
+        throughput,
     };
     let outcome = run.epochs();
     if outcome.is_ok() {
@@ -203,7 +203,7 @@ struct Run<'a> {
     told_slow: bool,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
-    pulse: Pulse<'a>,
+    throughput: ThroughputMeter<'a>,
     votes: Votes,
     /// The run continues from a checkpoint of a step that was not evaluated.
     unmeasured: bool,

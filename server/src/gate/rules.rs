@@ -5,7 +5,7 @@ use lockstep_protocol::access::Scope;
 
 /// What a request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Needed {
+pub(crate) enum Requirement {
     /// It is open to everybody.
     Nothing,
     Scope(Scope),
@@ -21,10 +21,10 @@ enum Methods {
 }
 
 use Methods::{All, Safe};
-use Needed::{AdminOrPerson, Nothing, Scope as S};
+use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 35] = [
+const RULES: [(Methods, &str, Requirement); 35] = [
     // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -76,7 +76,7 @@ fn is_safe(method: &Method) -> bool {
 }
 
 /// What a request needs; `route` as the router knows it, none for an address that there is not.
-pub(crate) fn needed(method: &Method, route: Option<&str>) -> Needed {
+pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
     let rule = RULES.iter().find(|(methods, path, _)| {
         Some(*path) == route
             && match methods {

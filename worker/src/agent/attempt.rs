@@ -62,12 +62,12 @@ pub(super) struct Attempt {
     gang: Option<Gang>,
 }
 
-/// See [`Surroundings::check`].
+/// See [`AttemptContext::check`].
 pub(super) type Check = fn(&StoredAttempt, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
 
 /// What the attempts of an agent share.
 #[derive(Debug, Clone)]
-pub(super) struct Surroundings {
+pub(super) struct AttemptContext {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
     /// The file with the deadline of the agent's lease, which ranks read.
@@ -86,7 +86,7 @@ pub(super) struct Surroundings {
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
 
-impl Surroundings {
+impl AttemptContext {
     /// The devices of an attempt's ranks here, in rank order; none where they compute on CPU cores.
     pub(super) fn devices_of(&self, start: &StartAttempt) -> Vec<String> {
         let given = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
@@ -96,20 +96,20 @@ impl Surroundings {
 
 impl Attempt {
     /// Starts its ranks; `refusal` is why they cannot be started.
-    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: Surroundings) -> Self {
-        Self::watched(stored, around, Beginning::Launch { refusal })
+    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: AttemptContext) -> Self {
+        Self::watched(stored, around, StartMode::Launch { refusal })
     }
 
     /// Adopts what an earlier agent started, alive, dead or never begun.
-    pub(super) fn adopt(stored: StoredAttempt, around: Surroundings) -> Self {
-        Self::watched(stored, around, Beginning::Adopt)
+    pub(super) fn adopt(stored: StoredAttempt, around: AttemptContext) -> Self {
+        Self::watched(stored, around, StartMode::Adopt)
     }
 
-    fn watched(stored: StoredAttempt, around: Surroundings, beginning: Beginning) -> Self {
+    fn watched(stored: StoredAttempt, around: AttemptContext, beginning: StartMode) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
-        if matches!(beginning, Beginning::Adopt) && ending(&stored).is_some() {
+        if matches!(beginning, StartMode::Adopt) && ending(&stored).is_some() {
             over.store(true, Ordering::Release);
             release(around.copies.as_ref(), &stored.start.attempt);
         } else {
@@ -159,13 +159,13 @@ impl Attempt {
 /// A beginning whose preflight is done, here and on the attempt's other machines. Examining a large dataset takes time; an order ends the wait at once, also where a
 /// file system does not respond. Nothing has been started yet.
 async fn checked(
-    beginning: Beginning,
+    beginning: StartMode,
     stored: &mut StoredAttempt,
-    around: &Surroundings,
+    around: &AttemptContext,
     gang: Option<&Gang>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
-) -> Beginning {
-    let Beginning::Launch { refusal: None } = beginning else { return beginning };
+) -> StartMode {
+    let StartMode::Launch { refusal: None } = beginning else { return beginning };
     let cancelled = Arc::new(AtomicBool::new(false));
     let found = {
         let ready = async {
@@ -179,20 +179,20 @@ async fn checked(
             found = ready => found,
             Some(order) = orders.recv() => {
                 cancelled.store(true, Ordering::Relaxed);
-                return Beginning::Over(order.ending());
+                return StartMode::Over(order.ending());
             }
         }
     };
     if let Ok(port) = found {
         stored.start.master_port = port;
     }
-    Beginning::Launch { refusal: found.err() }
+    StartMode::Launch { refusal: found.err() }
 }
 
 /// The check, with what is fetched before it and reported after it where the disk is not the server's.
 async fn with_files(
     stored: &mut StoredAttempt,
-    around: &Surroundings,
+    around: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     if let (Some(remote), Some(copies)) = (&around.remote, &around.copies) {
@@ -225,7 +225,7 @@ fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
 
 async fn check_before_start(
     stored: &StoredAttempt,
-    around: &Surroundings,
+    around: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let (sender, reply) = oneshot::channel();
@@ -272,7 +272,7 @@ fn ending(stored: &StoredAttempt) -> Option<Ending> {
     None
 }
 
-enum Beginning {
+enum StartMode {
     Launch {
         refusal: Option<Refusal>,
     },

@@ -28,13 +28,13 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_
 const IN_VAIN: u32 = 3;
 /// How many tries in a row the server may answer and nothing more come.
 const WITHOUT_MORE: u32 = 10;
-/// How a machine is told where it has a dataset.
+/// How a user says where a machine has a dataset.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
 /// Why a try has failed.
 #[derive(Debug)]
-enum Trouble {
+enum CopyError {
     Server(Failed),
     Disk(PathBuf, io::Error),
     /// A file is not as it was listed.
@@ -44,22 +44,22 @@ enum Trouble {
     Refused(ReasonCode, String),
 }
 
-impl From<Failed> for Trouble {
+impl From<Failed> for CopyError {
     fn from(failed: Failed) -> Self {
         Self::Server(failed)
     }
 }
 
-fn on_disk(path: &Path) -> impl Fn(io::Error) -> Trouble + '_ {
-    move |error| Trouble::Disk(path.into(), error)
+fn on_disk(path: &Path) -> impl Fn(io::Error) -> CopyError + '_ {
+    move |error| CopyError::Disk(path.into(), error)
 }
 
 /// Does what may take long off the threads that serve others.
 async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
-) -> Result<T, Trouble> {
+    work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
+) -> Result<T, CopyError> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|e| Err(Trouble::Disk(PathBuf::new(), io::Error::other(e))))
+    done.unwrap_or_else(|e| Err(CopyError::Disk(PathBuf::new(), io::Error::other(e))))
 }
 
 /// Makes sure that an attempt's dataset is on this machine, if the server has it. Where neither has it, the check before the start says so.
@@ -78,11 +78,11 @@ pub(super) async fn have(
     if is_here.unwrap_or(true) {
         return Ok(());
     }
-    let (mut pause, mut tries, mut anew) = (RETRY.0, Tries::default(), None);
+    let (mut pause, mut tries, mut anew) = (RETRY.0, RetryCounts::default(), None);
     loop {
-        let mut came = Came::default();
+        let mut came = PullProgress::default();
         let tried = copy(stored, remote, copies, &mut came, &mut anew).await;
-        if let Err(Trouble::Changed(why)) = &tried {
+        if let Err(CopyError::Changed(why)) = &tried {
             anew = Some(why[..why.floor_char_boundary(ANEW_BYTES)].to_owned());
         }
         let why = match tried {
@@ -101,7 +101,7 @@ pub(super) async fn have(
 
 /// What has come in a try.
 #[derive(Debug, Clone, Copy, Default)]
-struct Came {
+struct PullProgress {
     /// The server has begun to send what was asked for.
     any: bool,
     /// Files, or parts of them, that were not there.
@@ -110,30 +110,30 @@ struct Came {
 
 /// Tries that have failed.
 #[derive(Debug, Default)]
-struct Tries {
+struct RetryCounts {
     in_vain: u32,
     without_more: u32,
 }
 
-impl Tries {
+impl RetryCounts {
     /// Why it is tried again. A server that is away comes back; one that answers and sends nothing does not get better by itself.
     ///
     /// # Errors
     /// It is not.
-    fn note(&mut self, trouble: Trouble, came: Came) -> Result<String, Trouble> {
+    fn note(&mut self, trouble: CopyError, came: PullProgress) -> Result<String, CopyError> {
         match trouble {
-            Trouble::Server(Failed::Later(why)) => {
+            CopyError::Server(Failed::Later(why)) => {
                 self.without_more = match came {
-                    Came { more: true, .. } => 0,
-                    Came { any, .. } => self.without_more + u32::from(any),
+                    PullProgress { more: true, .. } => 0,
+                    PullProgress { any, .. } => self.without_more + u32::from(any),
                 };
                 if self.without_more < WITHOUT_MORE {
                     return Ok(why);
                 }
                 let why = format!("{why}; in {WITHOUT_MORE} tries nothing more has come");
-                Err(Trouble::Refused(ReasonCode::DatasetUnusable, why))
+                Err(CopyError::Refused(ReasonCode::DatasetUnusable, why))
             }
-            Trouble::Changed(why) | Trouble::Damaged(why) if self.in_vain < IN_VAIN => {
+            CopyError::Changed(why) | CopyError::Damaged(why) if self.in_vain < IN_VAIN => {
                 self.in_vain += 1;
                 Ok(why)
             }
@@ -154,13 +154,13 @@ async fn copy(
     stored: &StoredAttempt,
     remote: &Remote,
     copies: &Copies,
-    came: &mut Came,
+    came: &mut PullProgress,
     anew: &mut Option<String>,
-) -> Result<Option<PathBuf>, Trouble> {
+) -> Result<Option<PathBuf>, CopyError> {
     let start = &stored.start;
-    let talk = remote.talk(&start.attempt)?;
-    let list = match list::fetch(&talk, copies.dir(), &start.dataset_path, came).await {
-        Err(Trouble::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
+    let client = remote.client(&start.attempt)?;
+    let list = match list::fetch(&client, copies.dir(), &start.dataset_path, came).await {
+        Err(CopyError::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
             tracing::info!(why, "the server has not the dataset either");
             return Ok(None);
         }
@@ -178,11 +178,11 @@ async fn copy(
     blocking(move || cache::remove(&gone)).await?;
     // Of several jobs one pulls, and the others find it done.
     let turn = copies.turn(&entry).await;
-    if pull::complete(&talk, (&entry, &turn), &about, copies, (came, anew)).await? {
+    if pull::complete(&client, (&entry, &turn), &about, copies, (came, anew)).await? {
         // The server compares what it sends. What changed after it was sent, or came on top, it does not see.
-        let now = list::fetch(&talk, copies.dir(), &start.dataset_path, came).await?;
+        let now = list::fetch(&client, copies.dir(), &start.dataset_path, came).await?;
         if now.key != key {
-            return Err(Trouble::Changed(
+            return Err(CopyError::Changed(
                 "its files are not those that were listed when the copy began".into(),
             ));
         }
@@ -194,7 +194,7 @@ async fn copy(
     }))
 }
 
-fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal {
+fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: CopyError) -> Refusal {
     let (on, dataset) = (&remote.name, &stored.start.spec.data.dataset);
     let unusable = |why: &str| Refusal {
         code: ReasonCode::DatasetUnusable,
@@ -203,17 +203,17 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal
         ),
     };
     match trouble {
-        Trouble::Server(failed) => unusable(failed.words()),
-        Trouble::Changed(why) => {
+        CopyError::Server(failed) => unusable(failed.words()),
+        CopyError::Changed(why) => {
             let times = IN_VAIN + 1;
             unusable(&format!(
                 "{why}; it changed in each of {times} tries to copy it: retry the job when nothing writes into it"
             ))
         }
-        Trouble::Damaged(why) => unusable(&why),
-        Trouble::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),
-        Trouble::Refused(code, why) => Refusal { code, detail: format!("on the machine {on}: {why}") },
-        Trouble::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
+        CopyError::Damaged(why) => unusable(&why),
+        CopyError::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),
+        CopyError::Refused(code, why) => Refusal { code, detail: format!("on the machine {on}: {why}") },
+        CopyError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
             code: ReasonCode::DiskFull,
             detail: format!(
                 "on the machine {on}: {}: {error}; free some space, or give its agent another folder for copies of datasets with \
@@ -221,7 +221,7 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal
                 path.display()
             ),
         },
-        Trouble::Disk(path, error) => {
+        CopyError::Disk(path, error) => {
             Refusal::other(format!("on the machine {on}: {}: {error}", path.display()))
         }
     }

@@ -42,13 +42,13 @@ impl Datasets {
 
 /// A note in a job's folder on a disk that the server does not have: which attempt was here last.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Here {
+pub(super) struct OwnDiskNote {
     pub(super) attempt: lockstep_protocol::agent::AttemptRef,
     /// Rank 0 was here, and so are checkpoints.
     pub(super) has_rank_0: bool,
 }
 
-impl Here {
+impl OwnDiskNote {
     fn path(job_dir: &Path) -> PathBuf {
         job_dir.join(OWN_DISK_NOTE)
     }
@@ -63,8 +63,8 @@ impl Here {
 }
 
 /// Decides where the job's folder is, and makes that of the attempt. The server's own is used only if this agent has the server's disk: it
-/// finds there the word that the server has just written, and can write beside it. A path of the same name proves nothing, and neither does
-/// a lock, which some network file systems do not pass on.
+/// reads the random word that the server has just written there, and can write into the same folder. A path of the same name proves
+/// nothing, and neither does a lock, which some network file systems do not propagate.
 ///
 /// # Errors
 /// No folder can be made.
@@ -86,7 +86,7 @@ pub(super) fn place(state_dir: &StateDir, mut start: StartAttempt) -> (StoredAtt
         start.spec.model.pretrained = Some(pretrained_dir(&job_dir, id).to_string_lossy().into_owned());
     }
     let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
-    let here = Here { attempt: start.attempt.clone(), has_rank_0 };
+    let here = OwnDiskNote { attempt: start.attempt.clone(), has_rank_0 };
     let stored = StoredAttempt { start, job_dir };
     let made = fs::create_dir_all(stored.attempt_dir()).and_then(|()| here.write(&stored.job_dir));
     (stored, made)
@@ -99,7 +99,7 @@ pub(super) fn pretrained_dir(job_dir: &Path, id: &str) -> PathBuf {
 
 /// Whether an attempt's folder is on a disk that the server does not have.
 pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
-    Here::read(&stored.job_dir).is_some()
+    OwnDiskNote::read(&stored.job_dir).is_some()
 }
 
 fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {

@@ -48,7 +48,7 @@ pub struct Ring {
     size: u32,
     timeout: Duration,
     identity: Identity,
-    lane: Mutex<Lane>,
+    sockets: Mutex<RingSockets>,
     mesh: Arc<Mesh>,
     end: Arc<End>,
     concurrent: Option<Arc<Ring>>,
@@ -68,7 +68,7 @@ struct Identity {
 
 /// The two connections of a rank.
 #[derive(Debug)]
-struct Lane {
+struct RingSockets {
     next: TcpStream,
     previous: TcpStream,
     /// Calls so far.
@@ -82,7 +82,7 @@ struct Lane {
 /// A call under way.
 struct Wire<'a> {
     ring: &'a Ring,
-    lane: &'a mut Lane,
+    sockets: &'a mut RingSockets,
     operation: &'static str,
     /// The call, until its header has gone.
     unopened: Option<Call>,
@@ -97,9 +97,9 @@ impl Ring {
     ) -> Result<T, CommError> {
         let operation = what.operation.name();
         self.not_ended(operation)?;
-        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        lane.sequence += 1;
-        let mut wire = Wire { ring: self, lane: &mut lane, operation, unopened: Some(what) };
+        let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.sequence += 1;
+        let mut wire = Wire { ring: self, sockets: &mut sockets, operation, unopened: Some(what) };
         let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
         result.map_err(|error| self.failed(error))
     }
@@ -124,8 +124,8 @@ impl Ring {
     pub(super) fn neighbours_are_there(&self, operation: &'static str) -> Result<(), CommError> {
         self.not_ended(operation)?;
         // A call that is under way sees it by itself.
-        let Ok(lane) = self.lane.try_lock() else { return Ok(()) };
-        for (stream, peer) in [(&lane.next, self.next_rank()), (&lane.previous, self.previous_rank())] {
+        let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
+        for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
             let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
             let polled = poll(&mut ready, Some(&Timespec::default()));
             let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
@@ -148,8 +148,8 @@ impl Ring {
     /// # Errors
     /// The connection has ended.
     pub fn next_is_elsewhere(&self) -> std::io::Result<bool> {
-        let lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        let (own, peer) = (lane.next.local_addr()?.ip(), lane.next.peer_addr()?.ip());
+        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let (own, peer) = (sockets.next.local_addr()?.ip(), sockets.next.peer_addr()?.ip());
         Ok(own != peer && !peer.is_loopback())
     }
 

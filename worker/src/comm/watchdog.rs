@@ -37,13 +37,13 @@ struct Shared {
     /// Milliseconds after `began` at which a step was last done, or waited for anew.
     moved_ms: AtomicU64,
     over: AtomicBool,
-    board: Mutex<Board>,
+    board: Mutex<PostedSteps>,
     stall_reason: OnceLock<String>,
 }
 
 /// What the ranks have posted.
 #[derive(Debug, Default)]
-struct Board {
+struct PostedSteps {
     /// By rank: the last finished step, what was posted, and when that was first seen.
     ranks: Vec<Option<(u64, Vec<u8>, Instant)>>,
     /// When rank 0, who keeps it, last answered.
@@ -72,7 +72,7 @@ impl Watchdog {
     ) -> io::Result<Arc<Self>> {
         let (rank, world_size) =
             store.as_ref().map_or((0, 1), |store| (store.meeting().rank, store.meeting().world_size));
-        let board = Board { ranks: vec![None; world_size as usize], answered: None };
+        let board = PostedSteps { ranks: vec![None; world_size as usize], answered: None };
         let shared = Arc::new(Shared {
             began: Instant::now(),
             rank,
@@ -183,7 +183,7 @@ impl Shared {
     }
 }
 
-impl Board {
+impl PostedSteps {
     fn take(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
         self.answered = Some(now);
         for (known, value) in self.ranks.iter_mut().zip(values) {
@@ -313,7 +313,7 @@ mod tests {
         let Some(long_ago) = now.checked_sub(Duration::from_secs(60)) else { return };
         let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
         let limit = Duration::from_secs(120);
-        let mut board = Board { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
+        let mut board = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
         assert_eq!(
             board.describe(limit, 0, 7, now),
             "no step for 120 s: all ranks are at step 7, in a collective that does not end"
@@ -324,7 +324,7 @@ mod tests {
             "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
         // Rank 0 keeps the board: suspended, it does not answer.
-        board = Board { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
+        board = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
         assert_eq!(
             board.describe(limit, 1, 7, now),
             "no step for 120 s: rank 0 is at step 7 and silent for 60 s (suspended?), the other at 7"

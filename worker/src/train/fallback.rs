@@ -42,7 +42,7 @@ impl Run<'_> {
         if training.spec.train.precision != Precision::Auto {
             return Err(TrainError::Overflow { what: what.into(), step });
         }
-        self.pulse.report("starting");
+        self.throughput.report("starting");
         if self.is_first() {
             training.observer.log(&format!(
                 "float16 could not hold {what}: training continues in bfloat16 after step {step}, from the last weights \
@@ -68,8 +68,8 @@ impl Run<'_> {
         if let Some(average) = average {
             engine.set_averaged(&average)?;
         }
-        self.pulse.device(engine.device_name());
-        self.pulse.report("training");
+        self.throughput.device(engine.device_name());
+        self.throughput.report("training");
         self.engine = CurrentEngine(Some(engine));
         self.skipped.recent.clear();
         Ok(())

@@ -19,7 +19,7 @@ const TIMED_STEP: u64 = 3;
 
 /// What a step is asked for in addition to its result.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
+pub(super) struct LayerReports {
     histograms: bool,
     times: bool,
 }
@@ -58,7 +58,7 @@ impl Layers {
 
 impl Run<'_> {
     /// Asks the engine for what the next step is to find out in addition to its result. All ranks keep their gradients together.
-    pub(super) fn ask_of_layers(&mut self) -> Result<Asked, TrainError> {
+    pub(super) fn ask_of_layers(&mut self) -> Result<LayerReports, TrainError> {
         let (next, every) = (self.step + 1, self.training.spec.log.histograms);
         let histograms = every > 0 && next.is_multiple_of(every);
         if histograms {
@@ -68,11 +68,11 @@ impl Run<'_> {
         if times {
             self.engine.time_layers();
         }
-        Ok(Asked { histograms, times })
+        Ok(LayerReports { histograms, times })
     }
 
     /// The layers' times, after the start of the step that was to measure them.
-    pub(super) fn report_layer_times(&mut self, asked: Asked) {
+    pub(super) fn report_layer_times(&mut self, asked: LayerReports) {
         if !asked.times {
             return;
         }
@@ -95,7 +95,7 @@ impl Run<'_> {
     }
 
     /// The histograms of a step that was to keep its gradients, when it is done.
-    pub(super) fn report_histograms(&mut self, asked: Asked) -> Result<(), TrainError> {
+    pub(super) fn report_histograms(&mut self, asked: LayerReports) -> Result<(), TrainError> {
         if !asked.histograms {
             return Ok(());
         }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_secs(1);
 
 /// Sums since the last report.
-pub(super) struct Pulse<'a> {
+pub(super) struct ThroughputMeter<'a> {
     observer: &'a dyn Observer,
     rank: u32,
     device: String,
@@ -23,7 +23,7 @@ pub(super) struct Pulse<'a> {
     averages: [f64; 4],
 }
 
-impl<'a> Pulse<'a> {
+impl<'a> ThroughputMeter<'a> {
     /// `device`: a name for it until the engine is built and knows a better one.
     pub(super) fn new(observer: &'a dyn Observer, rank: u32, device: String) -> Self {
         Self {

@@ -14,7 +14,7 @@ const VALUE: u64 = 4;
 
 /// The memory that the ranks of a machine need at least. What a run may never need (a larger size of later epochs or of evaluation,
 /// pictures that a split does not have) is not counted, so nothing that fits is refused.
-pub(super) struct Needed {
+pub(super) struct RequiredMemory {
     /// The most pictures that a rank has in a micro-batch.
     pictures: u64,
     /// Bytes of each rank.
@@ -24,7 +24,7 @@ pub(super) struct Needed {
     ranks: u32,
 }
 
-impl Needed {
+impl RequiredMemory {
     /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less than a
     /// run needs: buffers of convolutions and pictures that are prepared ahead come on top.
     pub(super) fn of(
@@ -150,11 +150,11 @@ mod tests {
         let network = resnet::build(&model, 32, 3, 10).unwrap();
         let cpu = Needs { host_memory: true, ..Needs::default() };
         let many = (1_000_000, 2);
-        let needed = Needed::of(&network, &config(64), cpu, 2, many);
+        let needed = RequiredMemory::of(&network, &config(64), cpu, 2, many);
         let parameters = 4 * network.parameter_count() as u64;
         assert_eq!(needed.each, 64 * 4 * network.kept_values() + parameters);
         let spec = JobSpec::default();
-        let check = |needed: &Needed, is: u64| needed.check(&spec, &network, is);
+        let check = |needed: &RequiredMemory, is: u64| needed.check(&spec, &network, is);
         // Weights are there once.
         let all = 2 * needed.each + parameters;
         assert!(check(&needed, all).is_ok());
@@ -168,13 +168,13 @@ mod tests {
             assert!(said.contains(words), "{words} in {said}");
         }
         // A batch is no larger than what there is for it.
-        let few = Needed::of(&network, &config(64), cpu, 2, (10, 2));
+        let few = RequiredMemory::of(&network, &config(64), cpu, 2, (10, 2));
         assert_eq!(few.each, 5 * 4 * network.kept_values() + parameters);
         // Nothing overflows.
         let huge = resnet::build(&ModelSpec::default(), 4096, 3, 100_000).unwrap();
-        let needed = Needed::of(&huge, &config(usize::MAX), cpu, u32::MAX, (u64::MAX, 1));
+        let needed = RequiredMemory::of(&huge, &config(usize::MAX), cpu, u32::MAX, (u64::MAX, 1));
         assert!(needed.check(&spec, &huge, u64::MAX - 1).is_err());
-        let gpu = Needed::of(&network, &config(64), Needs::default(), 1, many);
+        let gpu = RequiredMemory::of(&network, &config(64), Needs::default(), 1, many);
         assert_eq!((gpu.each, gpu.shared), (64 * 3 * 32 * 32, 0));
     }
 

@@ -46,7 +46,7 @@ pub(super) fn weights(
 }
 
 #[derive(Debug)]
-struct Taken {
+struct FittedWeights {
     weights: NamedTensors,
     /// Shapes of the head's weights in the file and in the network, where classes differ.
     other_head: Option<[Vec<usize>; 2]>,
@@ -56,7 +56,11 @@ struct Taken {
 ///
 /// # Errors
 /// Every tensor that keeps them from fitting, by name.
-fn take_over(mut given: NamedTensors, initial: NamedTensors, head: &str) -> Result<Taken, Vec<String>> {
+fn take_over(
+    mut given: NamedTensors,
+    initial: NamedTensors,
+    head: &str,
+) -> Result<FittedWeights, Vec<String>> {
     let Fit { problems, other_head } = compare(&shapes(&given), &shapes(&initial), Some(head));
     if !problems.is_empty() {
         return Err(problems);
@@ -66,7 +70,7 @@ fn take_over(mut given: NamedTensors, initial: NamedTensors, head: &str) -> Resu
         let tensor = given.remove(&name).filter(|tensor| tensor.shape == own.shape).unwrap_or(own);
         (name, tensor)
     });
-    Ok(Taken { weights: taken.collect(), other_head })
+    Ok(FittedWeights { weights: taken.collect(), other_head })
 }
 
 /// The first of them, and how many more there are.

@@ -22,7 +22,7 @@ impl Run<'_> {
         self.check_state()?;
         // On every rank: this report writes out what the rank has reported so far. So no step before a checkpoint is missing
         // from the records when the rank is killed right after.
-        self.pulse.report("checkpointing");
+        self.throughput.report("checkpointing");
         let contribution = self.engine.state_dict()?;
         // Every rank knows which checkpoint is the best: any may have to write the next one.
         let keep_best = &self.training.spec.checkpoint.keep_best;
@@ -31,7 +31,7 @@ impl Run<'_> {
             self.best = Some(best);
         }
         let Some(writer) = &self.writer else {
-            self.pulse.report("training");
+            self.throughput.report("training");
             return Ok(());
         };
         let saved = writer.save(self.snapshot(*whole(contribution)?));
@@ -39,7 +39,7 @@ impl Run<'_> {
             return Err(self.diverged(detail));
         }
         saved?;
-        self.pulse.report("training");
+        self.throughput.report("training");
         self.announce_checkpoints();
         Ok(())
     }
@@ -90,7 +90,7 @@ impl Run<'_> {
     pub(super) fn finished(&mut self) -> Result<Outcome, TrainError> {
         self.drain()?;
         self.flush_checkpoints()?;
-        self.pulse.report("finished");
+        self.throughput.report("finished");
         Ok(Outcome::Finished { step: self.step })
     }
 
@@ -99,7 +99,7 @@ impl Run<'_> {
         self.save()?;
         self.flush_checkpoints()?;
         self.training.observer.log(&format!("asked to stop: stopped after step {}", self.step));
-        self.pulse.report("stopped");
+        self.throughput.report("stopped");
         Ok(Outcome::Stopped { step: self.step })
     }
 
@@ -107,7 +107,7 @@ impl Run<'_> {
     /// half as long as a stall may last.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let Some(mut writer) = self.writer.take() else { return Ok(()) };
-        self.pulse.report("checkpointing");
+        self.throughput.report("checkpointing");
         let patience = Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into()) / 2;
         let began = Instant::now();
         let mut failed = None;

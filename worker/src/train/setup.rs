@@ -2,7 +2,7 @@
 
 use super::{
     TrainError, Training,
-    memory::{self, Needed},
+    memory::{self, RequiredMemory},
 };
 use crate::{
     checkpoint,
@@ -223,7 +223,7 @@ pub(super) fn build_engine(
     if let Some(is) = memory::of_machine() {
         let smallest = network.resized(training_sizes.iter().copied().fold(network.image_size, usize::min));
         let of_split = (shape.train_samples, training.group.size());
-        let needed = Needed::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
+        let needed = RequiredMemory::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
         needed.check(spec, &smallest, is)?;
     }
     let mut engine = backend.build(BuildArgs {

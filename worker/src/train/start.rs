@@ -22,7 +22,7 @@ use lockstep_protocol::{
 };
 use std::path::{Path, PathBuf};
 
-pub(super) struct Beginning {
+pub(super) struct InitialState {
     /// Optimizer steps done before.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
@@ -57,7 +57,7 @@ pub(super) fn begin(
     plan: &Plan,
     shape: &Shape,
     engine: &mut dyn Engine,
-) -> Result<Beginning, TrainError> {
+) -> Result<InitialState, TrainError> {
     if let Some(folder) = training.resume {
         return resume(training, plan, &shape.classes, engine, folder);
     }
@@ -73,7 +73,7 @@ pub(super) fn begin(
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
-    Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
+    Ok(InitialState { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
 }
 
 fn resume(
@@ -82,7 +82,7 @@ fn resume(
     classes: &[String],
     engine: &mut dyn Engine,
     folder: &Path,
-) -> Result<Beginning, TrainError> {
+) -> Result<InitialState, TrainError> {
     let group = training.group.as_ref();
     let loaded = if group.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
     let (state, parameters, optimizer, average) = match loaded {
@@ -173,7 +173,7 @@ fn resume(
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(Beginning { step, best, skipped, unmeasured })
+    Ok(InitialState { step, best, skipped, unmeasured })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run

@@ -112,7 +112,7 @@ impl Run<'_> {
             }
             observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
         }
-        self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
     }
 
     /// Logs which pictures the GPU could not decode, when there are new reasons.

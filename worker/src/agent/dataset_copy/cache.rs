@@ -4,7 +4,7 @@
 //! themselves in `part/` until all have come, then in `data/`. All of it is on disk, as ranks outlive their agent.
 
 use super::{
-    Trouble, blocking,
+    CopyError, blocking,
     list::{LISTED, List},
     on_disk,
     size::{megabytes, sizes},
@@ -68,16 +68,16 @@ pub(super) struct About {
 
 /// A job's turn at a copy. What goes on off the threads that serve others has it, too: it does not end with the job.
 #[derive(Debug, Clone)]
-pub(super) struct Turn {
+pub(super) struct CopyLock {
     _held: Arc<tokio::sync::OwnedMutexGuard<()>>,
 }
 
-impl Turn {
+impl CopyLock {
     /// Does what may take long, and keeps the turn until it is done.
     pub(super) async fn blocking<T: Send + 'static>(
         &self,
-        work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
-    ) -> Result<T, Trouble> {
+        work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
+    ) -> Result<T, CopyError> {
         let turn = self.clone();
         blocking(move || {
             let done = work();
@@ -237,13 +237,13 @@ impl Copies {
     }
 
     /// Of the jobs that want a copy one at a time pulls: waits until it is this one's turn.
-    pub(super) async fn turn(&self, entry: &Entry) -> Turn {
+    pub(super) async fn turn(&self, entry: &Entry) -> CopyLock {
         let turn = {
             let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
             turns.retain(|_, turn| Arc::strong_count(turn) > 1);
             turns.entry(entry.dir.clone()).or_default().clone()
         };
-        Turn { _held: Arc::new(turn.lock_owned().await) }
+        CopyLock { _held: Arc::new(turn.lock_owned().await) }
     }
 
     fn entries(&self) -> io::Result<Vec<(Entry, About)>> {
@@ -270,7 +270,7 @@ impl Copies {
         list: List,
         about: &About,
         attempt: &AttemptRef,
-    ) -> Result<(Entry, Vec<PathBuf>), Trouble> {
+    ) -> Result<(Entry, Vec<PathBuf>), CopyError> {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = on_disk(&self.dir);
         self.forget(attempt).map_err(&failed)?;
@@ -283,7 +283,7 @@ impl Copies {
             }
         }
         if !entry.data().exists() {
-            let refused = |why: String| Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
+            let refused = |why: String| Err(CopyError::Refused(ReasonCode::DatasetUnusable, why));
             let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
             if about.bytes > self.limit_bytes {
                 return refused(format!(
@@ -382,7 +382,7 @@ impl Copies {
 }
 
 /// Removes what is out of sight.
-pub(super) fn remove(gone: &[PathBuf]) -> Result<(), Trouble> {
+pub(super) fn remove(gone: &[PathBuf]) -> Result<(), CopyError> {
     for path in gone {
         let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         match removed {

@@ -4,13 +4,13 @@
 mod incoming;
 
 use super::{
-    Came, Trouble, blocking,
-    cache::{self, About, Copies, Entry, Turn},
+    CopyError, PullProgress, blocking,
+    cache::{self, About, Copies, CopyLock, Entry},
     list::Entries,
     on_disk,
     size::{down, up},
 };
-use crate::{agent::remote::Talk, host};
+use crate::{agent::remote::AttemptClient, host};
 use incoming::receive;
 use lockstep_protocol::{
     agent::{
@@ -38,12 +38,12 @@ const SPARE_BYTES: u64 = 64 << 20;
 /// # Errors
 /// It did not come, or has no room.
 pub(super) async fn complete(
-    talk: &Talk<'_>,
-    (entry, turn): (&Entry, &Turn),
+    client: &AttemptClient<'_>,
+    (entry, turn): (&Entry, &CopyLock),
     about: &About,
     copies: &Copies,
-    (came, anew): (&mut Came, &mut Option<String>),
-) -> Result<bool, Trouble> {
+    (came, anew): (&mut PullProgress, &mut Option<String>),
+) -> Result<bool, CopyError> {
     let missing = {
         let entry = entry.clone();
         turn.blocking(move || begin(&entry)).await?
@@ -68,7 +68,7 @@ pub(super) async fn complete(
         }
         let bytes: u64 = parts.iter().map(|part| part.length).sum();
         let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes, anew: anew.clone() };
-        let download = talk.dataset_parts(&wanted).await?;
+        let download = client.dataset_parts(&wanted).await?;
         came.any = true;
         *anew = None;
         receive(download, wanted.parts, (&entry.part(), turn), came).await?;
@@ -117,14 +117,14 @@ impl Synced {
         read.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
-    fn note(&self, entry: &Entry) -> Result<(), Trouble> {
+    fn note(&self, entry: &Entry) -> Result<(), CopyError> {
         let text = serde_json::to_vec(self).unwrap_or_default();
         host::write_whole(&Self::path(entry), &text).map_err(on_disk(entry.dir()))
     }
 }
 
 /// Makes the copy ready to be continued; none when it is whole.
-fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
+fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     let (data, part) = (entry.data(), entry.part());
     if data.exists() {
         if look(entry, &data)? == Missing::default() {
@@ -136,7 +136,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
                 entry.dir().display()
             );
-            return Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
+            return Err(CopyError::Refused(ReasonCode::DatasetUnusable, why));
         }
         fs::rename(&data, &part).map_err(on_disk(&data))?;
     }
@@ -156,7 +156,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
     look(entry, &part).map(Some)
 }
 
-fn entries(entry: &Entry) -> Result<Entries, Trouble> {
+fn entries(entry: &Entry) -> Result<Entries, CopyError> {
     let list = entry.list();
     Entries::open(&list).map_err(on_disk(&list))
 }
@@ -166,7 +166,7 @@ fn there(path: &Path, size: u64) -> Option<u64> {
     fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len()).filter(|len| *len <= size)
 }
 
-fn look(entry: &Entry, folder: &Path) -> Result<Missing, Trouble> {
+fn look(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
     let mut missing = Missing::default();
     for found in entries(entry)? {
         match found.map_err(on_disk(entry.dir()))? {
@@ -186,7 +186,12 @@ fn look(entry: &Entry, folder: &Path) -> Result<Missing, Trouble> {
     Ok(missing)
 }
 
-async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Copies) -> Result<(), Trouble> {
+async fn check_disk(
+    entry: &Entry,
+    about: &About,
+    missing: &Missing,
+    copies: &Copies,
+) -> Result<(), CopyError> {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     loop {
         let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
@@ -202,7 +207,7 @@ async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Co
         };
         let Some(gone) = gone else {
             let why = too_small(copies.dir(), &about.dataset, missing, free);
-            return Err(Trouble::Refused(ReasonCode::DiskFull, why));
+            return Err(CopyError::Refused(ReasonCode::DiskFull, why));
         };
         blocking(move || cache::remove(&[gone])).await?;
     }
@@ -233,7 +238,7 @@ struct Work {
 }
 
 impl Work {
-    fn new(entry: &Entry) -> Result<Self, Trouble> {
+    fn new(entry: &Entry) -> Result<Self, CopyError> {
         let entries = entries(entry)?;
         Ok(Self { list: entry.list(), entries, part: entry.part(), lines: 0, current: None })
     }
@@ -244,7 +249,7 @@ impl Work {
     }
 
     /// The next parts, of up to the most for one request; none at the end. Makes folders, and files without content.
-    fn next(&mut self) -> Result<Vec<DatasetPart>, Trouble> {
+    fn next(&mut self) -> Result<Vec<DatasetPart>, CopyError> {
         let (mut parts, mut bytes, mut names) = (Vec::new(), 0, 0);
         while parts.len() < DATASET_PARTS && bytes < DATASET_PARTS_BYTES && names < NAMES_BYTES {
             let (entry, offset) = match self.current.take() {
@@ -274,7 +279,7 @@ impl Work {
     }
 
     /// How much of an entry is there.
-    fn prepare(&self, entry: &DatasetEntry) -> Result<u64, Trouble> {
+    fn prepare(&self, entry: &DatasetEntry) -> Result<u64, CopyError> {
         match entry {
             DatasetEntry::Folder(path) => {
                 let path = self.part.join(path);
@@ -299,21 +304,21 @@ impl Work {
 }
 
 /// All of the copy's file system: a dataset may have a million files.
-fn sync(entry: &Entry) -> Result<(), Trouble> {
+fn sync(entry: &Entry) -> Result<(), CopyError> {
     let part = entry.part();
     let folder = File::open(&part).map_err(on_disk(&part))?;
     rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
 }
 
 /// Checks what has come, and gives it its name, if it has not got it.
-fn finish(entry: &Entry) -> Result<(), Trouble> {
+fn finish(entry: &Entry) -> Result<(), CopyError> {
     if entry.data().exists() {
         return Ok(());
     }
     let part = entry.part();
     let missing = look(entry, &part)?;
     if missing != Missing::default() {
-        return Err(Trouble::Damaged(format!("{} files of its copy are not whole", missing.files)));
+        return Err(CopyError::Damaged(format!("{} files of its copy are not whole", missing.files)));
     }
     sync(entry)?;
     fs::rename(&part, entry.data()).map_err(on_disk(&part))?;

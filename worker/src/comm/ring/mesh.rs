@@ -11,7 +11,7 @@ use super::{
 };
 use crate::comm::{
     CommError,
-    handshake::Terms,
+    handshake::HandshakeTerms,
     values::{Values, ValuesMut},
 };
 use std::{
@@ -31,7 +31,7 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Mesh {
     rank: u32,
-    terms: OwnTerms,
+    terms: OwnedHandshakeTerms,
     timeout: Duration,
     /// By rank: where it listens.
     addresses: Vec<SocketAddr>,
@@ -42,14 +42,14 @@ pub(super) struct Mesh {
 }
 
 #[derive(Debug, Clone)]
-struct OwnTerms {
+struct OwnedHandshakeTerms {
     secret: Vec<u8>,
     purpose: String,
 }
 
-impl OwnTerms {
-    fn terms(&self) -> Terms<'_> {
-        Terms { secret: &self.secret, purpose: &self.purpose }
+impl OwnedHandshakeTerms {
+    fn terms(&self) -> HandshakeTerms<'_> {
+        HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
     }
 }
 
@@ -78,11 +78,14 @@ impl Mesh {
         timeout: Duration,
         end: Arc<End>,
     ) -> io::Result<Self> {
-        let terms = OwnTerms { secret: identity.secret.clone(), purpose: format!("{}/mesh", identity.name) };
+        let terms = OwnedHandshakeTerms {
+            secret: identity.secret.clone(),
+            purpose: format!("{}/mesh", identity.name),
+        };
         let incoming = Arc::new(Incoming::default());
         let outgoing = addresses.iter().map(|_| Mutex::default()).collect();
         end.add_listener(&listener)?;
-        let accepting = Accepting {
+        let accepting = Acceptor {
             listener,
             terms: terms.clone(),
             size: addresses.len() as u32,
@@ -186,15 +189,15 @@ impl Mesh {
 }
 
 /// What the thread has that takes connections.
-struct Accepting {
+struct Acceptor {
     listener: TcpListener,
-    terms: OwnTerms,
+    terms: OwnedHandshakeTerms,
     size: u32,
     incoming: Arc<Incoming>,
     end: Arc<End>,
 }
 
-impl Accepting {
+impl Acceptor {
     fn run(self) {
         while !self.end.has_come() {
             match self.listener.accept() {

@@ -79,7 +79,7 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
 }
 
 /// A call's header before what `inner` wants: nothing of that is taken before the header has been checked.
-pub(super) struct Headed<'a, C> {
+pub(super) struct HeaderSink<'a, C> {
     inner: &'a mut dyn Sink,
     check: C,
     header: [u8; HEADER],
@@ -87,7 +87,7 @@ pub(super) struct Headed<'a, C> {
     result: Result<(), CommError>,
 }
 
-impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Headed<'a, C> {
+impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
     pub(super) fn new(inner: &'a mut dyn Sink, check: C) -> Self {
         Self { inner, check, header: [0; HEADER], filled: 0, result: Ok(()) }
     }
@@ -109,7 +109,7 @@ impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Headed<'a, C> {
     }
 }
 
-impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for Headed<'_, C> {
+impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for HeaderSink<'_, C> {
     fn wanted(&self) -> usize {
         HEADER - self.filled + self.inner.wanted()
     }

@@ -41,9 +41,9 @@ pub(super) struct Norm {
 /// Buffers for gradients of activations, which are used again; after the first step nothing is
 /// allocated any more.
 #[derive(Default)]
-pub(super) struct Spare(Vec<Vec<f32>>);
+pub(super) struct BufferPool(Vec<Vec<f32>>);
 
-impl Spare {
+impl BufferPool {
     /// A buffer of `len` values of any content.
     pub(super) fn alloc(&mut self, len: usize) -> Vec<f32> {
         let fits = (0..self.0.len()).filter(|&i| self.0[i].capacity() >= len);
@@ -81,7 +81,7 @@ pub(super) struct Executor {
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
     /// By output tensor of a max pooling: which place of its window each value came from.
     pub(super) argmax: Vec<Vec<u8>>,
-    pub(super) spare: Spare,
+    pub(super) pool: BufferPool,
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
@@ -119,7 +119,7 @@ impl Executor {
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
-            spare: Spare::default(),
+            pool: BufferPool::default(),
             scratch: conv::Scratch::default(),
             network,
             config,
@@ -198,7 +198,7 @@ impl Executor {
     fn loss_and_gradient(&mut self, batch: &Batch, scale: f64) -> loss::Loss {
         let (tensor, classes) = (self.network.logits(), self.network.classes);
         let len = batch.labels.len() * classes;
-        let mut gradient = self.spare.alloc(len);
+        let mut gradient = self.pool.alloc(len);
         let logits = &self.activations[tensor][..len];
         let smoothing = self.config.label_smoothing;
         let gradient_of = Some((&mut gradient[..], scale));

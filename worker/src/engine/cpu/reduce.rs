@@ -37,7 +37,7 @@ enum Request {
 }
 
 /// How a rank's values become those of all.
-enum Way {
+enum Transport {
     /// One rank: its values are the sum.
     SingleRank,
     /// All ranks see this.
@@ -54,7 +54,7 @@ struct Thread {
 
 /// Sums over the ranks, and how long this one waited for them.
 pub(super) struct Reducer {
-    way: Way,
+    way: Transport,
     waited: Duration,
 }
 
@@ -62,11 +62,11 @@ impl Reducer {
     /// `memory`: where gradients lie, if all ranks see them.
     pub(super) fn new(comm: Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
         let way = match memory {
-            _ if comm.size() == 1 => Way::SingleRank,
-            Some(memory) => Way::Shared(memory.clone()),
+            _ if comm.size() == 1 => Transport::SingleRank,
+            Some(memory) => Transport::Shared(memory.clone()),
             None => {
                 let concurrent = comm.concurrent();
-                Way::Group { thread: Thread::start(comm)?, concurrent }
+                Transport::Group { thread: Thread::start(comm)?, concurrent }
             }
         };
         Ok(Self { way, waited: Duration::ZERO })
@@ -79,12 +79,12 @@ impl Reducer {
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
         let (thread, concurrent) = match &self.way {
-            Way::SingleRank => return Ok(()),
-            Way::Shared(memory) => {
+            Transport::SingleRank => return Ok(()),
+            Transport::Shared(memory) => {
                 self.waited += memory.all_reduce_f64(values, idle)?;
                 return Ok(());
             }
-            Way::Group { thread, concurrent } => (thread, concurrent),
+            Transport::Group { thread, concurrent } => (thread, concurrent),
         };
         let start = Instant::now();
         match concurrent {
@@ -101,24 +101,24 @@ impl Reducer {
 
     /// Whether gradients have to travel.
     pub(super) fn carries_gradients(&self) -> bool {
-        matches!(self.way, Way::Group { .. })
+        matches!(self.way, Transport::Group { .. })
     }
 
     /// Whether a bucket should wait for the next statistics to arrive before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
-        matches!(self.way, Way::Group { concurrent: None, .. })
+        matches!(self.way, Transport::Group { concurrent: None, .. })
     }
 
     /// Starts the sum of a gradient bucket over all ranks.
     pub(super) fn start_bucket(&mut self, values: Bucket) {
-        if let Way::Group { thread, .. } = &self.way {
+        if let Transport::Group { thread, .. } = &self.way {
             drop(thread.requests.send(Request::Bucket(values)));
         }
     }
 
     /// Waits for the oldest bucket.
     pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
-        let Way::Group { thread, .. } = &self.way else { return Err(gone()) };
+        let Transport::Group { thread, .. } = &self.way else { return Err(gone()) };
         let start = Instant::now();
         let answer = thread.buckets.recv().map_err(|_| gone())?;
         self.waited += start.elapsed();

@@ -28,7 +28,7 @@ use crate::{
         CommError, ProcessGroup,
         shm::{SharedMemory, SharedSlice},
     },
-    engine::optimizer::{Optimizer, Treatment},
+    engine::optimizer::{Optimizer, ParameterPolicy},
 };
 use bucket_sum::{first, keep, sum};
 use std::{
@@ -80,7 +80,7 @@ pub(super) struct State {
     /// The update of this step.
     update: Update,
     /// For each parameter.
-    treatments: Vec<Treatment>,
+    treatments: Vec<ParameterPolicy>,
     /// The pieces of each parameter.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
@@ -90,7 +90,7 @@ pub(super) struct State {
 }
 
 /// What lies in shared memory, or would.
-struct Kept {
+struct SharedBuffers {
     weights: SharedSlice<f32>,
     optimizer_slots: Vec<SharedSlice<f32>>,
     gradients: Vec<Vec<Bucket>>,
@@ -155,7 +155,7 @@ impl State {
                     false => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
-                Kept {
+                SharedBuffers {
                     weights: memory.view(weights, len),
                     optimizer_slots: optimizer_slots.iter().map(|at| memory.view(*at, len)).collect(),
                     gradients: places.iter().map(of_rank).collect(),
@@ -169,7 +169,7 @@ impl State {
                     false => Bucket::F32(vec![0.0; range.len()].into()),
                 };
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-                Kept {
+                SharedBuffers {
                     weights: vec![0.0; len].into(),
                     optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; len].into()).collect(),
                     gradients: vec![layout.buckets.iter().map(bucket).collect()],
@@ -178,13 +178,13 @@ impl State {
                 }
             }
         };
-        let Kept { weights, optimizer_slots, gradients, counts, squares } = kept;
+        let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = kept;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let treatment = |slot: &Slot| match slot.is_frozen {
-            true => Treatment::FROZEN,
-            false => optimizer.treatment(slot.is_weight),
+        let policy = |slot: &Slot| match slot.is_frozen {
+            true => ParameterPolicy::FROZEN,
+            false => optimizer.policy(slot.is_weight),
         };
-        let treatments = layout.slots.iter().map(treatment).collect();
+        let treatments = layout.slots.iter().map(policy).collect();
         let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
@@ -328,10 +328,10 @@ impl State {
             Some(reduced) if self.keeps_gradients => unsafe { reduced.part(piece.range.clone()) },
             _ => &mut [],
         };
-        let treatment = self.treatments[piece.slot];
+        let policy = self.treatments[piece.slot];
         let (rate, decay) = match work {
-            Work::Sum => (0.0, treatment.decay),
-            _ => self.update.rates(treatment, || self.norms(piece.slot)),
+            Work::Sum => (0.0, policy.decay),
+            _ => self.update.rates(policy, || self.norms(piece.slot)),
         };
         with_simd(
             #[inline(always)]
@@ -354,7 +354,7 @@ impl State {
                     let weights = &mut weights[from..to];
                     // Those that the optimizer does not have are empty.
                     let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
-                    if treatment.frozen {
+                    if policy.frozen {
                         // Its gradient is summed with its bucket's, and is zero.
                     } else if work == Work::Sum {
                         of_weights.add(weights);

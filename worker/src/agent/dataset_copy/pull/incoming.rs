@@ -1,6 +1,6 @@
 //! An answer with parts of files, which are written as they come.
 
-use super::super::{Came, Failed, Trouble, cache::Turn, on_disk};
+use super::super::{CopyError, Failed, PullProgress, cache::CopyLock, on_disk};
 use crate::agent::remote::Download;
 use bytes::BytesMut;
 use lockstep_protocol::{
@@ -36,20 +36,20 @@ impl Incoming {
     }
 
     /// The next part, and the sum that comes with it.
-    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), Trouble> {
+    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), CopyError> {
         match self.take(1).await?[..] {
             [PART_FOLLOWS] => {
                 let bytes = self.take(length as usize).await?;
                 Ok((bytes, self.take(SUM_BYTES).await?))
             }
-            [PART_CHANGED] => Err(Trouble::Changed(self.words().await?)),
-            [PART_REFUSED] => Err(Trouble::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
+            [PART_CHANGED] => Err(CopyError::Changed(self.words().await?)),
+            [PART_REFUSED] => Err(CopyError::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
             _ => Err(odd()),
         }
     }
 
     /// Why a part does not come.
-    async fn words(&mut self) -> Result<String, Trouble> {
+    async fn words(&mut self) -> Result<String, CopyError> {
         let size = self.take(4).await?;
         let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
         if size > WORDS_BYTES {
@@ -59,17 +59,17 @@ impl Incoming {
     }
 }
 
-fn odd() -> Trouble {
-    Trouble::Damaged("what comes from the server is not what was asked for".into())
+fn odd() -> CopyError {
+    CopyError::Damaged("what comes from the server is not what was asked for".into())
 }
 
 /// Writes parts as they come; those that came before it fails, too.
 pub(super) async fn receive(
     download: Download,
     parts: Vec<DatasetPart>,
-    to: (&Path, &Turn),
-    came: &mut Came,
-) -> Result<(), Trouble> {
+    to: (&Path, &CopyLock),
+    came: &mut PullProgress,
+) -> Result<(), CopyError> {
     let mut incoming = Incoming { download, bytes: BytesMut::new() };
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     for part in parts {
@@ -78,9 +78,9 @@ pub(super) async fn receive(
                 held_bytes += bytes.len();
                 held.push((part, bytes, sum));
             }
-            Err(trouble) => {
+            Err(error) => {
                 store(std::mem::take(&mut held), to, came).await?;
-                return Err(trouble);
+                return Err(error);
             }
         }
         if held_bytes >= HELD_BYTES {
@@ -94,7 +94,11 @@ pub(super) async fn receive(
     Ok(())
 }
 
-async fn store(held: Vec<Part>, (folder, turn): (&Path, &Turn), came: &mut Came) -> Result<(), Trouble> {
+async fn store(
+    held: Vec<Part>,
+    (folder, turn): (&Path, &CopyLock),
+    came: &mut PullProgress,
+) -> Result<(), CopyError> {
     let (folder, any) = (folder.to_owned(), !held.is_empty());
     turn.blocking(move || held.iter().try_for_each(|part| write(part, &folder))).await?;
     came.more |= any;
@@ -102,9 +106,9 @@ async fn store(held: Vec<Part>, (folder, turn): (&Path, &Turn), came: &mut Came)
 }
 
 /// Where a part belongs; somebody else may write the same there at the same moment.
-pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), Trouble> {
+pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), CopyError> {
     if Sha256::digest(bytes)[..] != sum[..] {
-        return Err(Trouble::Damaged(format!("{} came damaged from the server", part.path)));
+        return Err(CopyError::Damaged(format!("{} came damaged from the server", part.path)));
     }
     let path = folder.join(&part.path);
     let file = File::options().write(true).open(&path).map_err(on_disk(&path))?;

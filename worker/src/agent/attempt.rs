@@ -34,16 +34,16 @@ pub(super) use gang::{Gang, free_port};
 /// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// The server says so; `patient`: they are to finish their step and keep a checkpoint.
+    /// The server orders it. `patient`: ranks finish their step and write a checkpoint first.
     Stop { patient: bool },
-    /// This agent is about to end, in order: they are to keep a checkpoint first.
+    /// This agent is shutting down in an orderly way: ranks write a checkpoint first.
     Leave,
-    /// The spool is full: the ranks have to write a checkpoint and end.
+    /// The spool is full: ranks write a checkpoint and end.
     Full(Reason),
 }
 
 impl Order {
-    /// How the attempt ends by it.
+    /// How an attempt ends that gets this order.
     fn ending(self) -> Ending {
         match self {
             Order::Stop { .. } | Order::Leave => Ending::Stopped,
@@ -58,7 +58,7 @@ pub(super) struct Attempt {
     stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     over: Arc<AtomicBool>,
-    /// Of an attempt that other agents have ranks of, too.
+    /// Present if other agents have ranks of the attempt, too.
     gang: Option<Gang>,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct AttemptContext {
     pub(super) check: Check,
     /// Notified when an attempt is over.
     pub(super) wake: Arc<Notify>,
-    /// How the server is asked for files; none where there is no server.
+    /// The client for files of the server; none where there is no server.
     pub(super) remote: Option<Arc<Remote>>,
     /// Datasets that this machine has from the server; none where nothing is copied.
     pub(super) copies: Option<Arc<Copies>>,
@@ -156,8 +156,8 @@ impl Attempt {
     }
 }
 
-/// A beginning whose preflight is done, here and on the attempt's other machines. Examining a large dataset takes time; an order ends the wait at once, also where a
-/// file system does not respond. Nothing has been started yet.
+/// Waits for the preflight check here and on the attempt's other machines, before any rank is started. Examining a large dataset
+/// takes time; an order ends the wait at once, also when a file system does not respond.
 async fn checked(
     beginning: StartMode,
     stored: &mut StoredAttempt,
@@ -189,14 +189,14 @@ async fn checked(
     StartMode::Launch { refusal: found.err() }
 }
 
-/// The check, with what is fetched before it and reported after it where the disk is not the server's.
+/// The preflight check. On a disk of its own, the agent first fetches what is missing and afterwards reports the dataset's fingerprint.
 async fn with_files(
     stored: &mut StoredAttempt,
     around: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     if let (Some(remote), Some(copies)) = (&around.remote, &around.copies) {
-        dataset_copy::have(stored, remote, copies).await?;
+        dataset_copy::ensure(stored, remote, copies).await?;
     }
     let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
         return check_before_start(stored, around, cancelled).await;
@@ -208,7 +208,7 @@ async fn with_files(
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
 }
 
-/// Of several machines one has another dataset: which.
+/// Adds the machine's name to a refusal about the dataset: other machines of the job may have another state of it.
 fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     if refusal.code != ReasonCode::DatasetUnusable {
         return refusal;
@@ -216,7 +216,7 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     Refusal { detail: format!("on the machine {name}: {} ({HINT})", refusal.detail), ..refusal }
 }
 
-/// An attempt is over: the copy of its dataset may go.
+/// Releases the copy of the dataset of an attempt that is over.
 fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
     if let Some(copies) = copies {
         copies.release(attempt);

@@ -1,4 +1,4 @@
-//! What ranks need that is not on this machine's disk yet is fetched from the server before they start.
+//! Fetches from the server, before ranks start, what they need and this machine's disk does not have.
 
 use super::{
     place::pretrained_dir,
@@ -20,17 +20,17 @@ use std::{
 const MANIFEST_BYTES: usize = 64 << 10;
 /// Pauses before trying again, the first and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
-/// How often a checkpoint is fetched anew whose sums are wrong.
+/// How often a checkpoint with wrong checksums is fetched again.
 const DAMAGED: u32 = 3;
 
 /// The job's fingerprint of its dataset.
 pub(super) const DATASET_NOTE: &str = "dataset.json";
 
-/// Why a try has failed.
+/// Why a try to fetch has failed.
 enum FetchError {
     Server(Failed),
     Disk(PathBuf, io::Error),
-    /// The sums are wrong; what came is gone.
+    /// A checksum is wrong. What had arrived was removed.
     Damaged(String),
 }
 
@@ -44,16 +44,16 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
     move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Tells the server that this attempt has a disk of its own, and fetches what is missing. A server that is away is waited for; whoever does
-/// not want to wait drops this.
+/// Reports to the server that this attempt has a disk of its own, and fetches what is missing. While the server is unreachable this
+/// retries; drop the future to stop waiting.
 ///
 /// # Errors
-/// What cannot be had.
+/// Something cannot be fetched, and a retry would not help.
 pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let start = &stored.start;
     let mut tries = Backoff::of(remote);
-    while let Err(trouble) = begin(stored, remote).await {
-        tries.wait(trouble).await?;
+    while let Err(error) = begin(stored, remote).await {
+        tries.wait(error).await?;
     }
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
@@ -66,18 +66,19 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     }
     if let Some(name) = &start.resume {
         let id = format!("{}-{name}", start.attempt.job);
-        have(stored, remote, &id, &stored.job_dir.join("checkpoints").join(name)).await
+        ensure_checkpoint(stored, remote, &id, &stored.job_dir.join("checkpoints").join(name)).await
     } else if let Some(id) = &start.files.pretrained {
-        have(stored, remote, id, &pretrained_dir(&stored.job_dir, id)).await
+        ensure_checkpoint(stored, remote, id, &pretrained_dir(&stored.job_dir, id)).await
     } else {
         Ok(())
     }
 }
 
-/// After the check before the first start: the server keeps the dataset's fingerprint for the machines that come later.
+/// Sends the dataset's fingerprint to the server after the preflight check of the job's first start. Machines that the job starts on
+/// later compare with it.
 ///
 /// # Errors
-/// Another machine began with another dataset.
+/// Another machine has started the job with another dataset.
 pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     if stored.start.files.dataset.is_some() {
         return Ok(());
@@ -89,10 +90,10 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
         match report(stored, remote, &note).await {
             Ok(true) => return Ok(()),
             Ok(false) => break,
-            Err(trouble) => tries.wait(trouble).await?,
+            Err(error) => tries.wait(error).await?,
         }
     }
-    // The next start compares with the one that counts.
+    // Removed, so that the next start compares with the fingerprint that the server has.
     let _ = fs::remove_file(stored.job_dir.join(DATASET_NOTE));
     Err(Refusal {
         code: ReasonCode::DatasetUnusable,
@@ -104,8 +105,13 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     })
 }
 
-/// Makes sure that a checkpoint is whole at `place`.
-async fn have(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), Refusal> {
+/// Makes sure that a valid checkpoint is at `place`, and fetches it if not.
+async fn ensure_checkpoint(
+    stored: &StoredAttempt,
+    remote: &Remote,
+    id: &str,
+    place: &Path,
+) -> Result<(), Refusal> {
     let is_whole = {
         let place = place.to_owned();
         tokio::task::spawn_blocking(move || checkpoint::validate(&place).is_ok()).await
@@ -116,14 +122,14 @@ async fn have(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -
     tracing::info!(checkpoint = id, "fetching it from the server");
     let mut tries = Backoff::of(remote);
     let mut damaged = 0;
-    while let Err(trouble) = fetch(stored, remote, id, place).await {
+    while let Err(error) = fetch(stored, remote, id, place).await {
         tries
-            .wait(match trouble {
+            .wait(match error {
                 FetchError::Damaged(why) if damaged < DAMAGED => {
                     damaged += 1;
                     Failed::Later(why).into()
                 }
-                trouble => trouble,
+                error => error,
             })
             .await?;
     }
@@ -143,7 +149,7 @@ async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<
     }
 }
 
-/// One try. What has come stays for the next.
+/// One try. What has arrived stays for the next.
 async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), FetchError> {
     let client = remote.client(&stored.start.attempt)?;
     let (Some(all), Some(name)) = (place.parent(), place.file_name()) else { return Ok(()) };
@@ -186,7 +192,7 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) 
     finished.map_err(|e| FetchError::Disk(PathBuf::new(), io::Error::other(e)))?
 }
 
-/// Checks what has come and gives it its name, synced.
+/// Checks a fetched checkpoint, syncs it and renames it to its final name.
 fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), FetchError> {
     let manifest = match checkpoint::validate(gathering) {
         Ok(manifest) => manifest,
@@ -221,7 +227,7 @@ async fn small(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u
     Ok(all)
 }
 
-/// Pauses between tries.
+/// Pauses between tries, growing up to [`RETRY`]'s longest.
 struct Backoff<'a> {
     remote: &'a Remote,
     pause: Duration,
@@ -235,10 +241,10 @@ impl<'a> Backoff<'a> {
     /// Returns when it is time to try again.
     ///
     /// # Errors
-    /// It is in vain.
-    async fn wait(&mut self, trouble: FetchError) -> Result<(), Refusal> {
-        let FetchError::Server(Failed::Later(why)) = trouble else {
-            return Err(refusal(self.remote, &trouble));
+    /// The error is permanent.
+    async fn wait(&mut self, error: FetchError) -> Result<(), Refusal> {
+        let FetchError::Server(Failed::Later(why)) = error else {
+            return Err(refusal(self.remote, &error));
         };
         tracing::warn!(why, "waiting for the server before ranks can start");
         tokio::time::sleep(self.pause).await;
@@ -247,9 +253,9 @@ impl<'a> Backoff<'a> {
     }
 }
 
-fn refusal(remote: &Remote, trouble: &FetchError) -> Refusal {
+fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
     let on = &remote.name;
-    match trouble {
+    match error {
         FetchError::Server(failed) => {
             Refusal::other(format!("{on} cannot fetch what the job needs: {}", failed.words()))
         }

@@ -34,9 +34,9 @@ use std::{
     time::Duration,
 };
 
-/// Up to this many bytes a vector is gathered whole: on loopback a hop costs about as much as
-/// sending 100 KiB. For n ranks that is n - 1 hops and as many times the vector to send; in parts it is twice the hops
-/// and less than twice the vector, so whole is faster up to about a hop's worth of bytes, at any number of ranks.
+/// Vectors of up to this many bytes are all-gathered whole and summed by every rank. For n ranks that takes n - 1 hops, each of
+/// which sends the whole vector; reduce-scatter and all-gather take twice the hops and send less than two vectors in all. On
+/// loopback a hop costs about as much as sending 100 KiB, so whole is faster for short vectors at any number of ranks.
 const SHORT: usize = 32 << 10;
 /// Bytes received before they are added: they fit the second-level cache together with their target.
 const BLOCK: usize = 128 << 10;
@@ -60,7 +60,7 @@ pub struct Ring {
 /// What groups that are split from a ring connect with.
 #[derive(Debug, Clone)]
 struct Identity {
-    /// Tells the groups of an attempt apart: connections of one are not taken for those of another.
+    /// Unique among the groups of an attempt, so that a connection of one is not taken for that of another.
     name: String,
     secret: Vec<u8>,
     local_ip: IpAddr,
@@ -84,7 +84,7 @@ struct Wire<'a> {
     ring: &'a Ring,
     sockets: &'a mut RingSockets,
     operation: &'static str,
-    /// The call, until its header has gone.
+    /// The call, until its header has been sent.
     unopened: Option<Call>,
 }
 
@@ -104,13 +104,13 @@ impl Ring {
         result.map_err(|error| self.failed(error))
     }
 
-    /// Collective: ranks that call different things find out, before they do it in another way than over the ring.
+    /// Collective: checks that all ranks make the same call, for calls that then do their work in another way than over the ring.
     pub(super) fn announce(&self, what: Call) -> Result<(), CommError> {
-        // A byte has been at every rank when it is back.
+        // When an all-gather of one byte returns, every rank has checked the header.
         self.call(what, |wire| wire.gather(&mut vec![0; wire.ring.size as usize]))
     }
 
-    /// Says why its ranks share no memory.
+    /// Records why its ranks do not share memory; [`ProcessGroup::shared_memory`] returns it.
     pub(super) fn set_shm_unavailable(&self, reason: String) {
         let _ = self.shm_unavailable_reason.set(reason);
     }
@@ -120,10 +120,13 @@ impl Ring {
         self.end.not_ended(operation)
     }
 
-    /// Whether the neighbours are there, for those who wait for ranks in another way than by a call.
+    /// Checks that the neighbours' connections are open, for callers that wait for ranks in another way than by a call.
+    ///
+    /// # Errors
+    /// A neighbour has closed its connection, or the group has ended.
     pub(super) fn neighbours_are_there(&self, operation: &'static str) -> Result<(), CommError> {
         self.not_ended(operation)?;
-        // A call that is under way sees it by itself.
+        // A call in progress notices a closed connection by itself.
         let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
         for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
             let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
@@ -137,8 +140,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Ends the group because of `error`, so that the neighbours learn of it now and not by their
-    /// time-outs.
+    /// Ends the group because of `error`, so that the neighbours notice at once and not by their time-outs.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         self.end.failed(error)
     }

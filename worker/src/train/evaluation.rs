@@ -131,7 +131,7 @@ impl Run<'_> {
         let mut batches =
             self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
         let mut votes = Votes::timed(0);
-        // The part of the rank that has most pictures: every rank must take part in as many votes.
+        // As many batches as the rank with the most pictures has: every rank must take part in every vote.
         let most = self.data.shape.validation_samples.div_ceil(world_size.into());
         for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
             if let Some(batch) = batches.next() {

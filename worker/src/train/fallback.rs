@@ -53,10 +53,10 @@ impl Run<'_> {
         let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
         let average = self.engine.averaged()?;
         if let Some(store) = &training.store {
-            // A rank that left the others while they connect would end without a checkpoint, and leave them waiting.
+            // A rank that stopped while the others connect would end without a checkpoint and keep them waiting.
             store.leave_stops_to_votes();
         }
-        // Ranks use each other's memory until all have come here.
+        // Ranks map each other's memory until all have reached this point.
         training.group.barrier()?;
         drop(self.engine.0.take());
         let build: &BuildEngine<'_> = self.build_engine;

@@ -1,4 +1,4 @@
-//! Where a rank's time goes: reported about once a second, and whenever it begins to do something else.
+//! What a rank spends its time on, reported about once a second and whenever its activity changes.
 
 use crate::report::Observer;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
@@ -24,7 +24,7 @@ pub(super) struct ThroughputMeter<'a> {
 }
 
 impl<'a> ThroughputMeter<'a> {
-    /// `device`: a name for it until the engine is built and knows a better one.
+    /// `device` is a provisional name, until the engine is built and [`ThroughputMeter::device`] sets the real one.
     pub(super) fn new(observer: &'a dyn Observer, rank: u32, device: String) -> Self {
         Self {
             observer,

@@ -27,12 +27,12 @@ pub(super) struct InitialState {
     pub(super) step: u64,
     pub(super) best: Option<Best>,
     pub(super) skipped: SkippedSteps,
-    /// It is that of a checkpoint right after which there was no evaluation.
+    /// The step has no evaluation yet: the earlier run was stopped before it.
     pub(super) unmeasured: bool,
 }
 
-/// The format that the checkpoint's run used last, where the job leaves the choice to us: a run that left float16 does not go
-/// back to it. The same on every rank.
+/// With `precision = "auto"`, the number format that the checkpoint's run used last: a run that has left float16 does not return to
+/// it. The same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
     let Some(folder) = training.resume else { return Ok(None) };
     if training.spec.train.precision != Precision::Auto || !training.device.backend.needs().half_precision {
@@ -99,7 +99,7 @@ fn resume(
     };
     let state = shared_state(group, state)?;
     let parameters = shared(group, engine.parameters()?, parameters)?;
-    // Before there were others it was one of SGD's.
+    // Older checkpoints do not name it: it was always SGD.
     let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
     let kind = training.spec.train.optimizer;
     let carries_over = slots(note.kind) == slots(kind);
@@ -111,10 +111,10 @@ fn resume(
         false => None,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
-    // Ranks may share them: every rank has read the old ones before they change.
+    // Ranks may share the weights: all have to have read the old ones before they change.
     group.barrier()?;
     engine.load_state_dict(&loaded)?;
-    // Nor does anybody use the new ones before rank 0 has written them.
+    // Nor may a rank use the new ones before rank 0 has written them.
     group.barrier()?;
 
     let step = if state.global_batch_size == plan.global_batch_size
@@ -169,7 +169,7 @@ fn resume(
     });
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // They count other steps.
+        // Their steps are counted for the other batch size.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();

@@ -30,7 +30,7 @@ pub(in super::super) fn of_rank(
     let (machine, local_rank) = table
         .place(rank)
         .ok_or_else(|| format!("{RANK_TABLE} has no rank {rank}: its ranks are 0 to {}", world_size - 1))?;
-    let RendezvousAddress { addr, port, secret } = meeting(table, variable)?;
+    let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
     let device = Some(machine.devices[local_rank as usize].device);
     Ok(LaunchedRank { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
@@ -48,7 +48,7 @@ pub(in super::super) fn of_machine(
     let machine: &Machine = table.machines.get(node).ok_or_else(|| {
         format!("--node {node}: {RANK_TABLE} has {} machines, which are counted from 0", table.machines.len())
     })?;
-    let RendezvousAddress { addr, port, secret } = meeting(table, variable)?;
+    let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local = machine.devices.iter().map(|device| (device.rank, device.device)).collect();
     Ok(Ranks { world_size: table.world_size(), local, addr, port, secret })
 }
@@ -59,7 +59,7 @@ struct RendezvousAddress {
     secret: String,
 }
 
-fn meeting(
+fn rendezvous_address(
     table: &RankTable,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<RendezvousAddress, String> {

@@ -12,15 +12,15 @@ use tempfile::NamedTempFile;
 
 /// The longest line: paths have at most 4096 bytes.
 const LINE_BYTES: usize = 64 << 10;
-/// What a list is called until it is whole.
+/// Prefix of a list's name until it is complete.
 pub(super) const LISTED: &str = ".list-";
-/// Of a whole list. A hundred million files have about that much.
+/// Bytes of a list at most: about a hundred million files.
 const LIST_BYTES: u64 = 8 << 30;
 
-/// A list that has come.
+/// A complete list.
 pub(super) struct List {
     pub(super) file: NamedTempFile,
-    /// Another one for other files, times of change or another path on the server.
+    /// The hash of the list: it differs for other files, times of change or another path on the server.
     pub(super) key: String,
     /// See [`DatasetEntry::Begin`].
     pub(super) within: String,
@@ -31,15 +31,15 @@ pub(super) struct List {
 /// Fetches the list of the dataset that the server has at `path` into a file in `dir`.
 ///
 /// # Errors
-/// It did not come whole, or the server says why there is none.
+/// It did not arrive complete, or the server says why there is none.
 pub(super) async fn fetch(
     client: &AttemptClient<'_>,
     dir: &Path,
     path: &str,
-    came: &mut PullProgress,
+    progress: &mut PullProgress,
 ) -> Result<List, CopyError> {
     let mut download = client.dataset_list().await?;
-    came.any = true;
+    progress.answered = true;
     let mut file = NamedTempFile::with_prefix_in(LISTED, dir).map_err(on_disk(dir))?;
     let mut reading = ListReader::new(path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
@@ -52,12 +52,12 @@ pub(super) async fn fetch(
     reading.done(file)
 }
 
-/// What is known of a list while it comes.
+/// Parses a list while it arrives.
 struct ListReader {
-    /// That may still come.
+    /// Bytes that may still arrive.
     left: u64,
     sum: Sha256,
-    /// Of a line whose end has not come.
+    /// The beginning of an incomplete line.
     line: Vec<u8>,
     within: Option<String>,
     files: u64,

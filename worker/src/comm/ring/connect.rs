@@ -69,7 +69,7 @@ impl Ring {
     /// # Errors
     /// Ranks that do not come or do not answer in the store's time-out.
     pub fn connect(store: &Store, timeout: Duration) -> Result<Arc<Self>, RendezvousError> {
-        let meeting = store.meeting();
+        let rendezvous = store.config();
         let listeners = Listeners::bind(store.local_ip()).map_err(protocol)?;
         let own = listeners.addresses().map_err(protocol)?;
         let all = store.exchange("ring", &serde_json::to_vec(&own).unwrap_or_default())?;
@@ -83,12 +83,12 @@ impl Ring {
         let joining = Joining {
             identity: Identity {
                 name: "ring".into(),
-                secret: meeting.secret.clone(),
+                secret: rendezvous.secret.clone(),
                 local_ip: store.local_ip(),
             },
-            rank: meeting.rank,
+            rank: rendezvous.rank,
             addresses,
-            patience: meeting.timeout,
+            patience: rendezvous.timeout,
             timeout,
             gives_up: &|| store.gives_up(),
         };

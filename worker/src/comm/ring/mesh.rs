@@ -24,7 +24,7 @@ use std::{
 
 /// How often a rank that waits for another's connection checks that the group still exists.
 const SLICE: Duration = Duration::from_millis(100);
-/// A machine that is there answers sooner; nothing interrupts this wait.
+/// A live machine answers sooner. Kept short because an abort cannot interrupt this wait.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 
 /// One rank's end of all connections for messages.
@@ -69,7 +69,10 @@ struct Incoming {
 }
 
 impl Mesh {
-    /// Takes connections at `listener` from now on, until `end`.
+    /// Accepts connections at `listener` from now on, until `end`. `addresses` says where each rank listens.
+    ///
+    /// # Errors
+    /// No thread or file descriptor can be had.
     pub(super) fn start(
         identity: &Identity,
         rank: u32,
@@ -180,7 +183,7 @@ impl Mesh {
                 .wait_timeout(paths, left.min(SLICE))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
-            // One that has connected, sent and gone meanwhile has left a message that can be read.
+            // A rank that connected, sent and exited meanwhile has left a message that can still be read.
             if !paths.contains_key(&from) {
                 check()?;
             }
@@ -188,7 +191,7 @@ impl Mesh {
     }
 }
 
-/// What the thread has that takes connections.
+/// What the accepting thread owns.
 struct Acceptor {
     listener: TcpListener,
     terms: OwnedHandshakeTerms,

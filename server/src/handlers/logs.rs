@@ -85,8 +85,7 @@ impl LogsQuery {
         }
         match (sort, self.tail) {
             (Some(_), Some(_)) => {
-                let detail =
-                    "tail is the old name for the newest lines: give sort=-seq with limit, or tail alone";
+                let detail = "tail cannot be combined with sort: use limit instead of tail";
                 Err(Error::BadRequest(detail.into()))
             }
             (None, Some(_)) => Ok(Order::Tail),

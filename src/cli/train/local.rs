@@ -105,7 +105,7 @@ async fn received(signal: Option<&mut Signal>) {
 struct Interrupt;
 
 impl Policy for Command {
-    type Notes = Vec<AttemptEvent>;
+    type Records = Vec<AttemptEvent>;
     type Order = Interrupt;
     type Error = TailError;
 

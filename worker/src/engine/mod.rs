@@ -326,8 +326,7 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
-    /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a
-    /// device goes with the process.
+    /// Drops the engine in a process that is about to exit: waits for nothing in flight, and leaves device memory for the driver to free.
     fn abandon(self: Box<Self>) {}
     /// Memory of the device that this process holds; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
@@ -341,7 +340,7 @@ pub trait Engine: Send {
     fn device_name(&self) -> String;
 }
 
-/// What is said of a size that an engine was not made ready for.
+/// The error for an image size that [`Engine::take_sizes`] did not name.
 fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine is not ready for pictures of {image_size} pixels"))
 }

@@ -15,7 +15,7 @@ pub(super) struct InFlight {
     pub(super) step: u64,
     pub(super) lr: f32,
     began: Instant,
-    /// The part of the step's time that it waited for its batches.
+    /// Seconds that the step waited for its batches.
     data_secs: f64,
 }
 
@@ -33,7 +33,7 @@ impl Run<'_> {
         let data_secs = began.elapsed().as_secs_f64();
         setup::report_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
-        let asked = self.ask_of_layers()?;
+        let reports = self.request_layer_reports()?;
 
         let result = self.engine.start_step(&micro_batches, lr)?;
 
@@ -47,15 +47,15 @@ impl Run<'_> {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
         self.announce_checkpoints();
-        self.report_layer_times(asked);
+        self.report_layer_times(reports);
         let continues = vote?;
         if continues {
-            self.report_histograms(asked)?;
+            self.report_histograms(reports)?;
         }
         Ok(continues)
     }
 
-    /// Takes the weights into their moving average when that is due. Rank 0 keeps the average; the others get it when it is
+    /// Updates the moving average of the weights when that is due. Rank 0 keeps the average; the other ranks get it when it is
     /// evaluated.
     fn average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
@@ -112,7 +112,7 @@ impl Run<'_> {
             }
             observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
         }
-        self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
     }
 
     /// Logs which pictures the GPU could not decode, when there are new reasons.

@@ -228,7 +228,7 @@ impl Executor {
         Ok(square_sum)
     }
 
-    /// See [`crate::engine::Engine::undo_step`]. Ranks that share memory update pieces of the weights while backward still runs.
+    /// See [`crate::engine::Engine::undo_unfinished_steps`]. Ranks that share memory update pieces of the weights while backward still runs.
     pub(super) fn undo_step(&mut self) -> bool {
         if self.state.memory().is_some() {
             return false;

@@ -38,6 +38,8 @@ const SHARED_MEMORY: u64 = 32 << 20;
 #[derive(Debug)]
 pub(in crate::engine) struct Cuda;
 
+/// This process computes on a GPU.
+static HAS_ENGINE: AtomicBool = AtomicBool::new(false);
 /// The process ends while its GPU may still wait for other ranks.
 static LEFT_TO_DRIVER: AtomicBool = AtomicBool::new(false);
 
@@ -120,6 +122,7 @@ impl Backend for Cuda {
             watchdog: args.watchdog,
             generation: args.generation,
         };
+        HAS_ENGINE.store(true, Ordering::Relaxed);
         Ok(Box::new(build(args.network, args.initial, args.config, args.comm, &gpu)?))
     }
 
@@ -138,7 +141,9 @@ impl Backend for Cuda {
     }
 
     fn abort(&self, _reason: &str) {
-        leave_to_driver();
+        if HAS_ENGINE.load(Ordering::Relaxed) {
+            leave_to_driver();
+        }
     }
 
     fn wait_for_aborts(&self, limit: Duration) -> bool {

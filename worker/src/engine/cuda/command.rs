@@ -121,6 +121,9 @@ impl Operand {
     }
 }
 
+/// `u32`, of what follows from the gradients' norm: the GPU says there that an update may be under way.
+pub(super) const UPDATING: Operand = Operand::new(Region::LossScale, 32, size_of::<u32>());
+
 /// One argument of a kernel: a number, or memory and what the kernel does with it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Arg {

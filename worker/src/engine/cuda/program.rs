@@ -7,7 +7,7 @@
 use super::{
     GpuConfig,
     arena::{Allocation, Arena},
-    command::{Command, Kernel, Operand, Part, Region, verify},
+    command::{Command, Kernel, Operand, Part, Region, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
@@ -19,7 +19,7 @@ use super::{
     reduce::Reducer,
     rings::{self, Inputs, Results},
     running::Running,
-    state::{self, State},
+    state::State,
     statistics::Statistics,
     tuner::Tuner,
 };

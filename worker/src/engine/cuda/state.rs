@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
 
 use super::{
-    command::{Kernel, Operand, Region},
+    command::{Kernel, Operand, Region, UPDATING},
     device::{Buffer, Device, Ptr},
     dtype::DType,
     error::CudaError,
@@ -35,9 +35,7 @@ pub(super) struct Scaling {
     pub(super) pad: [u32; 2],
 }
 
-/// Where the GPU says that an update may be under way.
-pub(super) const UPDATING: Operand =
-    Operand::new(Region::LossScale, offset_of!(Scaling, updating), size_of::<u32>());
+const _: () = assert!(UPDATING.offset == offset_of!(Scaling, updating));
 
 // SAFETY: numbers without a gap between them.
 unsafe impl bytemuck::Zeroable for Scaling {}

@@ -8,8 +8,7 @@
 //!
 //! A stream's place is a clock: how many of its commands, and of each other stream's, are known to be done.
 
-use super::{Access, Command, EventId, Operand, Region, StreamId};
-use crate::engine::cuda::state::UPDATING;
+use super::{Access, Command, EventId, Operand, Region, StreamId, UPDATING};
 use std::collections::{BTreeMap, HashMap};
 
 /// By stream: commands that are known to be done.

@@ -7,9 +7,8 @@ use crate::engine::{
     StateDict, StepResult,
     cuda::{
         CudaEngine, MicroBatch, Phase, UnderWay,
-        command::{Access, Command},
+        command::{Access, Command, UPDATING},
         device::{Event, Pinned, Stream},
-        state::UPDATING,
     },
     prologue::Prologue,
 };

@@ -79,7 +79,7 @@ impl GraphEmitter<'_> {
             }
         }
         // From here on nothing waits for other ranks: an update that begins also ends.
-        self.main(ops.stamp(stamp(2), state::UPDATING));
+        self.main(ops.stamp(stamp(2), UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
         self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic }));
         self.update_weights(gradients);

@@ -181,7 +181,7 @@ fn ranges_of_a_region_are_told_apart() {
 fn an_update_that_the_host_could_not_hold_is_refused() {
     for setting in settings() {
         let commands = sound(&setting);
-        let told = |c: &Command| c.accesses().contains(&(state::UPDATING, Access::Write));
+        let told = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
         let [at] = numbers(&commands, told)[..] else { panic!("it is told once") };
         assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
         let Some(last) = commands.iter().rposition(|c| matches!(c, Command::AllReduce { .. })) else {

@@ -2,7 +2,7 @@
 //! time. While a step waits for its batch, cores also take pictures that the device has not come to yet: the device takes them from
 //! the front of a batch, many at a time, cores from its end, one by one.
 
-mod goal;
+mod output_spec;
 mod queue;
 
 use super::{
@@ -16,7 +16,7 @@ use crate::data::{
     picture::{ScaleTable, jpeg},
     transform::{AugmentParams, Transform},
 };
-use goal::OutputSpec;
+use output_spec::OutputSpec;
 use queue::Queue;
 use std::{
     cell::Cell,
@@ -75,7 +75,7 @@ pub(super) fn make(
 ) -> Result<(), DataError> {
     let numbers = 0..chosen.len();
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
-    let goal = OutputSpec::new(part, transform, epoch.is_some());
+    let output = OutputSpec::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
     let bytes_read = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
@@ -86,7 +86,7 @@ pub(super) fn make(
             return Ok(File::Passed);
         }
         let wanted = jpeg::for_hardware(&bytes)
-            .and_then(|stored| goal.wanted(stored, transform, params(place).as_ref()));
+            .and_then(|stored| output.wanted(stored, transform, params(place).as_ref()));
         Ok(match wanted {
             Ok(wanted) => File::OnDevice(bytes, wanted),
             Err(why) => {
@@ -109,7 +109,7 @@ pub(super) fn make(
     }
     let shared = Shared {
         device,
-        goal: &goal,
+        output: &output,
         files: &files,
         read: &read,
         queue: Queue::new(of_device),
@@ -155,7 +155,7 @@ pub(super) fn make(
 /// Pictures of a batch that the device or cores decode.
 struct Shared<'a> {
     device: &'a OnDevice,
-    goal: &'a OutputSpec,
+    output: &'a OutputSpec,
     files: &'a [File],
     /// The file of each picture of the batch.
     read: &'a [PartialPicture<'a>],
@@ -185,7 +185,7 @@ impl Shared<'_> {
             let claimed = Cell::new((0, 0));
             let mut filled = None;
             let outcome = self.device.decoder.decode(
-                self.goal.size,
+                self.output.size,
                 &mut |most| {
                     claimed.set(self.queue.front(most));
                     self.encoded(self.queue.numbers(claimed.get()))
@@ -228,7 +228,7 @@ impl Shared<'_> {
         let mut begun = self.read.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {
-                begun[*number] = if self.goal.is_input {
+                begun[*number] = if self.output.is_input {
                     PartialPicture::Cropped(pixels)
                 } else {
                     PartialPicture::Picture(pixels)

@@ -25,7 +25,7 @@ use std::{
     thread,
 };
 
-/// How far a picture is prepared when cores continue with it.
+/// A picture that cores continue with, by how far it is prepared.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum PartialPicture<'a> {
     Nothing,
@@ -33,7 +33,7 @@ pub(super) enum PartialPicture<'a> {
     Read(&'a [u8]),
     /// Decoded, and resized to what the transform begins with.
     Picture(&'a [u8]),
-    /// Training's random resized crop, mirrored or not; or all that evaluation makes.
+    /// After training's random resized crop and flip, or after all steps of evaluation.
     Cropped(&'a [u8]),
 }
 
@@ -45,7 +45,7 @@ enum File {
     OnDevice(Vec<u8>, CropParams),
 }
 
-/// What a device is to make of a picture.
+/// How a device crops, resizes and flips a picture.
 struct CropParams {
     stored: jpeg::Stored,
     left: u32,
@@ -55,11 +55,11 @@ struct CropParams {
     flip: bool,
 }
 
-/// Makes pictures of a batch: those of these numbers, each of all as far as it is begun.
+/// Makes the pictures of a batch with these numbers. The last argument says how far each picture of the batch is prepared.
 type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[PartialPicture<'_>]) -> Result<(), DataError> + Sync);
 
-/// Has `fill` make each of the pictures at `chosen` once; `epoch` is `None` for evaluation. What the device fails at, cores
-/// have to do.
+/// Makes each of the pictures at `chosen` once, by `fill`; `epoch` is `None` for evaluation. Pictures that the device fails at are decoded
+/// on cores.
 ///
 /// # Errors
 /// [`DataError::File`], by the name of its place: a picture that cannot be read; and those of `fill`, which finds what cannot
@@ -168,7 +168,7 @@ struct Shared<'a> {
     fill: Fill<'a>,
 }
 
-/// Tells cores that the device is given no more, also after a panic.
+/// Marks the end of the device's work when dropped, also after a panic, so that cores do not wait for it.
 struct Ended<'a>(&'a Shared<'a>);
 
 impl Drop for Ended<'_> {
@@ -179,7 +179,7 @@ impl Drop for Ended<'_> {
 }
 
 impl Shared<'_> {
-    /// Has the device decode what nobody has begun, until nothing is left.
+    /// Lets the device decode pictures that no core has taken, until none is left.
     fn feed(&self) {
         while !self.queue.is_empty() {
             let claimed = Cell::new((0, 0));
@@ -221,7 +221,7 @@ impl Shared<'_> {
         numbers.iter().filter_map(encoded).collect()
     }
 
-    /// Continues with what the device has made of these numbers; cores make what it has refused.
+    /// Finishes the pictures with these numbers that the device has decoded; cores make those that it has refused.
     fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
         self.device.done(done, made.len() as u64 - done);
@@ -238,7 +238,7 @@ impl Shared<'_> {
         (self.fill)(Work::AroundDevice, numbers, &begun)
     }
 
-    /// Makes the last picture that nobody has begun on this core; says whether there was one.
+    /// Makes, on this core, the last picture that was not taken yet. False if there was none.
     fn one_on_a_core(&self) -> bool {
         let Some(at) = self.queue.back() else { return false };
         self.device.for_cores(CpuDecodeReason::Concurrently, 1);

@@ -6,7 +6,7 @@ use crate::{
     agents::Agents,
     artifact_store::ArtifactStore,
     audit::Audit,
-    coming::CheckpointWaits,
+    checkpoint_waits::CheckpointWaits,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
     dataset_copies::CopyProgress,

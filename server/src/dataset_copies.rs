@@ -1,5 +1,5 @@
-//! How far machines have copied the datasets of their jobs: what a job's log says of it, a line for each tenth, and one where the dataset
-//! changed meanwhile.
+//! Progress of machines that copy the datasets of their jobs, as lines of the job's log: one for each tenth, and one each time that the
+//! copy starts again because the dataset has changed.
 
 use lockstep_protocol::JobId;
 use std::{
@@ -7,34 +7,34 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Copies of which it is remembered what was said. Beyond, something may be said a second time.
+/// Copies that are remembered at most. Beyond that a line may be logged twice.
 const REMEMBERED: usize = 4096;
-/// How often a copy is said to begin anew. Agents give up before.
+/// Restarts of a copy that are logged at most. Agents give up before.
 const ANEW: u32 = 8;
 
-/// What was said last, by job, attempt and agent.
+/// What was logged last, by job, attempt and agent.
 #[derive(Debug, Default)]
 pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Announced>>);
 
 #[derive(Debug, Default)]
 struct Announced {
-    /// The most tenths; none before the first.
+    /// The most tenths that were logged; none before the first.
     tenths: Option<u64>,
     anew: u32,
 }
 
-/// What is to be said.
+/// What to log.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum CopyNotice {
-    /// So many tenths are copied; 0 is said, too.
+    /// This many tenths are copied; 0 is logged, too.
     Tenths(u64),
-    /// The copy begins anew.
+    /// The copy starts again.
     Anew,
 }
 
 impl CopyProgress {
-    /// What is new of an agent's copy, of which it has `copied` of `total` bytes. Less than before is no news, unless it says that it begins
-    /// `anew`.
+    /// What to log about an agent's copy, of which it has `copied` of `total` bytes; `None` if there is no progress. Less than before is
+    /// logged only if the agent says that the copy starts again (`anew`).
     pub(crate) fn news(
         &self,
         (job, attempt, agent): (&JobId, u32, &str),

@@ -14,23 +14,23 @@ use std::{
 };
 use tokio::sync::{Notify, broadcast, watch};
 
-/// Newest events kept for each watched job: at most this many, and at most [`RECENT_BYTES`] together.
+/// Newest events that are kept for each watched job: at most this many, and at most [`RECENT_BYTES`] in all.
 const RECENT: usize = 512;
 const RECENT_BYTES: usize = 4 << 20;
 /// Time between two updates of one job on the list, and between two updates of its pace on its own stream.
 pub(crate) const LIST_EVERY: Duration = Duration::from_millis(250);
-/// Updates of the list that a reader may be behind before it is sent the whole list again.
+/// Updates of the list that a reader may be behind. Beyond that it is sent the whole list again.
 const LIST_BACKLOG: usize = 1024;
 
-/// Subscribers, by job; and those of the list.
+/// The subscribers of each job, and those of the list.
 #[derive(Debug)]
 pub(crate) struct Hub {
     jobs: Mutex<HashMap<JobId, Watched>>,
     list: broadcast::Sender<Listed>,
-    /// What has not been sent to the list's readers yet.
+    /// Changes that were not sent to the list's readers yet.
     unpublished: Mutex<HashMap<JobId, Unpublished>>,
     wake: Notify,
-    /// Held from reading a job's labels until they are published, so that the newest come last.
+    /// Held from reading a job's labels until they are published, so that the newest labels are published last.
     labelling: tokio::sync::Mutex<()>,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Hub {
 enum Unpublished {
     /// Its newest state.
     Changed(Box<Job>),
-    /// Whose it was, and whether it was private.
+    /// The owner of a deleted job, and whether it was private.
     Deleted { owner: Option<String>, private: bool },
 }
 
@@ -78,8 +78,8 @@ impl Hub {
         }
     }
 
-    /// Notifies subscribers of events that are stored. Two changes of a job may be published in the wrong order, because each is
-    /// published after its transaction. Readers then read the earlier one from the store.
+    /// Publishes stored events to subscribers. Two changes of a job may be published in the wrong order, because each is published after its
+    /// transaction. Readers then read the earlier one from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)
@@ -103,7 +103,7 @@ impl Hub {
         self.list_job(&changed.job, !changed.events.is_empty());
     }
 
-    /// Tells the list of a job. One that comes with events is older than one with the same number that came without.
+    /// Queues a job's state for the list. Of two states with the same event number, the one without events is newer.
     fn list_job(&self, job: &Job, with_events: bool) {
         let mut unpublished = lock(&self.unpublished);
         let newer = match unpublished.get(&job.id) {
@@ -120,7 +120,7 @@ impl Hub {
         }
     }
 
-    /// Tells readers what people changed about a job that `read` reads: the list, and the job's own stream.
+    /// Publishes the labels of a job, which `read` reads, to the list and the job's own stream.
     ///
     /// # Errors
     /// Those of `read`.
@@ -134,8 +134,7 @@ impl Hub {
         Ok(job)
     }
 
-    /// Notifies subscribers that events up to `job.last_seq` are stored, although not all of them were published. Readers read
-    /// them from the store.
+    /// Notifies subscribers that events up to `job.last_seq` are stored, of which not all were published. Readers read them from the store.
     pub(crate) fn catch_up(&self, job: &Job) {
         if let Some(watched) = lock(&self.jobs).get_mut(&job.id) {
             let newest = watched.recent.back().map(|e| e.seq);
@@ -154,7 +153,7 @@ impl Hub {
         }
     }
 
-    /// Tells those readers of the list who saw a job that it is no more, and ends the job's streams.
+    /// Publishes the deletion of a job to the readers of the list who could see it, and ends the job's streams.
     pub(crate) fn deleted(&self, job: Job) {
         lock(&self.jobs).remove(&job.id);
         let deleted = Unpublished::Deleted { owner: job.owner, private: job.spec.private };
@@ -186,7 +185,7 @@ impl Hub {
         self.list.subscribe()
     }
 
-    /// Tells the list's readers what changed, each job at most once in [`LIST_EVERY`]. Runs until dropped.
+    /// Sends changes to the list's readers, each job at most once in [`LIST_EVERY`]. Runs until dropped.
     pub(crate) async fn publish_list(&self) {
         loop {
             self.wake.notified().await;
@@ -199,7 +198,7 @@ impl Hub {
                 };
                 let owner = owner.map(Arc::from);
                 if let Ok(text) = serde_json::to_string(&frame) {
-                    // Nobody listening is no error.
+                    // Without listeners this fails, which is no error.
                     let _ = self.list.send(Listed { text: text.into(), owner, private });
                 }
             }
@@ -226,7 +225,7 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// The rows that end after `seq`, if the first event after it is still here; else the store has them (or there are none).
+    /// The rows that end after `seq`, if the hub still has the first event after it. Otherwise they are in the store, or there are none.
     pub(crate) fn after(&self, seq: u64) -> Option<Vec<Arc<EventRow>>> {
         let jobs = lock(&self.hub.jobs);
         let recent = &jobs.get(&self.id)?.recent;
@@ -261,7 +260,7 @@ impl Subscription {
 impl Drop for Subscription {
     fn drop(&mut self) {
         let mut jobs = lock(&self.hub.jobs);
-        // Itself still counts as one.
+        // This subscription still counts as one.
         if jobs.get(&self.id).is_some_and(|w| w.last_seq.receiver_count() <= 1) {
             jobs.remove(&self.id);
         }

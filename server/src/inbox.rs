@@ -4,12 +4,12 @@ use crate::store::Report;
 use std::{sync::Arc, time::Duration};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-/// Bytes of encoded reports that may wait. Beyond that, agents keep records on disk.
+/// Bytes of encoded reports that may wait. Beyond that, reports stay in the agents' spools.
 const QUEUE_BYTES: usize = 64 << 20;
 /// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
 const PERMIT_BYTES: usize = 1 << 10;
-/// How long the reports between two heartbeats may wait for space, together. Heartbeats wait behind them, so this is much less
-/// than a lease.
+/// How long the reports between two heartbeats may wait for space, in all. Heartbeats queue behind them, so this is much less than a
+/// lease.
 pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// What waits to be stored.
@@ -18,16 +18,16 @@ pub(crate) enum Work {
     Report {
         /// To be acknowledged to this agent ...
         agent: String,
-        /// ... whose connection is cut (by dropping this) when it must begin again at what is stored.
+        /// ... whose connection is closed (by dropping this) when it has to send again from the last stored record.
         connection: mpsc::Sender<()>,
         report: Box<Report>,
         reservation: Reservation,
     },
-    /// Its sender is notified when everything before it is stored.
+    /// A flush: its sender is notified when everything before it is stored.
     Flush(oneshot::Sender<()>),
 }
 
-/// Where connections put their reports.
+/// The sending half, which connections have.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     to: mpsc::UnboundedSender<Work>,
@@ -36,7 +36,7 @@ pub(crate) struct Inbox {
 
 pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
 
-/// A report's place among those that wait.
+/// Space for one report in the queue, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     pub(crate) bytes: usize,
@@ -49,8 +49,8 @@ impl Inbox {
         (Self { to, permits: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)) }, queue)
     }
 
-    /// Reservation for a report that came as so many bytes, when there is some. While it is waited for nothing more is read from
-    /// its agent, whose spool takes the rest. None when the database is so far behind that it should come again later.
+    /// Waits for space for a report of so many encoded bytes. Meanwhile nothing more is read from its agent, whose spool holds the rest.
+    /// `None` after `patience`: the database is so far behind that the agent should send the report again later.
     pub(crate) async fn reserve(&self, bytes: usize, patience: Duration) -> Option<Reservation> {
         let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
         let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);
@@ -58,12 +58,12 @@ impl Inbox {
         Some(Reservation { bytes, _permit: permit })
     }
 
-    /// Nothing is lost while the server runs: every report that is queued has a permit.
+    /// Queues a report. The queue itself is unbounded: the reservation limits it.
     pub(crate) fn put(&self, work: Work) {
         let _ = self.to.send(work);
     }
 
-    /// Returns when everything that was put before this call is stored.
+    /// Flush: returns when everything that was queued before this call is stored.
     pub(crate) async fn flush(&self) {
         let (to, done) = oneshot::channel();
         if self.to.send(Work::Flush(to)).is_ok() {

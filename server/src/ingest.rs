@@ -16,7 +16,7 @@ use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
 /// Bytes of reports per transaction, at most: the first report of a batch is published only when all are stored.
 const BATCH_BYTES: usize = 4 << 20;
 
-/// How often it is tried to note who has a checkpoint, and the pause between.
+/// Tries to record which agent has a checkpoint, and the pause between them.
 const NOTE_TRIES: u32 = 3;
 const NOTE_PAUSE: Duration = Duration::from_millis(50);
 
@@ -36,7 +36,7 @@ pub(crate) async fn run(app: App, mut queue: Queue) {
     }
 }
 
-/// What a report says of the end of its attempt, which dispatch has to know.
+/// The parts of a report about the end of its attempt, for dispatch.
 struct Ends {
     /// How it ended on this agent.
     ending: Option<Ending>,
@@ -62,7 +62,7 @@ async fn store(app: &App, batch: Vec<Work>) {
     let mut reports = Vec::with_capacity(batch.len());
     let mut from = Vec::with_capacity(batch.len());
     let mut flushes = Vec::new();
-    // Let go when all is stored.
+    // Dropped when all is stored.
     let mut reservations = Vec::with_capacity(batch.len());
     for work in batch {
         match work {
@@ -120,8 +120,8 @@ async fn store(app: &App, batch: Vec<Work>) {
     }
 }
 
-/// Does what checkpoints that a report tells of need on the server's disk. What does not succeed is tried again for a moment: other
-/// reports wait meanwhile.
+/// Updates the files on the server's disk for checkpoints that a report names. Retries for a moment only, because other reports wait
+/// meanwhile.
 async fn note_files(app: &App, report: &mut Report, earlier: &[Report]) -> Result<()> {
     let of_checkpoint = |event: &AttemptEvent| {
         matches!(event, AttemptEvent::Checkpoint(_) | AttemptEvent::CheckpointRemoved { .. })
@@ -143,7 +143,7 @@ async fn note_files(app: &App, report: &mut Report, earlier: &[Report]) -> Resul
     }
 }
 
-/// Retries transient errors (a full disk, a busy database) until the reports are stored or refused for good; agents keep what
+/// Stores reports, and retries transient errors (a full disk, a busy database) until they are stored or refused for good. Agents keep what
 /// is not acknowledged. The flag says whether it took more than one try. `None` when the server stops.
 async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
     let mut wait = Duration::from_millis(100);
@@ -197,12 +197,12 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
                 %error, job = %attempt.job, attempt = attempt.attempt, ?source, number,
                 "a record is passed over: the database refuses it"
             );
-            // Acknowledged like any other, or it would come again for ever.
+            // Acknowledged like any other record, or the agent would send it for ever.
             (done, _) = store_patiently(app, &[alone(AttemptEvent::Unknown)]).await?;
         }
         answer = match done.map(|mut answers| answers.pop()) {
             Ok(Some(answer)) => answer,
-            // Not even its number is taken: of this job nothing can be stored, and its ranks are asked to stop.
+            // Its number cannot be stored either, so nothing of this job can: its ranks are asked to stop.
             _ => Ingested::Stale,
         };
         match &mut answer {
@@ -222,8 +222,8 @@ async fn record_by_record(app: &App, report: Report) -> Option<Ingested> {
     Some(answer)
 }
 
-/// Publishes what may be stored without having been published. When the connection broke at the end of a transaction, the
-/// retry finds its records stored and returns no events.
+/// Publishes events that may have been stored without being published: if the connection broke at the end of a transaction, the retry
+/// finds its records stored and returns no events.
 async fn catch_up(app: &App, jobs: HashSet<&JobId>) {
     for id in jobs {
         match app.store.job(id).await {

@@ -1,5 +1,5 @@
-//! Whose jobs are, in memory: the gate asks for each request that names one. A job has its owner and is private or not from its submission
-//! on, and no later job gets its id, so what was read once stays true. Datasets are not kept: a name can be given to another one.
+//! A cache of the owners of jobs, which the gate needs for each request that names a job. A job's owner and whether it is private never
+//! change, and ids are not reused, so entries stay valid. Datasets are not cached: a name can be registered again.
 
 use crate::store::Owned;
 use lockstep_protocol::JobId;
@@ -9,14 +9,14 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Jobs of each half. A job takes some 200 bytes.
+/// Jobs of each generation. A job takes some 200 bytes.
 const HALF: usize = 4096;
 
-/// The last few thousand jobs that somebody asked for.
+/// The owners of the most recently requested jobs.
 #[derive(Default)]
 pub(crate) struct JobOwners(Mutex<TwoGenerations>);
 
-/// When the newer half is full, it takes the place of the older one: what was not asked for meanwhile is forgotten.
+/// When the newer generation is full, it replaces the older one. Jobs that were not requested meanwhile are forgotten.
 #[derive(Default)]
 struct TwoGenerations {
     newer: HashMap<JobId, Owned>,
@@ -24,7 +24,7 @@ struct TwoGenerations {
 }
 
 impl JobOwners {
-    /// Whose a job is, where that is known.
+    /// The owner of a job, if it is cached.
     pub(crate) fn get(&self, id: &JobId) -> Option<Owned> {
         let mut halves = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(owned) = halves.newer.get(id) {
@@ -35,7 +35,7 @@ impl JobOwners {
         Some(owned)
     }
 
-    /// Keeps what the store says.
+    /// Caches what was read from the store.
     pub(crate) fn put(&self, id: &JobId, owned: Owned) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).put(id, owned);
     }
@@ -76,7 +76,7 @@ mod tests {
         assert_eq!(len(), 2 * HALF);
         assert_eq!(owners.get(&jobs[HALF]), Some(owned(&HALF.to_string())));
         assert_eq!(owners.get(&jobs[2 * HALF]), None);
-        // One past it: the older half goes, the newer one stays.
+        // One more than the limit: the older generation goes, the newer one stays.
         owners.put(&jobs[2 * HALF], owned("last"));
         assert_eq!(len(), HALF + 1);
         assert_eq!(owners.get(&jobs[0]), None);

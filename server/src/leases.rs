@@ -1,8 +1,7 @@
 //! Which attempts hold which slots, and until when.
 //!
-//! Leases live in memory, on the monotonic clock: a wall clock that is set back or forward ends none. Which
-//! attempt may write is in the store (its fencing token), so a restarted server gives every live attempt one
-//! full lease to be heard of, and no longer.
+//! Leases are in memory and use the monotonic clock, so setting the time of day expires none. Which attempt may write is in the store
+//! (its fencing token). A restarted server therefore gives every live attempt one full lease, within which its agent has to report.
 
 use crate::store::{JobRow, Place};
 use lockstep_protocol::{
@@ -33,7 +32,7 @@ pub(crate) struct Leases {
     by_job: Mutex<Held>,
     /// For each restarting job, the attempt that failed and the time from which the next may start.
     restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
-    /// Agents that were given up before their leases ran out, with the attempt, and until when its ranks may still be there.
+    /// Agents that were given up before their leases ran out, with the attempt and the time until which its ranks may still run.
     cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
     pub(crate) wake: Notify,
 }
@@ -42,7 +41,7 @@ pub(crate) struct Leases {
 #[derive(Debug, Default)]
 struct Held {
     leases: HashMap<JobId, Lease>,
-    /// Jobs that were given slots of an agent.
+    /// For each agent, the jobs with slots on it.
     on_agent: HashMap<String, HashSet<JobId>>,
 }
 
@@ -51,9 +50,9 @@ struct Held {
 struct Lease {
     attempt: AttemptRef,
     holds: Vec<AgentHold>,
-    /// Its agents were requested to stop its ranks, or will be by their welcome.
+    /// Its agents were requested to stop its ranks, or will be in their `Welcome`.
     stop_requested: bool,
-    /// Ranks whose machines do not answer, as their neighbours say.
+    /// Ranks whose machines do not answer, as their neighbours report.
     unreachable: HashSet<u32>,
 }
 
@@ -63,28 +62,28 @@ struct AgentHold {
     place: Place,
     until: Instant,
     state: Ranks,
-    /// The check before the start is done here, of an attempt over several agents; rank 0's agent says the port.
+    /// For an attempt over several agents: the agent has finished its preflight check. Rank 0's agent also gives the port.
     ready: Option<Option<u16>>,
 }
 
-/// Whether an agent has ranks of an attempt.
+/// What is known of an attempt's ranks on one agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ranks {
     There,
-    /// It says that they have ended. Other agents still have some.
+    /// The agent has reported their end. Other agents still have some.
     Ended,
-    /// The same, because they have lost those of other agents: nobody can go on.
+    /// The same, because they lost the connection to ranks of other agents: the attempt cannot continue.
     LostContact,
     /// Its lease ran out.
     Lost,
 }
 
-/// The part of an attempt on an agent whose lease ran out, or that is given up.
+/// The part of an attempt on one agent, whose lease ran out or which was given up.
 #[derive(Debug)]
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
     pub(crate) place: Place,
-    /// Agents that the attempt was given to.
+    /// All agents that the attempt was given to.
     pub(crate) places: usize,
 }
 
@@ -186,7 +185,7 @@ impl Leases {
         self.by_job().get(job).is_some_and(|lease| lease.stop_requested)
     }
 
-    /// An attempt of a job holds no slots any more. A later attempt may: its hold stays.
+    /// Releases the slots of an attempt. Those of a later attempt of the job stay.
     pub(crate) fn release(&self, job: &JobId, attempt: u32) {
         let mut leases = self.by_job();
         if leases.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
@@ -196,8 +195,8 @@ impl Leases {
         self.poke();
     }
 
-    /// The ranks of an attempt have ended on an agent, as it says or because its lease ran out: its slots are free. Returns
-    /// the other agents that still have ranks of it.
+    /// Frees an attempt's slots on an agent, whose ranks have ended or whose lease ran out. Returns the other agents that still have ranks
+    /// of it.
     pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: EndAt) -> Vec<Place> {
         let mut leases = self.by_job();
         let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
@@ -216,7 +215,7 @@ impl Leases {
         others
     }
 
-    /// An agent says that it has the ranks of these attempts. Returns those that are not (any longer) its own.
+    /// Renews the leases of the attempts whose ranks an agent reports to have. Returns those that are not (any longer) its own.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
         self.extend_cut_off(agent_id, attempts, until);
@@ -235,7 +234,7 @@ impl Leases {
         attempts.iter().filter(|attempt| !is_theirs(attempt)).cloned().collect()
     }
 
-    /// An agent has done the check before the start. Once all have, returns them and the port where rank 0 will listen.
+    /// Records that an agent has finished its preflight check. Once all have, returns them and the port where rank 0 will listen.
     pub(crate) fn ready(
         &self,
         attempt: &AttemptRef,
@@ -245,7 +244,7 @@ impl Leases {
         let mut leases = self.by_job();
         let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
-        // Another agent's word on the port counts for nothing.
+        // Only rank 0's agent may choose the port.
         hold.ready = Some(port.filter(|_| hold.place.ranks.iter().any(|(rank, _)| *rank == 0)));
         let ready: Vec<_> = lease.holds.iter().filter_map(|hold| hold.ready).collect();
         let port = ready.iter().flatten().next().copied()?;
@@ -294,7 +293,7 @@ impl Leases {
         self.by_job().get(job).map(|lease| lease.attempt.clone())
     }
 
-    /// How long the attempts on an agent may continue without word from it: the one that has least; none: there is no attempt.
+    /// The shortest time that an attempt on this agent may continue without contact; `None` if there is no attempt.
     pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
         let leases = self.by_job();
@@ -333,7 +332,7 @@ impl Leases {
         found
     }
 
-    /// Jobs whose ranks have ended on one of their agents: the others follow.
+    /// Jobs whose ranks have ended on one of their agents, so that the others will end, too.
     pub(crate) fn ending(&self) -> Vec<JobId> {
         let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.state != Ranks::There);
         self.by_job().iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
@@ -365,7 +364,7 @@ impl Leases {
     pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
-            // Where nobody holds it any more, the store has not taken all the ends: it is over nevertheless.
+            // With no hold left it is over, although the store has not got all the ends yet.
             let nobody = lease.held().next().is_none();
             let counts = |hold: &&AgentHold| nobody || hold.state == Ranks::There;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);

@@ -16,7 +16,7 @@ mod artifact_uploads;
 mod artifacts;
 mod audit;
 mod audit_log;
-mod coming;
+mod checkpoint_waits;
 mod compaction_queue;
 pub mod config;
 mod dataset_copies;

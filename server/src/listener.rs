@@ -1,10 +1,10 @@
-//! Connections: taken in up to a limit, given up when they are idle, and ended in order.
+//! Accepts connections up to a limit, closes idle ones, and ends all in order when the server stops.
 //!
-//! A connection costs a file descriptor, and whoever opens many and says nothing would leave none for others. So a
-//! request's head must come within a time, an idle connection ends after the same time, and when there are as many
-//! as there may be, the one that has been idle longest makes room for the next. What a client does not read is
-//! given up by the system (`TCP_USER_TIMEOUT`), websockets by their own handlers. An address of another machine has a
-//! quarter of all connections at most, and TLS handshakes have limits of their own (`handshakes.rs`).
+//! A connection costs a file descriptor, and a client that opens many and sends nothing would leave none for others. So a request's head
+//! must arrive within a time limit, and an idle connection is closed after the same time. At the limit of connections, the one that has
+//! been idle longest is closed for the next. If a client does not read, the kernel closes its connection (`TCP_USER_TIMEOUT`), or the
+//! handler of its websocket does. An address of another machine gets a quarter of all connections at most. TLS handshakes have limits of
+//! their own (`handshakes.rs`).
 
 mod in_flight;
 mod socket;
@@ -42,26 +42,26 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
-/// More connections than this have no use, however many descriptors there are.
+/// Connections at most, however many descriptors there are.
 const MOST_CONNECTIONS: u64 = 8192;
 const FEWEST_CONNECTIONS: u64 = 8;
 /// Descriptors for the rest: the database's connections (three each), locks, the runtime, a file being written.
 const RESERVED_DESCRIPTORS: u64 = 44;
 /// The longest head of a request: address and headers together.
 const HEAD_BYTES: usize = 64 << 10;
-/// Until a client that takes nothing of what was sent is given up. Longer than any pause of a network that comes back.
+/// How long a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
 const UNREAD: Duration = Duration::from_secs(120);
-/// By which a request is found in the server's log and the access log.
+/// Header with the id of a request in the server's log and the access log.
 const REQUEST_ID: &str = "x-request-id";
-/// Before connections are taken in again when the system refuses one.
+/// Pause before the next accept after the system has refused one.
 const BREATH: Duration = Duration::from_millis(50);
 
-/// How many connections there may be at once: half of the descriptors that are left, as a request may open a file.
-/// The process takes as many descriptors as it is allowed to first.
+/// Connections at a time: half of the descriptors that are left, because a request may open a file. Raises the process's limit of
+/// descriptors to the hard limit first.
 pub(crate) fn connection_limit() -> usize {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
-        // Without the right to, it has what it had.
+        // If that is not allowed, the current limit stays.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
     limit_of(getrlimit(Resource::Nofile).current)
@@ -78,7 +78,7 @@ pub(crate) struct Listener {
     pub(crate) tls: Option<TlsAcceptor>,
 }
 
-/// What every connection knows.
+/// State that all connections share.
 struct Shared {
     app: App,
     router: Router,
@@ -92,7 +92,7 @@ struct Shared {
     open: Mutex<HashMap<u64, Arc<Connection>>>,
 }
 
-/// A connection that speaks HTTP. Websockets leave the list when they become some, and keep their permit.
+/// A connection that speaks HTTP. A connection that becomes a websocket leaves the list and keeps its permit.
 struct Connection {
     address: IpAddr,
     state: Mutex<Use>,
@@ -100,7 +100,7 @@ struct Connection {
 }
 
 struct Use {
-    /// Requests whose answer is not sent to its end.
+    /// Requests whose response is not completely sent.
     requests: usize,
     idle_since: Instant,
 }
@@ -109,7 +109,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Serves until the server is stopping and the requests under way then are answered.
+/// Serves until the server stops and the requests in progress are answered.
 pub(crate) async fn serve(
     listeners: Vec<Listener>,
     app: App,
@@ -135,7 +135,7 @@ pub(crate) async fn serve(
     tasks.wait().await;
 }
 
-/// It went away before it was taken in.
+/// The client has disconnected before it was accepted.
 fn is_the_client_s(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionRefused | ConnectionAborted | ConnectionReset)
@@ -182,8 +182,8 @@ impl Shared {
         }
     }
 
-    /// Counts a connection of an address; none when it has as many as it may, and all are in use. Not counted are this machine and
-    /// proxies, which speak for many.
+    /// Counts a connection of an address; `None` if the address has reached its limit and all its connections are in use. This machine and
+    /// proxies are not counted, because many clients share them.
     fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<AddressCount>> {
         if address.to_canonical().is_loopback() || self.app.ingress.trusts(address) {
             return Some(None);
@@ -198,8 +198,8 @@ impl Shared {
         Some(Some(AddressCount { shared: self.clone(), address }))
     }
 
-    /// Ends the connection that has been idle longest, of all or of an address. When all are in use, the next one waits for the
-    /// first to end.
+    /// Closes the connection that has been idle longest, among all or those of an address. If all are in use, the next connection waits for
+    /// one to end.
     fn make_room(&self, of: Option<IpAddr>) -> bool {
         let open = lock(&self.open);
         let idle = open.values().filter_map(|connection| {
@@ -233,7 +233,7 @@ impl Shared {
         let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
         lock(&self.open).insert(number, connection.clone());
-        // Taken off the list however this ends.
+        // Removed from the list however this ends.
         let _listed = Listed { shared: &self, number };
         let stream = match tls {
             None => Stream::Plain(stream),
@@ -277,7 +277,7 @@ impl Shared {
         let mut is_asked = false;
         loop {
             tokio::select! {
-                // What goes wrong on a connection is its client's.
+                // Errors of a connection are its client's, and not logged.
                 _ = serving.as_mut() => break,
                 () = connection.give_up.cancelled() => break,
                 () = &mut stopping, if !is_asked => {
@@ -314,7 +314,7 @@ impl Shared {
     }
 }
 
-/// Takes a connection off the list of those that speak HTTP.
+/// Removes a connection from the list of those that speak HTTP, when dropped.
 struct Listed<'a> {
     shared: &'a Shared,
     number: u64,
@@ -326,7 +326,7 @@ impl Drop for Listed<'_> {
     }
 }
 
-/// A connection's place among all, and among those of its address.
+/// A connection's permits: among all connections, and among those of its address.
 struct ConnectionPermit {
     _counted: Option<AddressCount>,
     _permit: OwnedSemaphorePermit,

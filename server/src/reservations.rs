@@ -1,17 +1,17 @@
-//! What is kept on which machine for which waiting job, as the newest round of dispatch left it.
+//! The reservations of waiting jobs on machines, as of the newest round of dispatch.
 
 use jiff::Timestamp;
 use lockstep_protocol::job::JobId;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What a job that waits has on a machine.
+/// A waiting job's reservation on one machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Kept {
     pub(crate) job: JobId,
     pub(crate) agent_id: String,
-    /// Slots that nobody uses.
+    /// Reserved slots that are free.
     pub(crate) free: Vec<u32>,
-    /// Slots of jobs that end.
+    /// Reserved slots of jobs that are ending.
     pub(crate) ending: Vec<u32>,
     /// Jobs behind this one get nothing of the machine.
     pub(crate) whole_machine: bool,
@@ -26,7 +26,7 @@ impl Reservations {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A round is over and has kept this. What was kept for the same job on the same machine before is kept since then.
+    /// Replaces the reservations by those of a round. A reservation of the same job on the same machine keeps its age.
     pub(crate) fn keep(&self, kept: Vec<Kept>, now: Timestamp) {
         let mut known = self.lock();
         let since = |kept: &Kept| {
@@ -42,7 +42,7 @@ impl Reservations {
         self.lock().retain(|(kept, _)| kept.job != *job);
     }
 
-    /// Everything, with since when, in the order of the queue.
+    /// All reservations with the times since when they exist, in the order of the queue.
     pub(crate) fn all(&self) -> Vec<(Kept, Timestamp)> {
         self.lock().clone()
     }

@@ -1,6 +1,6 @@
-//! Checkpoints that agents with a disk of their own upload. They gather in `uploads/<epoch>-<step>` of the job's folder, piece by piece, and
-//! are moved to `checkpoints/` when they are complete and every checksum is right: as with ranks, a checkpoint exists completely or not at
-//! all. What has come survives the end of either side; the agent asks how much there is and continues.
+//! Checkpoints that agents with a disk of their own upload. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder, which
+//! is renamed into `checkpoints/` when it is complete and every checksum is right. So a checkpoint exists completely or not at all, as with
+//! ranks. What has arrived survives the end of either side: the agent asks how much there is, and continues.
 
 use crate::manifest::{MANIFEST, Manifest, check_whole, sha256};
 use lockstep_protocol::agent::UploadState;
@@ -19,17 +19,17 @@ const CHECKPOINT_BYTES: u64 = 1 << 40;
 /// The files that a manifest may name. All but the average must be there.
 const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "ema.safetensors"];
 const OPTIONAL: &str = "ema.safetensors";
-/// The one that says what an evaluation has found.
+/// The file with the results of the evaluation.
 const STATE: &str = "state.json";
 
-/// Why a piece or a checkpoint is not taken.
+/// Why a piece or a checkpoint is refused.
 #[derive(Debug)]
 pub(crate) enum Refused {
-    /// It is not what an agent sends.
+    /// The request is invalid.
     Wrong(String),
-    /// Pieces come one after another: this many bytes are there.
+    /// The piece does not continue the file, which has this many bytes.
     Offset(u64),
-    /// The whole is not what was written. It is gone from here and has to be sent anew.
+    /// A checksum is wrong. The upload was removed and has to be sent again.
     Damaged(String),
     /// Another request works on this upload.
     Busy,
@@ -51,7 +51,7 @@ type Result<T> = std::result::Result<T, Refused>;
 pub(crate) struct Upload {
     /// `<epoch>-<step>`.
     name: String,
-    /// Where its pieces gather.
+    /// Where its pieces are collected.
     gathering: PathBuf,
     /// Where it is once it is complete.
     place: PathBuf,
@@ -67,7 +67,7 @@ impl Upload {
         }
     }
 
-    /// How much of it there is.
+    /// How many bytes of each file have arrived.
     ///
     /// # Errors
     /// The disk.
@@ -90,7 +90,7 @@ impl Upload {
         Ok(state)
     }
 
-    /// Begins with a manifest. What has come of a checkpoint with another one is dropped.
+    /// Begins an upload with its manifest. An earlier upload with another manifest is dropped.
     ///
     /// # Errors
     /// It is no manifest of this checkpoint, or names what is too large.
@@ -138,14 +138,14 @@ impl Upload {
         }
         file.seek(SeekFrom::Start(offset))?;
         if let Err(error) = file.write_all(piece) {
-            // Half a piece would be in the way of sending it again.
+            // A partial piece would keep the agent from sending it again.
             let _ = file.set_len(offset);
             return Err(error.into());
         }
         Ok(end)
     }
 
-    /// Checks everything and gives the checkpoint its name, all synced.
+    /// Checks all checksums, syncs everything and renames the checkpoint to its final name.
     ///
     /// # Errors
     /// [`Refused::Damaged`]: what has come is not what the manifest says; it is removed.
@@ -153,7 +153,7 @@ impl Upload {
         let _one_at_a_time = self.lock()?;
         let manifest = match self.manifest() {
             Ok(manifest) => manifest,
-            // Done before: the answer was lost.
+            // Committed before: only the response was lost.
             Err(Refused::Wrong(_)) if self.place.join(MANIFEST).exists() => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -175,7 +175,7 @@ impl Upload {
         Ok(File::open(all)?.sync_all()?)
     }
 
-    /// Gives the whole folder its name. One that has it already is of the same step, from before its evaluation or of an earlier attempt.
+    /// Renames the folder to its final name. A folder of that name is of the same step: from before the evaluation, or of an earlier attempt.
     fn put(&self) -> io::Result<()> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         if !self.place.exists() {
@@ -209,9 +209,9 @@ impl Upload {
         (weights(manifest) == weights(&stored)).then_some(()).ok_or(Refused::Stored)
     }
 
-    /// Held while files change: an agent that sends a piece again must not meet itself.
+    /// Held while files change: a repeated request of an agent may overlap with its first one.
     ///
-    /// Nobody waits for it: threads that did would be missing elsewhere.
+    /// It is only tried, never waited for, because waiting would block a thread.
     fn lock(&self) -> Result<File> {
         fs::create_dir_all(&self.gathering)?;
         let folder = File::open(&self.gathering)?;

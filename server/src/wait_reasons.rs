@@ -1,5 +1,5 @@
-//! Where each waiting job stands and why it waits, as the newest round of dispatch found it. A job's own reason may say how its last
-//! attempt ended instead, which is worth more to whoever reads only one of them.
+//! The place of each waiting job in the queue and the reason that it waits, as of the newest round of dispatch. A job's own `reason` may
+//! say how its last attempt ended instead, which is more useful where only one is shown.
 
 use crate::lifecycle;
 use lockstep_protocol::{
@@ -12,11 +12,11 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// By job; the next round finds all of it again.
+/// By job. Not stored: the next round finds all of it again.
 #[derive(Debug, Default)]
 pub(crate) struct WaitReasons {
     jobs: Mutex<HashMap<JobId, Waiting>>,
-    /// Reasons that are events of their job and wait to be stored, by job: those that wait longest are of the oldest jobs.
+    /// Reasons that are to be stored as events of their jobs, by job: the oldest jobs first.
     unstored: Mutex<BTreeMap<JobId, Reason>>,
     wake: Notify,
 }
@@ -45,7 +45,7 @@ impl WaitReasons {
         }
     }
 
-    /// At most so many jobs and why they wait, as it is to be stored; waits for the first.
+    /// Takes up to `most` jobs with the reasons to store; waits until there is one.
     pub(crate) async fn next_unstored(&self, most: usize) -> Vec<(JobId, Reason)> {
         loop {
             let next: Vec<_> = {
@@ -68,7 +68,7 @@ impl WaitReasons {
         self.lock().get(job).map(|waiting| waiting.place).filter(|place| *place > 0)
     }
 
-    /// Sorts by the place that the newest round had for each. What has come since stays in its order, at the end.
+    /// Sorts jobs by their place in the newest round. Jobs that were queued since then keep their order, at the end.
     pub(crate) fn sort<T>(&self, jobs: &mut [T], id: impl Fn(&T) -> &JobId) {
         let known = self.lock();
         let place = |job: &T| known.get(id(job)).map(|waiting| waiting.place).filter(|place| *place > 0);
@@ -76,7 +76,7 @@ impl WaitReasons {
         jobs.sort_by_cached_key(|job| place(job).unwrap_or(u64::MAX));
     }
 
-    /// The jobs that wait, in the order in which the round looked at them; others are forgotten.
+    /// Sets the waiting jobs in the order of a round; others are forgotten.
     pub(crate) fn keep(&self, queue: Vec<JobId>) {
         let mut known = self.lock();
         let mut before = std::mem::take(&mut *known);
@@ -87,8 +87,8 @@ impl WaitReasons {
         *known = placed.collect();
     }
 
-    /// Says in a waiting job where it stands, and why it waits as of now: how many slots are free is no event of a job, so what is stored
-    /// of that may be old.
+    /// Fills in a waiting job's place and current reason. The number of free slots changes without an event of the job, so the stored reason
+    /// may be outdated.
     pub(crate) fn tell(&self, job: &mut Job) {
         if !job.state.is_waiting() {
             return;

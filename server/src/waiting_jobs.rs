@@ -1,7 +1,7 @@
-//! The queue in memory: jobs that wait for slots, as the store has them. The store stays the truth. Whoever changes a job says so
-//! ([`WaitingJobs::note`]), and the next that reads the queue reads that job again; every few seconds all of them are compared with the
-//! store ([`WaitingJobs::compare`]): what was stored without a word here (a connection may break at the end of a transaction that was
-//! carried out) is found then.
+//! The queue in memory: a cache of the jobs that wait for slots. The store stays the source of truth. Code that changes a job calls
+//! [`WaitingJobs::note`], and the next reader of the queue reads that job again. Every few seconds all jobs are compared with the store
+//! ([`WaitingJobs::compare`]), which finds changes that were stored but not noted: a connection may break at the end of a transaction that
+//! was committed.
 
 use crate::store::{JobRow, QueuePlace, Result, Store, WaitingVersion};
 use lockstep_protocol::job::{Job, JobId, JobState};
@@ -11,14 +11,14 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Before whom a job comes: of the highest priority first, of equal ones the oldest.
+/// The sort key of the queue: highest priority first, then the oldest job.
 type Place = (Reverse<i32>, i64, JobId);
 
-/// All that wait.
+/// All waiting jobs.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingJobs {
     known: Mutex<Known>,
-    /// Held by whoever reads from the store.
+    /// Held while jobs are read from the store.
     reading: tokio::sync::Mutex<()>,
 }
 
@@ -28,13 +28,13 @@ struct Known {
     places: HashMap<JobId, Place>,
     /// To be read again.
     changed: HashSet<JobId>,
-    /// Somebody reads from the store.
+    /// A task is reading from the store.
     is_reading: bool,
-    /// All were read once.
+    /// All jobs were read once.
     is_loaded: bool,
 }
 
-/// Jobs that are being read; those that were not, because of an error or because their reader has gone away, are read by the next one.
+/// Jobs that are being read. If that fails or the reading task is cancelled, dropping this queues them for the next reader.
 struct Reading<'a> {
     jobs: &'a WaitingJobs,
     changed: Vec<JobId>,
@@ -49,7 +49,7 @@ impl Drop for Reading<'_> {
 }
 
 fn waits(state: JobState) -> bool {
-    // One whose attempt was lost waits for its turn until somebody decides.
+    // A lost job is restarted or fails next; until then it keeps its place.
     state.is_waiting() || state == JobState::Lost
 }
 
@@ -65,7 +65,7 @@ impl Known {
         }
     }
 
-    /// Takes in a job as it was just read.
+    /// Updates the queue with a job that was just read.
     fn put(&mut self, row: JobRow) {
         let id = row.job.id.clone();
         self.remove(&id);
@@ -83,10 +83,10 @@ impl WaitingJobs {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A job was changed, and that is stored.
+    /// Notes that a job was changed in the store.
     pub(crate) fn note(&self, job: &Job) {
         let mut known = self.known();
-        // One that is just being read may not be known yet. Jobs that run change all the time.
+        // Running jobs change all the time, so only waiting ones are noted. A job that is being read just now may not be known as waiting yet.
         let may_be_read = known.is_reading && !job.state.is_active();
         if waits(job.state) || known.places.contains_key(&job.id) || may_be_read {
             known.changed.insert(job.id.clone());
@@ -98,7 +98,7 @@ impl WaitingJobs {
         self.known().remove(id);
     }
 
-    /// The jobs that wait, in order, as the store has them by now.
+    /// The waiting jobs, in order, after reading those that were changed.
     ///
     /// # Errors
     /// The store. What is not read yet is read by the next call.
@@ -134,7 +134,7 @@ impl WaitingJobs {
         if changed.is_empty() {
             return Ok(());
         }
-        // One that cannot be read is not among them: it waits for a version that can.
+        // Unreadable jobs are left out: they wait for a version that can read them.
         let mut rows: HashMap<_, _> =
             store.jobs_of(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let mut known = self.known();

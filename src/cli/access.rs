@@ -1,4 +1,4 @@
-//! Which token a command shows to a server.
+//! Which token a command sends to a server.
 
 use super::wrong;
 use lockstep_worker::host;
@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What a 401 is followed by.
+/// The hint after a 401.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
     the server's data directory (lockstep-data here, or the one named with --data-dir)";
 
@@ -52,8 +52,8 @@ impl AccessArgs {
     }
 }
 
-/// Whether the account that has the token (or root) listens where `server` is on this machine: another account may have taken the
-/// port of a server that is away, and is not sent its token.
+/// Checks that the account that owns the token (or root) listens at `server` on this machine. Another account may have taken the port of
+/// a stopped server, and must not get its token.
 ///
 /// # Errors
 /// Another account listens there.

@@ -91,8 +91,8 @@ pub(crate) struct Args {
     follow_parent: bool,
 }
 
-/// Exit status in a pod when a signal came before the job was over: what a shell says of SIGTERM. With 0 the Job would take this pod's work
-/// for done. The Job's rules (`launch/kubernetes/objects.rs`) start another pod, and do not count this one as failed.
+/// Exit status in a pod when a signal came before the job was over: that of a shell after SIGTERM. With 0 the Job would count this pod's
+/// index as completed. With this one, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and do not count a failure.
 pub(crate) const IN_POD_SIGNALLED: i32 = 143;
 /// Exit status in a pod when the job has failed: another pod would change nothing.
 pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
@@ -137,7 +137,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));
-    // A question that is still being answered does not hold up the end.
+    // A request that is still being handled does not delay the end.
     runtime.shutdown_background();
     if args.in_pod {
         match result {

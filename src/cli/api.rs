@@ -24,15 +24,15 @@ use std::{
     time::Duration,
 };
 
-/// How long a server may be away before a command gives it up.
+/// How long a server may be unreachable before a command gives up.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
-/// Characters of an id that stand for it, at least: ids begin with the same few.
+/// The shortest prefix of an id that is accepted: ids made at about the same time begin alike.
 const SHORTEST_START: usize = 4;
-/// Elements of a list that are asked for at a time.
+/// Elements of a list per request.
 const PAGE: usize = 200;
-/// Jobs that are named where several are meant.
+/// Jobs that a message names where a name fits several.
 const NAMED: usize = 10;
 
 /// The server that a command talks to, and how it prints.
@@ -52,10 +52,10 @@ pub(crate) struct ServerArgs {
 }
 
 impl ServerArgs {
-    /// Talks to this server with the token that there is for it; nothing is sent yet.
+    /// A client for this server, with the token that is found for it. Sends nothing yet.
     ///
     /// # Errors
-    /// An address that is none, or a token that cannot be read.
+    /// The address is invalid, or the token cannot be read.
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         Api::at(&self.server, self.ca_file.as_deref(), self.access.token(&self.server)?)
     }
@@ -71,10 +71,10 @@ pub(crate) struct Api {
 }
 
 impl Api {
-    /// Talks to `server` with this token, trusting `ca_file` besides the system's authorities; nothing is sent yet.
+    /// A client for `server` with this token, which trusts `ca_file` in addition to the system's authorities. Sends nothing yet.
     ///
     /// # Errors
-    /// An address that is none, a CA file that cannot be used, or a token that is none.
+    /// The address, the CA file or the token is invalid.
     pub(crate) fn at(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
         let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
         let base = with_scheme.trim_end_matches('/').to_owned();
@@ -105,7 +105,7 @@ impl Api {
     /// The job that `id` names: an id, the start of one, or a name that only one job has.
     ///
     /// # Errors
-    /// No such job, or several; and what names none, such as a variable of a script that is not set.
+    /// No such job, or several. An empty `id` (an unset variable of a script) names none.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
         if id.is_empty() {
             return Err(wrong("no job is named: the name is empty; give an id, the start of one, or a name"));
@@ -113,7 +113,7 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return self.get(&format!("/jobs/{id}")).await;
         }
-        // Also those that this version cannot read: one of two jobs is not the only one.
+        // Jobs that this version cannot read count, too: a name that two jobs have is not unique.
         let text =
             |job: &Value, key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
         let begins = |job: &Value| id.len() >= SHORTEST_START && text(job, "id").starts_with(id);
@@ -171,16 +171,16 @@ impl Api {
         }
     }
 
-    /// Whether anybody answers there.
+    /// Whether a server answers.
     pub(crate) async fn answers(&self) -> bool {
         let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
         asked.send().await.is_ok()
     }
 
-    /// What lies at a path under `/api/v1`.
+    /// GETs a path under `/api/v1`.
     ///
     /// # Errors
-    /// The server is not reachable, or its problem in words.
+    /// The server is unreachable, or it answers with a problem, whose text this is.
     pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         self.read(self.request(Method::GET, path, None::<&()>).await?).await
     }
@@ -215,8 +215,8 @@ impl Api {
         if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
     }
 
-    /// What the server finds wrong with a job (`launched`: whose agents are about to be started), as pointers and details; none where it finds nothing or is not asked, be it
-    /// unreachable or of another opinion about who may ask.
+    /// What the server finds wrong with a job, as pointers and details; `launched` says that agents for it are about to be started. Empty if it
+    /// finds nothing, is unreachable or does not let this caller ask.
     pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
         let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
         let asked = self.client.post(url).json(document).send().await;
@@ -249,7 +249,7 @@ impl Api {
     /// An answer's body.
     ///
     /// # Errors
-    /// It broke off, or no server of ours says that.
+    /// The connection broke, or this is no response of a Lockstep server.
     pub(crate) async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
         let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
         // An answer without a body reads as null.
@@ -346,7 +346,7 @@ fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
     Ok(value)
 }
 
-/// A mistake in a specification as a line: `/train/lr` is `train.lr` to a writer of TOML.
+/// A mistake in a specification as a line, with the pointer `/train/lr` written as the key `train.lr`.
 pub(crate) fn mistake(pointer: &str, detail: &str) -> String {
     let key = pointer.trim_start_matches('/').replace('/', ".");
     if key.is_empty() { detail.to_owned() } else { format!("{key}: {detail}") }

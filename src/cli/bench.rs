@@ -17,7 +17,7 @@ use lockstep_worker::{
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-/// From the start of the processes to the end of a case: plans may have to be found first.
+/// Limit for a case, from the start of its processes: cuDNN's plans may have to be tuned first.
 const LIMIT: Duration = Duration::from_secs(300);
 /// For ranks to meet and, in a step, to answer.
 const PATIENCE: Duration = Duration::from_secs(120);

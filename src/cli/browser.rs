@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 
 /// The file in the data directory.
 const FILE: &str = "sign-in.html";
-/// How often it is looked whether the link was used.
+/// How often to check whether the link was used.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// What starts a browser.
@@ -28,10 +28,10 @@ pub(crate) struct Opened {
 }
 
 impl Opened {
-    /// Opens the dashboard of a server, unless that is not wanted or nobody is there to see it. A server serves as well without, so
-    /// what goes wrong is said in the log alone.
+    /// Opens the dashboard of a server, unless it is switched off or there is no screen. Errors are only logged: the server works without
+    /// it.
     pub(crate) fn of(server: &Running, data_dir: &Path, wanted: bool) -> Self {
-        // What a server has left that was killed: nobody else uses this folder.
+        // A file that a killed server has left. Nobody else uses this folder.
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
         let mut opened = Self { path, watch: None };
@@ -45,7 +45,7 @@ impl Opened {
     }
 
     fn open(&mut self, server: &Running) -> io::Result<()> {
-        // Not the link that was printed: that one is for whichever browser it is taken to.
+        // A link of its own: the printed one is good once, in whichever browser the user opens it.
         let link = server.login_link()?;
         write(&self.path, &link)?;
         start(&self.path.canonicalize()?)?;
@@ -69,7 +69,7 @@ impl Drop for Opened {
     }
 }
 
-/// Whether somebody has started this by hand, where browsers have a screen.
+/// Whether this was started on a terminal of a machine with a screen.
 fn has_screen() -> bool {
     let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let screen = cfg!(target_os = "macos") || is_set("DISPLAY") || is_set("WAYLAND_DISPLAY");

@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
             let paths: Vec<_> =
                 endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
-            // Before anything is issued: what is not written would stay valid all the same.
+            // Checked before anything is issued: a certificate that could not be written would be valid nevertheless.
             if let Some(path) = paths.iter().find(|path| path.exists()) {
                 return Err(wrong(format!(
                     "{} is there already; move it away, or choose another --output",
@@ -200,6 +200,6 @@ fn about(authority: &Authority) {
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    // Whatever umask says: a certificate is for everybody.
+    // Readable for everybody, whatever the umask is.
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
 }

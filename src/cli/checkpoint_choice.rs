@@ -70,7 +70,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
     let newest = || all.iter().max_by_key(|c| c.info.step);
     let found = match wanted {
         "latest" => newest(),
-        // A job without validation has no best one: the newest is what there is.
+        // A job without validation has no best checkpoint: take the newest.
         "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
         step => {
             let step: u64 = step.parse().map_err(|_| {

@@ -32,7 +32,7 @@ use uploads::UploadStatus;
 
 /// Machines of a launch.
 pub(crate) const MOST_HOSTS: usize = 256;
-/// Slots of a machine, as the server takes them.
+/// Slots of a machine, at most: the server's limit.
 pub(crate) const MOST_SLOTS: u32 = 1024;
 /// `--dir`, from the home directory.
 const DEFAULT_DIR: &str = ".lockstep/launch";
@@ -131,7 +131,7 @@ impl LauncherKind {
         }
     }
 
-    /// Whether it chooses the machines.
+    /// Whether the launcher chooses the machines (Slurm, Kubernetes).
     fn chooses(self) -> bool {
         matches!(self, LauncherKind::Slurm | LauncherKind::Kubernetes)
     }
@@ -168,7 +168,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
-    // A key that is swept may be missing without.
+    // With a sweep the file alone is not checked, because it may lack the swept keys: `array::run` checks each job.
     let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
     machines::reachable(&args, &hosts)?;
@@ -229,7 +229,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// What waits or trains continues without this command.
+/// The error of a launch that gives up following: the agents continue without this command. Says how to end them.
 #[derive(Debug)]
 struct LaunchDetached(String);
 
@@ -272,7 +272,7 @@ impl Launch {
         }
     }
 
-    /// Once the job is over, the tokens are of no use. A job that this command submitted and no agent could be started for is cancelled.
+    /// Cleans up: revokes the tokens once the job is over, and cancels a job that this command submitted if no agent could be started.
     async fn finish(&self, done: anyhow::Result<()>) -> anyhow::Result<()> {
         let path = format!("/jobs/{}", self.job.id);
         let job = match self.api.find::<Job>(&path).await {
@@ -292,7 +292,7 @@ impl Launch {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
             }
         }
-        // An agent that still brings a checkpoint needs its token, which ends by itself later.
+        // An agent that still uploads a checkpoint needs its token, which expires by itself.
         let is_over =
             job.state.is_final() && !matches!(self.standing().await, Ok(UploadStatus::Uploading) | Err(_));
         if never_started || is_over {
@@ -338,13 +338,13 @@ fn show(
     }
 }
 
-/// A command as a shell takes it.
+/// A command quoted for a shell.
 fn in_words(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
 }
 
-/// A word for a POSIX shell.
+/// A word quoted for a POSIX shell.
 pub(crate) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

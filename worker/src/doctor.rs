@@ -3,10 +3,10 @@
 mod facts;
 pub(crate) mod gather;
 mod gpus;
-mod way;
+mod link;
 
 pub use facts::{Facts, INTERFACE};
-pub use way::{Way, listen, probe};
+pub use link::{LinkMeasurement, listen, probe};
 
 use crate::{
     agent::machine,

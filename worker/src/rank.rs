@@ -7,7 +7,7 @@ mod config;
 mod error;
 mod machine_metrics;
 mod signals;
-/// An address that other machines reach: what a name stands for, unless that is loopback's.
+/// Resolves a name to an address that other machines reach, so not to loopback.
 fn outside_address(address: &str) -> Option<std::net::IpAddr> {
     use std::net::ToSocketAddrs;
     if let Ok(ip) = address.parse() {
@@ -59,14 +59,14 @@ pub const EXIT_STOPPED: i32 = 3;
 const MEET_WITHIN: Duration = Duration::from_secs(30);
 /// Added to the time after which a silent rank counts as dead: its agent, which knows more, names it first.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
-/// From the end of waiting, for the step or the lease, to the end of the process.
+/// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
 /// Time for the system's part of an orderly end: freeing a GPU's memory.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
-/// The same for a rank that has failed and reported it: CUDA's exit waits for a GPU that waits for ranks that are gone. The driver
-/// frees what a killed process had.
+/// The same for a rank that has failed and reported it. CUDA's exit handler would wait for a GPU that waits for lost ranks, so the process
+/// is killed; the driver frees its memory.
 const FAIL_WITHIN: Duration = Duration::from_millis(200);
-/// A watchdog, which knows more, reports this long before the agent does, or a tenth of the time.
+/// The watchdog reports this much before the agent does (or a tenth of the limit, if that is less), because it knows which ranks are behind.
 const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
 
 /// Runs the rank that the file at `config_path` describes, and exits with its status.
@@ -106,7 +106,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
             Err(RankError::System(std::io::Error::other(message.unwrap_or_else(|| "a panic".into()))))
         })
     });
-    let told_to_stop = state.stop.load(Ordering::Relaxed);
+    let asked_to_stop = state.stop.load(Ordering::Relaxed);
     if result.is_ok() {
         state.ended.store(true, Ordering::Relaxed);
     }
@@ -114,7 +114,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
         // The others were asked to stop as well, and some had ended already.
-        Err(error) if told_to_stop && error.is_secondary() => match state.lost(config.rank) {
+        Err(error) if asked_to_stop && error.is_secondary() => match state.lost(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
                 let (why, unreachable) = (error.to_string(), error.unreachable().to_vec());
@@ -239,13 +239,13 @@ fn attempt(
         stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
-        // What it ended is reported as an aborted collective.
+        // The step that the watchdog has ended was reported as an aborted collective: report the stall instead.
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
 }
 
-/// Tests the connection that gradients will take, before anything depends on it.
+/// One all-reduce whose sum is known, before training depends on the connection.
 fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     let mut sum = [f64::from(comm.rank())];
     comm.all_reduce((&mut sum).into(), Reduction::Sum).map_err(TrainError::from)?;
@@ -257,7 +257,7 @@ fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     Err(RankError::System(std::io::Error::other(error)))
 }
 
-/// Collective: rank 0 says that gradients leave the machine in clear, where any rank's connection does.
+/// Collective: rank 0 logs a warning if any rank's connection sends gradients to another machine unencrypted.
 fn say_what_is_in_clear(
     comm: &dyn ProcessGroup,
     next_is_elsewhere: bool,
@@ -283,7 +283,7 @@ fn in_clear(on_cores: bool) -> &'static str {
     }
 }
 
-/// Ends this rank, whatever its GPU is doing, when its steps stop.
+/// Starts the watchdog, which ends this rank when its steps no longer complete, whatever its GPU is doing.
 fn watch(
     config: &RankConfig,
     state: &Arc<RankState>,
@@ -298,7 +298,7 @@ fn watch(
         reporter.log(why);
         state.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // Still running: a thread waits for the GPU and cannot be interrupted otherwise.
+        // The process still runs: a thread waits for the GPU and cannot be interrupted otherwise.
         last_words(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
@@ -320,7 +320,7 @@ pub fn end_by_force_within(within: Duration) {
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
-/// State for signals and the last record.
+/// What the training thread shares with the threads for signals, the watchdog and the last record.
 #[derive(Default)]
 struct RankState {
     stop: Arc<AtomicBool>,
@@ -336,7 +336,7 @@ struct RankState {
 }
 
 impl RankState {
-    /// Ends collectives that are under way.
+    /// Aborts collectives in progress.
     fn abort(&self, reason: &str) {
         registry::abort(reason);
         if let Some(comm) = self.comm.get() {
@@ -344,7 +344,7 @@ impl RankState {
         }
     }
 
-    /// What is lost if this process ends now, if anything is.
+    /// A sentence about the steps that are lost if this process ends now; `None` if none are.
     fn lost(&self, rank: u32) -> Option<String> {
         let (step, kept) = (self.progress.load(Ordering::Relaxed), self.kept.load(Ordering::Relaxed));
         // Only rank 0 learns of checkpoints while it trains.

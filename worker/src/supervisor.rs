@@ -1,9 +1,9 @@
-//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. Its callers
-//! (the agent, `lockstep train`, `doctor`, `bench`) provide a [`Policy`] with what differs.
+//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. What differs
+//! between its callers (the agent, `lockstep train`, `doctor`, `bench`) is in their [`Policy`].
 //!
 //! - [`RankProcess`]: one process, started or adopted, which is signalled with what it has started
 //! - [`Rank`]: a process and its records in the attempt's folder
-//! - [`RankGroup`]: all of them; the ways of [`Stop`], one more urgent than the other
+//! - [`RankGroup`]: all of them, and the kinds of [`Stop`], from the least to the most urgent
 //! - [`failure_cause`]: which rank's end explains the others'
 
 mod cause;
@@ -25,7 +25,7 @@ use std::{future::Future, time::Duration};
 
 /// What a caller of [`supervise`] decides about its ranks.
 pub trait Policy {
-    /// The notes that the caller keeps of each rank's records.
+    /// What the caller stores of each rank's records.
     type Records: RecordSink;
     /// Orders that may arrive meanwhile: a signal, a message.
     type Order;
@@ -35,7 +35,7 @@ pub trait Policy {
     /// How often processes are polled.
     const POLL_EVERY: Duration;
 
-    /// The next order; pending for ever where none can come. It may be dropped and asked for again.
+    /// The next order; pending for ever if there are none. Cancel safe: the future may be dropped and requested again.
     fn order(&mut self) -> impl Future<Output = Self::Order> + Send;
 
     /// Does what an order says.

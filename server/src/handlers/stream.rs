@@ -31,8 +31,8 @@ use std::{
 use tokio::{sync::broadcast::error::RecvError, time::Instant};
 use utoipa::IntoParams;
 
-/// The server notices by pings that a reader is gone, and the reader by heartbeats that its connection is dead: scripts do not see
-/// pings, and a connection that was cut without a word stays open until something is sent.
+/// Pings show the server that a reader is gone. Heartbeats show the reader's script that its connection is dead: scripts do not see pings,
+/// and a connection that was cut stays open until something is sent.
 const HEARTBEAT: Duration = Duration::from_secs(HEARTBEAT_SECS);
 /// Events read from the store at a time.
 const REPLAY: u32 = 500;
@@ -80,7 +80,7 @@ pub(crate) async fn job_stream(
 ) -> Result<Response> {
     let id = job_id(&id)?;
     let upgrade = accept(upgrade)?;
-    // Subscribed before it is read, so that nothing falls between.
+    // Subscribed before the job is read, so that no event in between is missed.
     let subscription = app.hub.subscribe(&id);
     let row = jobs::row(&app, &id).await?;
     Ok(upgrade.on_upgrade(move |socket| {
@@ -98,13 +98,13 @@ pub(crate) async fn job_stream(
 /// finds a broken connection.
 const FAREWELL: Duration = Duration::from_secs(60);
 
-/// The connection is no more.
+/// The connection has ended.
 struct Disconnected;
 
 /// Why a reader's half of a connection ended.
 enum Closed {
     ByReader,
-    /// It sent what no reader may, with the close code for that.
+    /// It sent a message that readers may not send; with the close code.
     Wrongly(u16),
 }
 
@@ -114,7 +114,7 @@ struct Reader<'a> {
     caller: Caller,
     to: SplitSink<WebSocket, Message>,
     closed: tokio::task::JoinHandle<Closed>,
-    /// The number of the last event that is on its way; the next message may still be written.
+    /// The number of the last event that was handed to the connection.
     sent: u64,
     /// Given up: no longer among those that are counted.
     given_up: bool,
@@ -136,12 +136,12 @@ impl<'a> Reader<'a> {
         Self { app, caller, to, closed, sent: 0, given_up: false }
     }
 
-    /// Sends, or closes a reader that takes nothing: it can reconnect with the number that it was sent last.
+    /// Sends a message. Closes the connection of a reader that does not read: it can reconnect with the last number that it got.
     async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
         let Self { app, caller, to, sent, .. } = self;
         let sending = async {
             to.feed(message).await?;
-            // It will come before whatever follows.
+            // The message is buffered and goes before later ones.
             *sent = seq.unwrap_or(*sent);
             to.flush().await
         };

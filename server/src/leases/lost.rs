@@ -1,4 +1,4 @@
-//! Attempts whose ranks have lost each other, and agents that are not waited for until their leases run out.
+//! Attempts whose ranks have lost each other, and agents that are given up before their leases run out.
 
 use super::{Expired, Lease, Leases};
 use crate::lifecycle::PlaceEnd;
@@ -20,7 +20,7 @@ pub(crate) enum EndAt {
 }
 
 impl EndAt {
-    /// As the store has it.
+    /// From the end that the store has.
     pub(crate) fn of(end: &PlaceEnd) -> Self {
         match end {
             PlaceEnd::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
@@ -30,7 +30,7 @@ impl EndAt {
     }
 }
 
-/// Attempts of one agent that are remembered for it.
+/// Attempts that are remembered per agent, at most.
 const CUT_OFF_OF_AGENT: usize = 64;
 
 impl Leases {
@@ -38,7 +38,7 @@ impl Leases {
         self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ranks of an attempt whose machines do not answer, as one of its other ranks says.
+    /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
     pub(crate) fn unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
         let mut leases = self.by_job();
         let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
@@ -49,14 +49,14 @@ impl Leases {
         self.poke();
     }
 
-    /// Whether ranks of an attempt have lost those of other agents: it goes on nowhere, and waits for all agents to end theirs.
+    /// Whether ranks of an attempt have lost those of other agents. Then it cannot continue, and waits for all agents to end their ranks.
     pub(crate) fn is_contact_lost(&self) -> bool {
         self.by_job().values().any(Lease::has_lost_contact)
     }
 
-    /// Agents of attempts whose ranks have lost each other that need not be waited for until their leases run out. An agent is one if
-    /// it is silent and either the ranks of others say that its machine does not answer, or its connection has ended. One
-    /// that is only slow keeps both its connections and its answers to other ranks, and is waited for.
+    /// Agents that can be given up before their leases run out. This is an agent of an attempt whose ranks have lost each other that is
+    /// silent, and whose machine does not answer according to other ranks or whose connection has ended. An agent that is only slow has its
+    /// connection, and its kernel answers other ranks: it keeps its lease.
     pub(crate) fn abandoned(
         &self,
         is_silent: impl Fn(&str) -> bool,
@@ -76,7 +76,7 @@ impl Leases {
         found
     }
 
-    /// An agent is given up before its lease runs out: until then, or until it says that it has no ranks of the attempt, it gets no work.
+    /// Gives up an agent before its lease runs out. Until then, or until it reports that it has no ranks of the attempt, it gets no work.
     pub(crate) fn give_up(&self, expired: &Expired) {
         let leases = self.by_job();
         let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
@@ -87,7 +87,7 @@ impl Leases {
         }
     }
 
-    /// An agent that was given up says which ranks it has.
+    /// Updates an agent that was given up with the ranks that it reports to have.
     pub(super) fn extend_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
         self.cut_off().retain_mut(|(id, attempt, at)| {
             let is_its = id == agent_id;
@@ -98,21 +98,21 @@ impl Leases {
         });
     }
 
-    /// As [`Self::renew`], of an agent that has connected: as long as it has ranks of an attempt that is not its own, it gets no work. It
-    /// may have been given up by the server that was there before this one.
+    /// As [`Self::renew`], for an agent that has just connected. While it has ranks of an attempt that is not its own, it gets no work: an
+    /// earlier server may have given it up.
     pub(crate) fn greet(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let not_its = self.renew(agent_id, attempts);
         let (now, until) = (Instant::now(), Instant::now() + self.duration);
         let mut cut_off = self.cut_off();
         cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
-        // An agent may name as many as it likes, and one is as good as many.
+        // One is enough, and the list may be of any length.
         let kept = not_its.iter().take(CUT_OFF_OF_AGENT);
         cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
         drop(cut_off);
         not_its
     }
 
-    /// An agent says that its ranks of an attempt have ended.
+    /// Records that an agent's ranks of an attempt have ended.
     pub(crate) fn is_gone(&self, agent_id: &str, attempt: &AttemptRef) {
         let mut cut_off = self.cut_off();
         let before = cut_off.len();
@@ -122,7 +122,7 @@ impl Leases {
         }
     }
 
-    /// Whether an agent was given up, and ranks may still be there.
+    /// Whether an agent was given up and its ranks may still run.
     pub(crate) fn is_cut_off(&self, agent_id: &str) -> bool {
         let now = Instant::now();
         self.cut_off().iter().any(|(id, _, until)| id == agent_id && *until > now)

@@ -1,4 +1,4 @@
-//! An answer under way: its connection is in use until it is sent to its end, and its bytes are counted.
+//! A request in flight: its connection counts as in use until the response is completely sent, and the response's bytes are counted.
 
 use super::{Connection, lock};
 use crate::access_log::Line;
@@ -12,7 +12,7 @@ use std::{
     time::Instant,
 };
 
-/// Held from the head of a request to the end of its answer.
+/// Marks a connection as in use, from the head of a request to the end of its response.
 pub(super) struct InFlightRequest(Arc<Connection>);
 
 impl InFlightRequest {
@@ -30,7 +30,7 @@ impl Drop for InFlightRequest {
     }
 }
 
-/// The body of an answer, which ends the answering when it is sent or given up.
+/// The body of a response. When it is sent or dropped, the request is no longer in flight.
 pub(super) struct CountedBody {
     pub(super) body: Body,
     pub(super) line: Option<Box<Line>>,

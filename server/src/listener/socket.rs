@@ -1,4 +1,4 @@
-//! What hyper reads and writes: a socket, in clear or with TLS.
+//! The socket that hyper reads and writes: plain TCP or TLS.
 
 use std::{
     io,
@@ -11,7 +11,7 @@ use tokio::{
 };
 use tokio_rustls::server::TlsStream;
 
-/// A socket and its place among those there may be, also after it has become a websocket.
+/// A socket and its permit, which it keeps after it has become a websocket.
 pub(super) struct Held<P> {
     pub(super) stream: Stream,
     pub(super) _place: P,

@@ -4,17 +4,18 @@ use super::examined::{ExaminedMachine, Pair};
 use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 use std::time::Duration;
 
-/// Bytes a second below which gradients take longer than most steps, and below which a job over machines is of no use: a gigabit a second is
-/// 125 million bytes, of which TCP leaves about 117.
+/// Bytes a second below which all-reduces take longer than most steps, and below which a job over machines is useless. A gigabit a second
+/// is 125 million bytes, of which TCP leaves about 117.
 const SLOW: f64 = 110e6;
 const USELESS: f64 = 11e6;
-/// A way is suspicious when another one is so much faster.
+/// A link is suspicious if another one is this many times faster.
 const FASTER: f64 = 2.5;
-/// Gradients of ResNet-50 in float32, for an idea of what a speed means.
+/// Bytes of ResNet-50's gradients in float32, to illustrate a speed.
 const RESNET_50: f64 = 102e6;
-/// Milliseconds there and back, between machines of one room.
+/// Milliseconds that a round trip takes at most between machines of one room.
 const FAR: f64 = 1.0;
-/// Clocks may be so far apart, in milliseconds: logs are in order to about a second, and certificates are valid from a minute.
+/// Milliseconds by which clocks may differ before a warning and before a failure: the order of log lines is right to about a second, and
+/// certificates may be rejected from about a minute.
 const CLOCKS_NOTE: f64 = 1_000.0;
 const CLOCKS_PROBLEM: f64 = 60_000.0;
 
@@ -22,7 +23,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
     Finding { what: what.into(), grade, found, advice: Some(advice) }
 }
 
-/// What two machines have that must be the same.
+/// Compares what must be the same on two machines.
 pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
     let mut findings = Vec::new();
     let (one, other) = (&a.name, &b.name);
@@ -82,10 +83,10 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
     findings
 }
 
-/// How far the clock of `b` is ahead of that of `a`, give or take, in milliseconds: by the way that says it more exactly.
+/// How far the clock of `b` is ahead of that of `a`, and the uncertainty, in milliseconds: from the direction with the smaller uncertainty.
 pub(super) fn clocks(pair: &Pair) -> Option<(f64, f64)> {
-    let there = pair.to_b.as_ref().ok().map(|way| (way.clock_ahead_ms, way.clock_within_ms));
-    let back = pair.to_a.as_ref().ok().map(|way| (-way.clock_ahead_ms, way.clock_within_ms));
+    let there = pair.to_b.as_ref().ok().map(|link| (link.clock_ahead_ms, link.clock_within_ms));
+    let back = pair.to_a.as_ref().ok().map(|link| (-link.clock_ahead_ms, link.clock_within_ms));
     [there, back].into_iter().flatten().min_by(|x, y| x.1.total_cmp(&y.1))
 }
 
@@ -130,11 +131,11 @@ pub(super) fn speed(bytes_per_second: f64) -> String {
     }
 }
 
-/// What is to be said about a measured pair; `fastest` is the best way among all pairs, in bytes a second.
+/// The findings about a measured pair. `fastest` is the fastest link among all pairs, in bytes a second.
 pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for (from, to, way) in [(&pair.a, &pair.b, &pair.to_b), (&pair.b, &pair.a, &pair.to_a)] {
-        if let Err(why) = way {
+    for (from, to, link) in [(&pair.a, &pair.b, &pair.to_b), (&pair.b, &pair.a, &pair.to_a)] {
+        if let Err(why) = link {
             let advice = unreachable(from, to, why);
             findings.push(finding(
                 "reach",
@@ -185,7 +186,7 @@ fn unreachable(from: &str, to: &str, why: &str) -> String {
 
 fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // What `to_b` measures comes from b.
+    // `to_b` measures data that comes from b.
     let (least, slow_from, slow_to) = if there.bytes_per_second < back.bytes_per_second {
         (there.bytes_per_second, &pair.b, &pair.a)
     } else {
@@ -245,9 +246,9 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
     findings
 }
 
-/// Whether a way that is measured again may turn out better than a finding would say.
-pub(super) fn is_suspicious(way: &LinkMeasurement) -> bool {
-    way.bytes_per_second < SLOW || way.round_trip_ms > FAR
+/// Whether a second measurement of a link may be better, so that a finding would be wrong.
+pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
+    link.bytes_per_second < SLOW || link.round_trip_ms > FAR
 }
 
 /// The worst of the findings.
@@ -262,7 +263,7 @@ pub(super) fn worst(findings: &[Finding]) -> Grade {
     }
 }
 
-/// About how long the pairs of `hosts` machines take, those without a machine in common at the same time.
+/// About how long it takes to measure all pairs of `hosts` machines; disjoint pairs are measured at the same time.
 pub(super) fn expected(hosts: usize) -> Duration {
     let rounds = if hosts.is_multiple_of(2) { hosts.saturating_sub(1) } else { hosts };
     Duration::from_secs(3) * u32::try_from(rounds).unwrap_or(u32::MAX)

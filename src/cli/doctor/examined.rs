@@ -3,7 +3,7 @@
 use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, LinkMeasurement};
 use serde::{Serialize, Serializer};
 
-/// A machine, and what is wrong with it.
+/// A machine and the findings about it.
 #[derive(Debug, Serialize)]
 pub(super) struct ExaminedMachine {
     pub(super) name: String,
@@ -14,7 +14,7 @@ pub(super) struct ExaminedMachine {
     pub(super) findings: Vec<Finding>,
 }
 
-/// Two machines, and the ways between them.
+/// Two machines, and the measurements of the link between them.
 #[derive(Debug, Serialize)]
 pub(super) struct Pair {
     pub(super) a: String,

@@ -21,11 +21,11 @@ use std::{
     time::Duration,
 };
 
-/// For a probe: it gives up connecting, and waiting for each byte, sooner.
+/// Limit for a probe, which has shorter limits for connecting and for each byte.
 const PROBE: Duration = Duration::from_secs(30);
-/// Of a way that seems bad, at most.
+/// Measurements of a link that seems bad, at most.
 const MEASUREMENTS: u32 = 3;
-/// With more machines it is said how long it takes.
+/// With more machines than this, the expected time is printed first.
 const MANY: usize = 8;
 
 #[derive(Serialize)]
@@ -168,8 +168,8 @@ fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
 fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     // In one round nobody else wants either.
     let (mut by_a, mut by_b) = (at_a.hold(), at_b.hold());
-    let to_b = way(&mut by_a, at_b.listens_at());
-    let to_a = way(&mut by_b, at_a.listens_at());
+    let to_b = measure_link(&mut by_a, at_b.listens_at());
+    let to_a = measure_link(&mut by_b, at_a.listens_at());
     let both_have_gpus = [at_a, at_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
     let nccl = (both_have_gpus && to_b.is_ok() && to_a.is_ok()).then(|| {
         let at = (at_a.greeting.facts.address.to_string(), at_a.greeting.meeting_port);
@@ -188,14 +188,14 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     }
 }
 
-/// Has two machines meet as ranks, the first as rank 0 that the other one finds there.
+/// Runs all-reduces between two machines as ranks of a group; the first is rank 0, which the other connects to.
 fn meet(
     (a, by_a): (&str, &mut Remote),
     (b, by_b): (&str, &mut Remote),
     (addr, port): (String, u16),
 ) -> Result<Gathered, String> {
     by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
-    // Rank 0 waits for a rank 1 that does not come: its answer would be taken for that to the next order.
+    // Rank 0 still waits for rank 1. Its late answer would be taken for that to the next order, so its connection is closed.
     by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
     let patience = MEETING + Duration::from_secs(20);
     let said = [by_a.answer(patience), by_b.answer(patience)];
@@ -210,14 +210,14 @@ fn meet(
     found.ok_or_else(|| "rank 0 has measured nothing".to_owned())
 }
 
-/// A way, measured again while it seems bad: either machine may be busy at the moment, which is no fault of what is between them.
-fn way(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
+/// Measures a link, again while it seems bad: a machine may be busy at the moment, which is no fault of the link.
+fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
     for _ in 1..MEASUREMENTS {
         if !assessment::is_suspicious(&best) {
             break;
         }
-        // What was measured once is there.
+        // An error now does not discard the earlier measurement.
         let Ok(again) = call(by, to) else { break };
         best = best.best(again);
     }
@@ -227,15 +227,15 @@ fn way(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
 fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.order(&Order::Probe { to })?;
     match by.answer(PROBE)? {
-        PeerMessage::Way(way) => way,
+        PeerMessage::Way(link) => link,
         other => Err(format!("it answers {other:?}")),
     }
 }
 
 /// Adds what the measurements mean.
 fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
-    let ways = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
-    let fastest = ways.filter_map(|way| Some(way.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
+    let links = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
+    let fastest = links.filter_map(|link| Some(link.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
     let of = |name: &str| machines.iter().find(|machine| machine.name == name);
     for pair in pairs {
         let clocks = assessment::clocks(pair);

@@ -1,5 +1,5 @@
-//! `lockstep doctor --peer`: what `doctor --hosts` starts on each machine, over SSH. It says what the machine has, listens for the
-//! others, and calls them when it is told to. Lines of JSON over standard input and output.
+//! `lockstep doctor --peer`: what `doctor --hosts` starts on each machine, over SSH. It reports what the machine has, listens for
+//! the others, and connects to them on request. Messages are lines of JSON over standard input and output.
 
 use super::super::wrong;
 use lockstep_worker::{
@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-/// The secret of this examination, in the environment: others can read arguments.
+/// The variable with the secret of this examination. Not an argument, because other accounts can read those.
 const SECRET: &str = "LOCKSTEP_DOCTOR_SECRET";
 /// A line of either side at most.
 pub(super) const LINE_BYTES: u64 = 64 << 10;
@@ -38,9 +38,9 @@ pub(super) struct Start {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Order {
-    /// Call the machine that listens there.
+    /// Measure the link to the machine that listens there.
     Probe { to: SocketAddr },
-    /// Meet another machine as one of two ranks, on the first GPU of each.
+    /// Form a group of two ranks with another machine, on the first GPU of each.
     Meet { rank: u32, addr: String, port: u16 },
 }
 
@@ -56,7 +56,7 @@ pub(super) enum PeerMessage {
     },
     Way(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
-    /// It can do nothing; why.
+    /// It cannot take orders; why.
     Failed(String),
 }
 
@@ -97,7 +97,7 @@ fn begin(secret: &str) -> Result<(Facts, u16), String> {
 /// Reads the first line and starts this program anew with what it says: libraries are found, and an interface is chosen, by variables.
 fn start_with_environment() -> anyhow::Error {
     let read = || -> anyhow::Result<Start> {
-        // Not a byte more than the line: the rest is for the program that takes this one's place.
+        // Reads not a byte more than the line: the rest is for the program that replaces this one (exec).
         let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         let (mut line, mut byte) = (Vec::new(), [0]);
         while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {

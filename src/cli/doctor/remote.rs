@@ -35,7 +35,7 @@ pub(super) struct Greeting {
     pub(super) meeting_port: u16,
 }
 
-/// Why there is no greeting, with the version if that far it came.
+/// Why there is no greeting, and the version there if that was read.
 pub(super) struct NoGreeting {
     pub(super) lockstep: Option<String>,
     pub(super) why: String,
@@ -56,7 +56,7 @@ impl Remote {
             silent(format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
-        // What keeps it from being read, its end says.
+        // If it cannot be read, the program's exit says why.
         let _ = remote.write(&start);
         let version = match remote.line(CONNECTING) {
             Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
@@ -145,7 +145,7 @@ impl Remote {
         serde_json::from_str(&line).map_err(|e| format!("it says something else ({e})"))
     }
 
-    /// Has the machine do something; its answer is waited for with [`Self::answer`].
+    /// Sends an order; [`Self::answer`] waits for its answer.
     pub(super) fn order(&mut self, order: &Order) -> Result<(), String> {
         self.write(order)
     }

@@ -25,7 +25,7 @@ use std::{
     time::Instant,
 };
 
-/// Agents of a sweep: each has a token, of which a server keeps a thousand.
+/// Agents of a sweep at most: each has a token, and a server keeps a thousand.
 const MOST_AGENTS: usize = 500;
 
 /// Submits the sweep's jobs and the array, and follows them.
@@ -140,7 +140,7 @@ impl Array {
         let mut succeeded = 0;
         while !left.is_empty() {
             tokio::time::sleep(slurm::POLL).await;
-            // Tasks first: the job of one that has ended since is not taken for one without agents.
+            // Tasks are listed before jobs: a job whose task ends in between is then not taken for one without agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
             for (task, launch) in left.clone() {
                 let in_slurm = format!("{id}_{task}");
@@ -170,8 +170,7 @@ impl Array {
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents end with their job, once its checkpoints are on the server; a task that waits then, or does not end, has nothing more
-                    // to do.
+                    // Agents end with their job, once its checkpoints are on the server. A task that still waits or runs after that is cancelled.
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
                         match launch.standing().await {

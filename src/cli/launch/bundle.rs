@@ -17,14 +17,14 @@ pub(super) struct Bundle {
     pub(super) job: JobId,
     /// For the agents' state, from the home directory.
     pub(super) dir: PathBuf,
-    /// In the order in which the launcher numbers its processes.
+    /// The agents, in the order in which the launcher numbers its processes.
     pub(super) nodes: Vec<Node>,
     /// The agents run in pods of a Job of Kubernetes, which starts another pod for each that ends without success.
     #[serde(default)]
     pub(super) in_pod: bool,
 }
 
-/// An agent.
+/// What one agent gets.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Node {
     pub(super) name: String,

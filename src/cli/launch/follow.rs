@@ -1,4 +1,4 @@
-//! Follows a launch whose agents hang on processes of this machine (ssh, mpirun) to the job's end.
+//! Follows a launch whose agents depend on processes of this machine (ssh, mpirun), until the job ends.
 
 use super::{
     super::{api::Api, output, watch},
@@ -17,10 +17,10 @@ use std::{
 /// For agents to end after their job: they learn of it with a heartbeat.
 const FAREWELL: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(200);
-/// How much of a log is looked at for its last line.
+/// Bytes of a log that are searched for its last line.
 const TAIL_BYTES: usize = 4096;
 
-/// A process that agents hang on. It is in a process group of its own, and writes into a file: Ctrl-C ends this command alone.
+/// A process that agents depend on. It is in a process group of its own and writes into a file, so Ctrl-C ends this command alone.
 pub(super) struct Launched {
     /// The machine, or the program.
     label: String,
@@ -40,13 +40,13 @@ impl Launched {
         command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
         let mut child = command.spawn()?;
         if let Some(mut to) = child.stdin.take() {
-            // A process that has ended already reads nothing: its status says more than a broken pipe.
+            // A process that has ended reads nothing. Its exit status says more than the broken pipe.
             let _ = to.write_all(input);
         }
         Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
     }
 
-    /// How it ended, the first time that this is asked after its end.
+    /// How it ended, once: later calls return `None`.
     fn ended(&mut self) -> Option<ExitStatus> {
         if self.status.is_some() {
             return None;
@@ -64,7 +64,7 @@ impl Launched {
     }
 }
 
-/// Says what the end of a launched process means: label, status, last line.
+/// Turns the end of a launched process (label, status, last line) into a sentence.
 pub(super) type Explain = fn(&str, ExitStatus, &str) -> String;
 
 /// Shows the job until it ends, or with `--detach` until the agents are online.
@@ -159,8 +159,8 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
     }
 }
 
-/// Shows a job whose agents another system keeps, until the job is over or `ended` says that this system has ended; also whether the
-/// job is known to be over. A server that is away for long is no reason to end what trains.
+/// Shows a job whose agents another system runs, until the job is over or `ended` returns because that system has ended them. Also
+/// returns whether the job is known to be over. A server that is unreachable for long is no reason to end training.
 pub(super) async fn until_over(
     launch: &Launch,
     ended: impl Future<Output = anyhow::Error>,

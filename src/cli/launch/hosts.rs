@@ -7,7 +7,7 @@ use super::{
 use std::{collections::BTreeMap, path::Path};
 
 const HOSTFILE_BYTES: u64 = 1 << 20;
-/// Variables of a machine, and their bytes together: 256 machines fit into one environment.
+/// Variables of a machine at most, and their total bytes: the variables of 256 machines fit into one environment.
 const MOST_VARIABLES: usize = 32;
 const MOST_VARIABLE_BYTES: usize = 2048;
 const MOST_NAME_BYTES: usize = 253;
@@ -141,7 +141,7 @@ fn slots(text: &str) -> Result<u32, String> {
     slots.ok_or_else(|| format!("slots={text}: must be 1 to {MOST_SLOTS}"))
 }
 
-/// A name that no program takes for an option, and no shell for anything else.
+/// Checks a name: no program takes it for an option, and it needs no quotes in a shell.
 fn checked(name: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
     let is_name = !name.is_empty() && name.len() <= MOST_NAME_BYTES && name.chars().all(plain);

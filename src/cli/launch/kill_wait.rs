@@ -7,17 +7,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A controller that is away must not keep the agent from starting: it takes what is usual then.
+/// Limit for asking Slurm. If the controller does not answer in time, the agent uses the default.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Seconds, where this process is one of a job of Slurm and Slurm says.
+/// KillWait in seconds; `None` outside Slurm, or if Slurm does not answer.
 pub(super) fn of_slurm() -> Option<u32> {
     std::env::var_os("SLURM_JOB_ID")?;
     let mut asked = Command::new("scontrol");
     asked.args(["show", "config"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = asked.spawn().ok()?;
     let mut said = child.stdout.take()?;
-    // It has some hundred lines: more than a pipe may hold while nobody reads.
+    // The output has some hundred lines, more than a pipe holds: read it while the program runs.
     let reading = thread::spawn(move || {
         let mut text = String::new();
         said.read_to_string(&mut text).map(|_| text)
@@ -34,7 +34,7 @@ pub(super) fn of_slurm() -> Option<u32> {
     seconds(&reading.join().ok()?.ok()?)
 }
 
-/// Of `KillWait                = 30 sec`.
+/// Parses `KillWait                = 30 sec`.
 fn seconds(config: &str) -> Option<u32> {
     let line = config.lines().find_map(|line| line.trim_start().strip_prefix("KillWait")?.split_once('='));
     let (name, value) = line?;

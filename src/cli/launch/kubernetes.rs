@@ -1,4 +1,4 @@
-//! Agents in the pods of an Indexed Job of Kubernetes, which places them and replaces those that it loses.
+//! Agents in the pods of an Indexed Job of Kubernetes, which places the pods and replaces lost ones. `Job` is Kubernetes', `job` is ours.
 
 mod cluster;
 mod farewell;
@@ -88,7 +88,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     }
     match farewell::farewell(&cluster, launch, &name).await {
         Ok(Farewell::Ended) => {
-            // Also where a checkpoint did not get to the server: nobody is left who could bring it.
+            // Also if a checkpoint did not reach the server: no agent is left that could upload it.
             launch.revoke().await;
             done
         }
@@ -104,7 +104,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     }
 }
 
-/// An address that means another machine in each pod.
+/// Whether an address is loopback: in a pod it means the pod itself.
 fn is_here(server: &str) -> bool {
     let host = reqwest::Url::parse(server).ok().and_then(|url| url.host_str().map(ToOwned::to_owned));
     host.is_some_and(|host| {
@@ -118,7 +118,7 @@ fn is_ours(object: &Value, job: &Job) -> bool {
     object["metadata"]["labels"][JOB_LABEL] == job.id.as_str()
 }
 
-/// The Job of an earlier launch, when its pods can run the job. One that is over, or was left half made, is removed.
+/// The Job of an earlier launch, if its pods can run the job. A Job that is over or incomplete is removed.
 async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Result<Option<Value>> {
     let job = &launch.job;
     let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
@@ -129,7 +129,7 @@ async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Resu
         return Ok(Some(found));
     }
     output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
-    // Once it is gone nobody knows its tokens; until then its pods may need them to bring a checkpoint to the server.
+    // Only the Job's annotation names its tokens, so they are revoked with it. Until then its pods may need them to upload a checkpoint.
     let tokens = tokens_of(launch, &found).await;
     cluster.remove(Kind::Job, &found).await?;
     tokens::revoke(&launch.api, &tokens).await;
@@ -153,7 +153,7 @@ async fn tokens_of(launch: &Launch, job: &Value) -> Vec<String> {
     tokens::of_earlier_launch(&launch.api, &launch.job, ids).await
 }
 
-/// Makes the objects, and lets the Job start.
+/// Creates the objects, then starts the Job, which was created suspended.
 async fn create(
     cluster: &Cluster,
     launch: &mut Launch,
@@ -173,7 +173,7 @@ async fn create(
     let is_this = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
     let job = match cluster.create(Kind::Job, &plan.job()).await? {
         Created::Now(job) => job,
-        // The answer to this launch's own request was lost.
+        // This launch has created it: only the response was lost.
         Created::Exists(found) if is_this(&found) => found,
         Created::Exists(found) => {
             refuse_foreign(cluster, Kind::Job, &found, &launch.job)?;
@@ -190,7 +190,7 @@ async fn create(
                 match cluster.create(kind, &object).await? {
                     Created::Now(_) => break,
                     Created::Exists(found) if is_this(&found) => break,
-                    // Its Job is gone, and it not yet.
+                    // It belongs to a Job that is gone, and is about to be removed.
                     Created::Exists(found) => {
                         refuse_foreign(cluster, kind, &found, &launch.job)?;
                         cluster.remove(kind, &found).await?;

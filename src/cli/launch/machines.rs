@@ -46,7 +46,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     Ok(hosts)
 }
 
-/// Gives slots to the machines that have none yet.
+/// Sets the slots of machines for which the lists give none.
 pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
     let ranks = spec.parallel.ranks;
     let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
@@ -76,7 +76,7 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
         let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
     };
-    // Whether Slurm's machines are this one, it alone knows.
+    // A machine without a name is chosen by Slurm or Kubernetes: only they know whether it is this one.
     let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
     if let Some(host) = elsewhere
         && own(url.host_str().unwrap_or_default())
@@ -89,7 +89,7 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The authorities that the agents are to trust besides those of their systems.
+/// The CA certificates that agents trust in addition to their system's.
 pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
     fs::read_to_string(path).map(Some).map_err(|e| wrong(format!("--ca-file {}: {e}", path.display())))

@@ -1,5 +1,5 @@
-//! Agents by Open MPI's mpirun: one process on each machine. Their description goes in an environment, which mpirun hands over through
-//! its own daemons.
+//! Agents by Open MPI's mpirun: one process on each machine. The bundle is in an environment variable, which mpirun passes on through its
+//! own daemons.
 
 use super::{
     super::wrong,
@@ -10,14 +10,15 @@ use super::{
 };
 use std::process::{Command, ExitStatus};
 
-/// The kernel takes 128 KiB for one variable.
+/// Bytes of the bundle at most: the kernel allows 128 KiB for one variable.
 const MOST_BYTES: usize = 120 << 10;
 
-/// The command. Without its own environment: that has the description.
+/// The command, without the variable that holds the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
     let mut command = Command::new("mpirun");
-    // One process a machine, on all of its cores: the agent starts the ranks. One that fails does not end the others: the server decides.
+    // One process per machine, on all of its cores: the agent starts the ranks. A failing one does not end the others: that is the
+    // server's decision.
     command.args([
         "-H",
         &names.join(","),

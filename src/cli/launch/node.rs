@@ -24,7 +24,7 @@ const NUMBERS: [&str; 5] =
     ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
 /// Slurm's name of this machine.
 const SLURM_NODE: &str = "SLURMD_NODENAME";
-/// Names of variables that say who this process is: the agent gets what its bundle says.
+/// Variables that are removed from the agent's environment: it takes server, CA and token from its files alone.
 const NOT_FOR_AGENTS: [&str; 5] =
     [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
 
@@ -137,12 +137,12 @@ fn has_gpus() -> bool {
     Path::new("/dev/nvidiactl").exists()
 }
 
-/// Where relative folders begin.
+/// The folder that relative paths start from: the home directory.
 pub(super) fn home() -> PathBuf {
     std::env::var_os("HOME").filter(|home| !home.is_empty()).map_or_else(|| PathBuf::from("/"), PathBuf::from)
 }
 
-/// A folder that only its owner can look into.
+/// Creates a folder with mode 0700. One that exists must belong to this account and not be writable for others.
 ///
 /// # Errors
 /// It cannot be made.
@@ -152,7 +152,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
     }
     match DirBuilder::new().mode(0o700).create(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            // Somebody else could put a folder of their own in its place.
+            // Otherwise another account could replace what is written there.
             let found = fs::symlink_metadata(path)?;
             let is_own = found.is_dir() && found.uid() == rustix::process::getuid().as_raw();
             let is_private = found.mode() & 0o022 == 0;

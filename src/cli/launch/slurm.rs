@@ -33,7 +33,7 @@ pub(super) fn command(args: &Args) -> Command {
 
 /// A batch job, or an array of them.
 pub(super) struct Batch {
-    /// What Slurm calls it, after `lockstep-`.
+    /// Its name in Slurm, after `lockstep-`.
     name: String,
     /// Tasks of an array, and how many of them run at once.
     array: Option<(usize, Option<u32>)>,
@@ -48,7 +48,7 @@ impl Batch {
         Self { name: tag.to_owned(), array: Some((jobs, at_once)) }
     }
 
-    /// The agents' description, of an array the one of a task.
+    /// The file with the agents' bundle; of an array, that of the task.
     pub(super) fn bundle(&self, folder: &Path, task: usize) -> PathBuf {
         folder.join(if self.array.is_some() { format!("bundle-{task}.json") } else { "bundle.json".into() })
     }
@@ -196,13 +196,13 @@ pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
         .map_err(|e| wrong(format!("--dir: {}: {e}", path.display())))
 }
 
-/// Hands a script to Slurm; the number of its job.
+/// Submits a script to Slurm; returns the number of its job.
 ///
 /// # Errors
-/// Slurm does not take it.
+/// Slurm refuses it.
 pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let mut command = command(args);
-    // The batch job gets this environment. A token that is no agent's does not belong there.
+    // The batch job gets this environment, which must not hold this user's token.
     command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn()?;
     if let Some(mut to) = child.stdin.take() {

@@ -1,4 +1,4 @@
-//! Agents over SSH: one connection to each machine, over whose standard input the agent's description goes.
+//! Agents over SSH: one connection to each machine. The agent's bundle goes over its standard input.
 
 use super::{
     Args, Bundle, Launch,
@@ -8,9 +8,9 @@ use super::{
 };
 use std::process::{Command, ExitStatus};
 
-/// What ssh itself exits with: there was no connection.
+/// Exit status of ssh itself: there was no connection.
 const NO_CONNECTION: i32 = 255;
-/// What a shell exits with where there is no such program, and where it may not be run.
+/// Exit statuses of a shell: the program was not found, or may not be executed.
 const NO_PROGRAM: [i32; 2] = [127, 126];
 
 /// The command for a machine. Passwords are not asked for.

@@ -1,4 +1,4 @@
-//! The agents' tokens: made for a launch, and revoked when they are of no use any more.
+//! The agents' tokens: created for a launch, and revoked when the job is over.
 
 use super::{
     super::{api::Api, output},
@@ -12,7 +12,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The agents' tokens are revoked when the launch has seen the job's end, and end after this time otherwise.
+/// Tokens expire after this time if the launch does not see the job's end and revoke them.
 const TOKEN_SECS: u64 = 30 * 24 * 3600;
 /// Hexadecimal digits of a token's id.
 const ID_CHARS: usize = 32;
@@ -50,15 +50,15 @@ impl Launch {
     }
 }
 
-/// Revokes tokens; one that cannot be ends by itself later.
+/// Revokes tokens. If that fails, they expire by themselves.
 pub(super) async fn revoke(api: &Api, ids: &[String]) {
     for id in ids.iter().filter(|id| is_id(id)) {
         let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
     }
 }
 
-/// Those of the tokens with these ids, between commas, that a launch of this job has made. Whoever may write where the ids were kept need not
-/// be one who may revoke tokens: they are only hints, and the server's list says which tokens are this job's agents'.
+/// Of the tokens with these comma-separated ids, those that a launch of this job has created. The ids come from an annotation that others
+/// may write, so they are only hints: the server's list says which tokens belong to this job's agents.
 pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
     let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MOST_HOSTS).collect();
     if ids.is_empty() {
@@ -77,7 +77,7 @@ pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<St
     }
 }
 
-/// Whether it is one that a server gives.
+/// Whether it has the form of a server's ids.
 fn is_id(id: &str) -> bool {
     id.len() == ID_CHARS && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }

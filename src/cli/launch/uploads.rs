@@ -1,4 +1,4 @@
-//! Whether a job's checkpoints are on the server. The agents that upload them are those of the launch: they are ended only after that.
+//! Whether a job's checkpoints are on the server. The launch's agents upload them, so they are ended only after that.
 
 use super::{
     super::{WrongRequest, output},
@@ -12,21 +12,21 @@ use std::time::{Duration, Instant};
 /// Longest wait for the last checkpoint of a job that is over.
 pub(super) const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 const POLL: Duration = Duration::from_secs(1);
-/// For the server's answers.
+/// For a response of the server.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// How a job stands whose agents may be ended.
+/// Whether all checkpoints of a job have been uploaded, so that its agents may be ended.
 pub(super) enum UploadStatus {
-    /// The server has the job no more.
+    /// The server no longer has the job.
     Deleted,
     /// A checkpoint is still on its way to the server.
     Uploading,
-    /// None is; the job as it is after that was found: it may have been resumed meanwhile.
+    /// All are uploaded. The job as it was read after that: it may have been resumed meanwhile.
     Complete(Box<Job>),
 }
 
 impl Launch {
-    /// Looks for checkpoints that are on their way, and then at the job.
+    /// Reads the list of checkpoints first, and then the job.
     ///
     /// # Errors
     /// The server does not answer, or refuses: nothing is known.
@@ -47,8 +47,8 @@ impl Launch {
         Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
     }
 
-    /// Once the job is over, waits until its checkpoints are on the server, also while that does not answer. Whether they are, and the job
-    /// still over: it may have been queued again.
+    /// Waits until the checkpoints of a job that is over are on the server, also while the server does not answer. Returns whether they are
+    /// and the job is still over: it may have been queued again.
     pub(super) async fn uploaded(&self) -> bool {
         let mut said = false;
         let began = Instant::now();
@@ -66,8 +66,8 @@ impl Launch {
     }
 }
 
-/// Whether one of these checkpoints is waited for. One of an attempt before those that the server has checkpoints of is not: whoever had it may be
-/// gone, and nothing continues from it.
+/// Whether one of these checkpoints is still to be uploaded. Checkpoints of attempts before the newest one with uploaded checkpoints do not
+/// count: their agents may be gone, and no attempt continues from them.
 fn is_awaited(checkpoints: &[Value]) -> bool {
     let attempt = |one: &Value| one.get("attempt").and_then(Value::as_u64).unwrap_or(0);
     let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);
@@ -75,7 +75,7 @@ fn is_awaited(checkpoints: &[Value]) -> bool {
     checkpoints.iter().any(|one| is_coming(one) && attempt(one) >= newest)
 }
 
-/// Says what is waited for.
+/// Prints, once, what this command waits for.
 pub(super) fn say_once(said: &mut bool) {
     if !std::mem::replace(said, true) {
         output::warn("the job's last checkpoint is still being uploaded to the server");

@@ -10,7 +10,7 @@ pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank, rank_id};
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// This process among those that a launcher has started.
+/// A rank that a launcher has started as this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LaunchedRank {
     /// The program that started it.
@@ -36,7 +36,7 @@ pub(super) struct LaunchedRank {
 /// Some variables are there and others are missing or no numbers; a sentence.
 pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>, String> {
     let number = |name: &str| number(&variable, name);
-    // The first of these that is there, the job's name in it, and the launcher's own port plus this.
+    // `job` is the launcher's name of the job, and `port_shift` is added to `MASTER_PORT`.
     let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
     // Slurm's name of the machine that has rank 0.
     let mut first = None;

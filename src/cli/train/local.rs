@@ -28,10 +28,10 @@ const GRACE: Duration = Duration::from_secs(6);
 /// once.
 const STOP: Duration = Duration::from_secs(25);
 
-/// For the end of a process whose rank has failed in it.
+/// Time for this process to exit after its rank has failed.
 const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
-/// How it went.
+/// How training ended.
 pub(super) enum Ended {
     /// With the last validation's accuracy, 0 to 1.
     Succeeded { accuracy: Option<f64>, step: u64 },
@@ -59,7 +59,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
             interrupted: false,
             show: Show::new(&start.spec),
         };
-        // What this command can see of its end (a closed pipe, an error) ends them, too; SIGKILL it cannot.
+        // Ranks also end when this command ends by an error or a closed pipe. After SIGKILL they train on.
         let mut ranks = RankGroup::new(Orphans::Terminate);
         let program = own_program()?;
         for config in configs {
@@ -79,7 +79,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
 struct Command {
     interrupt: Signal,
     terminate: Signal,
-    /// Its terminal is gone; `None` where that is to change nothing.
+    /// The signal for a closed terminal; `None` if it is ignored.
     hangup: Option<Signal>,
     interrupted: bool,
     show: Show,
@@ -145,12 +145,12 @@ impl Policy for Command {
     }
 }
 
-/// The first cause of all that ranks said and how they ended.
+/// The first cause among the ranks' reports and exit statuses.
 fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Ended {
     if ranks.ends().all(RankEnd::is_success) {
         return Ended::Succeeded { accuracy: show.accuracy, step: show.step };
     }
-    // A rank that stopped in order explains nothing where another has something to say.
+    // A rank that stopped in order is no cause if another has reported one.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
     let cause = cause.or_else(|| ranks.ends().find(|end| end.failure.is_some()));
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
@@ -217,7 +217,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         EXIT_STOPPED if config.rank > 0 => Ended::Failed(format!("stopped after step {}", show.step)),
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
-            // The reason is shown in a moment. CUDA's own end may wait for ranks that are gone.
+            // The reason is printed in a moment. CUDA's exit handlers may wait for ranks that are gone.
             end_by_force_within(EXIT_WITHIN);
             // Exit handlers free what aborts use.
             let are_over = registry::wait_for_aborts(EXIT_WITHIN / 2);

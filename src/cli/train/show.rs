@@ -5,13 +5,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::{JobSpec, agent::AttemptEvent, throughput::Throughput};
 use std::{collections::BTreeMap, io::IsTerminal};
 
-/// What ranks have said so far.
+/// What ranks have reported so far.
 pub(super) struct Show {
     spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
     losses: BTreeMap<u32, f32>,
-    /// As the server counts it.
+    /// Throughput, computed as on the server.
     speed: Throughput,
     /// The accuracy of the newest validation, 0 to 1.
     pub(super) accuracy: Option<f64>,

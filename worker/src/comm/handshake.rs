@@ -17,7 +17,7 @@ const PROOF: usize = 32;
 /// An unknown peer that sends nothing is dropped after this.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the two ends must agree on.
+/// What must be the same at both ends of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HandshakeTerms<'a> {
     /// The attempt's secret.

@@ -19,7 +19,7 @@ use std::{
 /// A request waits at most this long on rank 0, so that a rank that is asked to stop stops soon.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Where and how an attempt meets.
+/// Where and how the ranks of an attempt rendezvous.
 #[derive(Debug, Clone)]
 pub struct RendezvousConfig {
     /// Where rank 0 listens: an address or a name.

@@ -37,7 +37,7 @@ struct Shared {
     /// Milliseconds after `began` at which a step was last completed, or submitted when no other was pending.
     moved_ms: AtomicU64,
     over: AtomicBool,
-    board: Mutex<PostedSteps>,
+    posted: Mutex<PostedSteps>,
     stall_reason: OnceLock<String>,
 }
 
@@ -72,7 +72,7 @@ impl Watchdog {
     ) -> io::Result<Arc<Self>> {
         let (rank, world_size) =
             store.as_ref().map_or((0, 1), |store| (store.config().rank, store.config().world_size));
-        let board = PostedSteps { ranks: vec![None; world_size as usize], answered: None };
+        let posted = PostedSteps { ranks: vec![None; world_size as usize], answered: None };
         let shared = Arc::new(Shared {
             began: Instant::now(),
             rank,
@@ -81,7 +81,7 @@ impl Watchdog {
             done: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
             over: AtomicBool::new(false),
-            board: Mutex::new(board),
+            posted: Mutex::new(posted),
             stall_reason: OnceLock::new(),
         });
         if let Some(store) = store {
@@ -150,14 +150,14 @@ impl Shared {
             let moved = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
             let since = self.began.elapsed().saturating_sub(moved);
             if waits && since > limit && !self.is_over() {
-                let board = self.board.lock().unwrap_or_else(PoisonError::into_inner);
-                let text = board.describe(
+                let posted = self.posted.lock().unwrap_or_else(PoisonError::into_inner);
+                let text = posted.describe(
                     limit,
                     self.rank,
                     self.base.load(Ordering::Acquire) + done,
                     Instant::now(),
                 );
-                drop(board);
+                drop(posted);
                 stalled(self.stall_reason.get_or_init(|| text));
                 return;
             }
@@ -177,7 +177,7 @@ impl Shared {
             value.extend_from_slice(&beat.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
             let Ok(values) = posted else { return };
-            self.board.lock().unwrap_or_else(PoisonError::into_inner).take(values, Instant::now());
+            self.posted.lock().unwrap_or_else(PoisonError::into_inner).take(values, Instant::now());
             std::thread::sleep(every);
         }
     }
@@ -313,20 +313,20 @@ mod tests {
         let Some(long_ago) = now.checked_sub(Duration::from_secs(60)) else { return };
         let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
         let limit = Duration::from_secs(120);
-        let mut board = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
+        let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
         assert_eq!(
-            board.describe(limit, 0, 7, now),
+            posted.describe(limit, 0, 7, now),
             "no step for 120 s: all ranks are at step 7, in a collective that does not end"
         );
-        board.ranks[1] = at(7, long_ago);
+        posted.ranks[1] = at(7, long_ago);
         assert_eq!(
-            board.describe(limit, 0, 7, now),
+            posted.describe(limit, 0, 7, now),
             "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
         // Rank 0 stores the posts: suspended, it does not answer.
-        board = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
+        posted = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
         assert_eq!(
-            board.describe(limit, 1, 7, now),
+            posted.describe(limit, 1, 7, now),
             "no step for 120 s: rank 0 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
     }

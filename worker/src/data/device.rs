@@ -33,7 +33,7 @@ pub struct Encoded<'a> {
     pub(crate) flip: bool,
 }
 
-/// Decodes JPEG files somewhere else than on the host's cores.
+/// Decodes JPEG files on a device instead of the host's cores.
 pub trait DeviceDecoder: Send + Sync + fmt::Debug {
     /// For the log.
     fn name(&self) -> String;
@@ -56,7 +56,7 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
         then: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String>;
 
-    /// Waits for what is under way; nothing can be decoded any more.
+    /// Waits for decoding in progress and closes the device; nothing can be decoded afterwards.
     fn close(&self) {}
 }
 
@@ -70,7 +70,7 @@ const MOST_FAILURES: u32 = 4;
 pub struct Decoded {
     pub by_device: u64,
     pub by_cores: BTreeMap<CpuDecodeReason, u64>,
-    /// What the device said last when it failed.
+    /// The device's last error.
     pub failure: Option<String>,
     /// It has failed too often: cores do everything from now on.
     pub given_up: bool,

@@ -66,7 +66,7 @@ impl Listing {
         Self { root: root.to_owned(), ..Self::default() }
     }
 
-    /// Tells `remembered` of files that have changed.
+    /// Reports files that have changed to the folder cache.
     pub(super) fn folder_cache(self, folder_cache: FolderCacheFile) -> Self {
         Self { folder_cache, ..self }
     }

@@ -38,7 +38,7 @@ mod workers;
 /// from its number.
 #[derive(Debug)]
 pub struct DataSource {
-    /// What was found.
+    /// Classes, sizes and counts that opening it has found.
     pub shape: Shape,
     /// The training transforms, one for each entry of [`Shape::training_sizes`].
     training: Vec<Arc<Transform>>,
@@ -48,11 +48,11 @@ pub struct DataSource {
     seed: u64,
     format: BatchFormat,
     mixing: Mixing,
-    /// No engine keeps a copy of the pictures.
+    /// Whether engines must not keep a copy of the pictures.
     stays: bool,
     device: Option<Arc<OnDevice>>,
-    /// The threads that make pictures, which keep their buffers from epoch to epoch; with them the number of threads asked
-    /// for last, and whether there was a device.
+    /// The threads that make pictures, which keep their buffers from epoch to epoch. Also for how many threads they were made, and whether
+    /// for a device.
     workers: Mutex<Option<((usize, bool), Arc<Workers>)>>,
 }
 

@@ -248,7 +248,7 @@ pub(crate) fn exists(path: &Path) -> bool {
     pattern::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| pattern::exists(&folder, &rest))
 }
 
-/// How far the making of a dataset's index is; none when nobody makes one, or it is small.
+/// The progress of building a dataset's index; `None` if it is not being built, or is small.
 pub fn index_progress(path: &Path) -> Option<Progress> {
     IndexStore::of_user().progress(path)
 }

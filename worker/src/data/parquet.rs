@@ -62,7 +62,7 @@ pub(crate) struct ParquetFile {
 pub(super) struct UnusableFile {
     /// To stand after its name.
     pub(super) detail: String,
-    /// It could not be read, which may succeed next time.
+    /// It could not be read: a later try may succeed.
     pub(super) passing: bool,
 }
 

@@ -29,17 +29,17 @@ pub struct RankConfig {
     pub lease: Option<PathBuf>,
     /// The job's folder; this attempt's is `attempts/<n>` in it.
     pub job_dir: PathBuf,
-    /// From SIGTERM to the end of waiting for the step and its checkpoint.
+    /// Seconds after SIGTERM that the rank waits for its step and the checkpoint.
     #[serde(default = "stop_within_secs")]
     pub stop_within_secs: u32,
 }
 
-/// As long as whoever asks a rank to end usually waits before it kills (Slurm and Kubernetes: 30 s), less [`TO_LEAVE_SECS`].
+/// The default: the usual time between SIGTERM and SIGKILL (Slurm and Kubernetes: 30 s), less [`TO_LEAVE_SECS`].
 pub fn stop_within_secs() -> u32 {
     KILLED_AFTER_SECS - TO_LEAVE_SECS
 }
 
-/// What Slurm's KillWait and a pod's terminationGracePeriodSeconds are where nobody has set them.
+/// The default of Slurm's KillWait and of a pod's terminationGracePeriodSeconds.
 pub const KILLED_AFTER_SECS: u32 = 30;
 /// For ranks to end after that, and for their agent to report how.
 pub const TO_LEAVE_SECS: u32 = 10;

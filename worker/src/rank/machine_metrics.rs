@@ -1,4 +1,4 @@
-//! What a rank's machine does while it trains, in the job's own metrics: reported by one rank of each machine.
+//! Metrics of the machine (CPU, memory, disk, network) as metrics of the job, reported by one rank of each machine.
 
 use super::RankConfig;
 use crate::{

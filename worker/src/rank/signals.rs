@@ -13,9 +13,12 @@ use std::{
 /// ranks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
-/// Stops in order on SIGTERM and SIGINT, by force when the step, the other ranks and the checkpoint take longer than the configuration says
-/// (the error then says what is lost; an agent kills sooner, and says it itself), and on SIGUSR1
-/// however long the step takes; ignores SIGHUP. Ends at once when the agent's lease is over: others have the job then.
+/// Handles signals and the lease:
+/// - SIGTERM and SIGINT: stops in order. If the step, the other ranks and the checkpoint take longer than the configuration allows, it
+///   ends by force, and the error says what is lost. (An agent kills the rank before that, and reports it.)
+/// - SIGUSR1: stops in order, however long the step takes.
+/// - SIGHUP is ignored.
+/// - An expired lease of the agent: ends at once, because others may have the job.
 pub(super) fn listen_to_signals(
     config: &RankConfig,
     state: &Arc<RankState>,
@@ -66,7 +69,7 @@ pub(super) fn listen_to_signals(
         let why = format!("the step or its checkpoint was not done within {} s", within.as_secs());
         state.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
-        // Still running: it waits for something that cannot be interrupted otherwise. A rank that ended in order is exiting.
+        // The rank still waits for something that cannot be interrupted otherwise. (A rank that has ended in order is exiting.)
         let lost = state.lost(config.rank).filter(|_| !state.ended.load(Ordering::Relaxed));
         if lost.is_none() && state.ended.load(Ordering::Relaxed) {
             return;

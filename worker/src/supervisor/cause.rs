@@ -68,7 +68,7 @@ impl RankEnd {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
 
-    /// How good an explanation this rank's end is of the attempt's: lowest first, none if it is none.
+    /// How well this rank's end explains the attempt's: the lowest number explains it best; `None` if it explains nothing.
     fn precedence(&self) -> Option<u32> {
         if self.is_success() {
             return None;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// From one SIGKILL to the next.
 const KILL_EVERY: Duration = Duration::from_secs(1);
-/// How often it is checked whether the processes that ranks left behind have ended.
+/// How often to check whether processes that ranks have left behind have ended.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// Ranks that still exist this long after the first SIGKILL are named and given up.
 const UNKILLABLE: Duration = Duration::from_secs(30);
@@ -57,8 +57,8 @@ pub enum Orphans {
     Kill,
 }
 
-/// How long ranks may take to end by themselves after one of them has failed. What they report meanwhile may be a better reason
-/// than the one that is known.
+/// How long ranks may take to end by themselves after one of them has failed. A report that arrives meanwhile may explain the failure
+/// better than the known one.
 #[derive(Debug, Clone, Copy)]
 pub struct EndDelays {
     /// The cause is known.
@@ -84,7 +84,7 @@ pub struct RankGroup<N: RecordSink> {
     stopping: Option<Stopping>,
     /// Since when a rank's failure is known.
     trouble_since: Option<Instant>,
-    /// A suspended rank does not react to SIGTERM, and the others wait for it: it gets SIGKILL instead.
+    /// Whether suspended ranks get SIGKILL instead of SIGTERM, to which they do not react while others wait for them.
     kill_suspended: bool,
     orphans: Orphans,
 }
@@ -184,7 +184,7 @@ impl<N: RecordSink> RankGroup<N> {
     pub async fn sweep(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE;
         loop {
-            // Every one of them is swept, whatever is left of the others.
+            // Sweeps every rank's process group, also after an error with another one.
             let left = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(())).count();
             if left == 0 {
                 return None;
@@ -275,7 +275,7 @@ mod tests {
     fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
         let (mut ranks, pid) = asleep(Orphans::Kill);
         ranks.stop(Stop::Kill);
-        // Not a step back: it would wait for a checkpoint of a rank that was killed.
+        // A less urgent order is ignored: it would wait for the checkpoint of a rank that was killed.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
         let until = Instant::now() + Duration::from_secs(20);
         while !ranks.has_ended() {

@@ -72,7 +72,7 @@ impl RankProcess {
         let mut command = Command::new(program);
         let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
         if let Some(interface) = interface.filter(|_| std::env::var_os(NCCL_INTERFACE).is_none()) {
-            // Without `=` a name stands for all that begin with it.
+            // NCCL takes a name without `=` as a prefix.
             command.env(NCCL_INTERFACE, format!("={interface}"));
         }
         command
@@ -205,7 +205,7 @@ mod tests {
         // The rest of the environment is the launcher's.
         let home = std::env::var("HOME").unwrap_or_default();
         assert!(said.trim_end().ends_with(&format!("|{home}")), "{said}");
-        // A job for CPUs on the same machine is none of the GPUs' business.
+        // A job on CPU cores gets no GPU.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
         assert!(!printed(&config).contains("GPU-b"));
     }

@@ -19,16 +19,16 @@ const STDERR_BYTES: usize = 64 << 10;
 
 /// What a supervisor's caller stores of a rank's records, in addition to [`RankEnd`].
 pub trait RecordSink {
-    /// Takes one of its records, in order.
+    /// Gets each record of the rank, in order.
     fn note(&mut self, event: AttemptEvent);
 }
 
-/// Nothing.
+/// Stores nothing.
 impl RecordSink for () {
     fn note(&mut self, _event: AttemptEvent) {}
 }
 
-/// All records, until the caller takes them.
+/// Stores all records, until the caller takes them.
 impl RecordSink for Vec<AttemptEvent> {
     fn note(&mut self, event: AttemptEvent) {
         self.push(event);

@@ -1,4 +1,4 @@
-//! Kubernetes' API as a launch needs it: objects as plain JSON, conflicts read again, and an API server that is away tried again.
+//! A client for Kubernetes' API: objects as plain JSON, with retries after conflicts and while the API server is unreachable.
 
 use super::super::{
     super::{api::PATIENCE, output, wrong},
@@ -18,7 +18,7 @@ use std::{
 
 /// First pause before a request is tried again, and the longest.
 pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(10));
-/// How often an object that others change meanwhile is read again.
+/// How often a change is retried after a conflict with another writer.
 const MOST_CONFLICTS: u32 = 20;
 /// For an object that is being deleted: its pods end first.
 const DELETED_WITHIN: Duration = Duration::from_secs(180);
@@ -43,12 +43,12 @@ impl Kind {
     }
 }
 
-/// How long a cluster is waited for.
+/// Timeouts of requests to a cluster.
 #[derive(Debug, Clone, Copy)]
 struct Timeouts {
-    /// For the answer to a request that is no watch. A machine that is gone without a word keeps a connection open.
+    /// For the response to a request other than a watch. The connection to a machine that has lost power stays open.
     answer: Duration,
-    /// While the API server is away.
+    /// How long to retry while the API server is unreachable.
     away: Duration,
 }
 
@@ -59,14 +59,14 @@ pub(super) struct Cluster {
     client: Client,
     waits: Timeouts,
     pub(super) namespace: String,
-    /// Whether it has been said that the API server is away.
+    /// Whether the message that the API server is unreachable was printed.
     is_away: AtomicBool,
 }
 
-/// What came of creating an object.
+/// The result of creating an object.
 pub(super) enum Created {
     Now(Value),
-    /// One of that name is there.
+    /// An object of that name exists.
     Exists(Value),
 }
 
@@ -101,7 +101,7 @@ impl Cluster {
         Api::namespaced_with(self.client.clone(), &self.namespace, &kind.resource())
     }
 
-    /// Says once that the API server does not answer, until it has.
+    /// Prints that the API server does not answer: once, until it has answered again.
     pub(super) fn note_away(&self, error: &Error) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             output::warn(format_args!(
@@ -117,7 +117,7 @@ impl Cluster {
         }
     }
 
-    /// An answer; one that takes too long is none, as of a server that is away.
+    /// Waits for a response, and treats one that takes too long as an unreachable server.
     pub(super) async fn answer<T>(&self, asked: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let within = self.waits.answer;
         let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
@@ -186,7 +186,8 @@ impl Cluster {
         }
     }
 
-    /// Changes a Job, read again when somebody else has changed it meanwhile; `change` returns whether there is something to do.
+    /// Changes a Job, and reads it again after a conflict with another writer. `change` edits it and returns whether there is something to
+    /// do.
     ///
     /// # Errors
     /// Kubernetes refuses it, or the Job is gone.
@@ -210,7 +211,7 @@ impl Cluster {
         anyhow::bail!("{doing}: others change it all the time")
     }
 
-    /// Deletes the very object that was seen, and what belongs to it first.
+    /// Deletes the object with this UID, and what belongs to it first (foreground).
     ///
     /// # Errors
     /// Kubernetes refuses it.
@@ -257,7 +258,7 @@ impl Cluster {
     }
 }
 
-/// Whether the same request may get an answer a moment later.
+/// Whether a retry of the same request may succeed.
 pub(super) fn is_away(error: &Error) -> bool {
     match error {
         Error::Api(status) => is_passing(status),
@@ -266,7 +267,7 @@ pub(super) fn is_away(error: &Error) -> bool {
     }
 }
 
-/// Whether a refusal is one of a server that starts, ends or has too much to do.
+/// Whether an error status is that of a server that is starting, stopping or overloaded.
 fn is_passing(status: &Status) -> bool {
     status.code == 429 || status.code >= 500
 }

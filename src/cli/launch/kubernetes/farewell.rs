@@ -13,18 +13,18 @@ use lockstep_protocol::JobState;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// For the pods to end once our job is over: their agents learn of it with a heartbeat.
+/// Time for the pods to end once our job is over: their agents learn of it with a heartbeat.
 const FAREWELL: Duration = Duration::from_secs(90);
 
 pub(super) enum Farewell {
-    /// No pod is left, or soon none.
+    /// No pod is left, or the last ones are terminating.
     Ended,
     /// Our job was retried meanwhile, and its pods are needed.
     QueuedAgain,
 }
 
-/// Our job is over: the pods end by themselves. Those of a cancelled job, those that do not end and those that still wait for a node have
-/// nothing more to do. None is ended before the server has its checkpoints.
+/// Waits for the pods to end once our job is over. Pods of a cancelled job, pods that do not end, and pods that still wait for a node are
+/// deleted, but none before the server has its checkpoints.
 ///
 /// # Errors
 /// Kubernetes refuses, or the server has no checkpoint for very long.
@@ -41,7 +41,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
             Ok(UploadStatus::Complete(ours)) if !ours.state.is_final() && !is_over => {
                 return Ok(Farewell::QueuedAgain);
             }
-            // There is no pod that could bring a checkpoint.
+            // There is no pod that could upload a checkpoint.
             Ok(_) if words::is_suspended(&job) && !has_pods => true,
             Ok(UploadStatus::Deleted) => true,
             Ok(UploadStatus::Complete(ours)) => {

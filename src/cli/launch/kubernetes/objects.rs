@@ -10,17 +10,17 @@ use serde_json::{Map, Value, json};
 
 /// The id of our job.
 pub(super) const JOB_LABEL: &str = "lockstep/job";
-/// Which launch made it: a word of its own, so that a request whose answer was lost is recognised.
+/// A random word that names the launch, so that an object is recognised after the response to its creation was lost.
 pub(super) const LAUNCH: &str = "lockstep/launch";
 /// Ids of the agents' tokens, to be revoked when the job is over.
 pub(super) const TOKENS: &str = "lockstep/tokens";
 /// Suspended because our job is paused, and by nobody else.
 pub(super) const PAUSED: &str = "lockstep/paused";
-/// How long the Job stays when it is over, for its pods' logs.
+/// Seconds that the Job stays after its end, so that its pods' logs can be read.
 const TTL_SECS: u32 = 3600;
 /// Pods are called `NAME-INDEX`, which has 63 characters at most.
 const NAME_CHARS: usize = 30;
-/// What Kubernetes takes in a Secret.
+/// Bytes that Kubernetes accepts in a Secret.
 pub(super) const SECRET_BYTES: usize = 1 << 20;
 
 /// The name of the objects: `lockstep-`, that of the job as far as it may be in one, and the end of its id.
@@ -61,7 +61,8 @@ impl Plan<'_> {
         json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH: self.launch}})
     }
 
-    /// The Job. It is made suspended: its pods need the Secret, which needs the Job's id to belong to it; and Kueue starts those in its queues.
+    /// The Job. It is created suspended: its pods need the Secret, and the Secret needs the Job's UID to be owned by it. In a queue of Kueue,
+    /// Kueue starts it.
     pub(super) fn job(&self) -> Value {
         let pods = self.hosts.len();
         let slots = self.hosts.iter().filter_map(|host| host.slots).max().unwrap_or(1);
@@ -87,7 +88,7 @@ impl Plan<'_> {
                 "completions": pods,
                 "parallelism": pods,
                 "suspend": true,
-                // Each machine may be lost a few times. Ranks that fail end no pod: the server counts them (`max_restarts`).
+                // For lost machines. Ranks that fail do not end a pod: the server counts them (`max_restarts`).
                 "backoffLimit": (3 * pods).max(6),
                 "podReplacementPolicy": "Failed",
                 "podFailurePolicy": {"rules": [
@@ -103,7 +104,7 @@ impl Plan<'_> {
         })
     }
 
-    /// Names for the pods, also before they are ready.
+    /// The headless Service that gives the pods names, also before they are ready.
     pub(super) fn service(&self, owner: Option<&Value>) -> Value {
         let mut metadata = self.metadata();
         own(&mut metadata, owner);
@@ -136,7 +137,7 @@ impl Plan<'_> {
     }
 }
 
-/// Makes an object one that goes when the Job does.
+/// Makes the Job the owner of an object, so that it is deleted with the Job.
 fn own(metadata: &mut Value, owner: Option<&Value>) {
     if let Some(job) = owner {
         let of = |key: &str| job["metadata"][key].clone();

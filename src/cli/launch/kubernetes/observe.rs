@@ -1,4 +1,4 @@
-//! Lists and watches: what is there, and what changes from that version on.
+//! Lists objects, and watches their changes from the list's version on.
 
 use super::cluster::{Cluster, Kind, RETRY, is_away, plain};
 use futures_util::StreamExt as _;
@@ -17,9 +17,9 @@ use tokio::sync::mpsc::Sender;
 const WATCH_SECS: u32 = 240;
 /// A connection that is silent for longer is dead.
 const SILENCE: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
-/// A watch that ends sooner, with nothing to see, was refused rather than ended.
+/// A watch that ends sooner than this and without a change counts as refused.
 const AT_ONCE: Duration = Duration::from_secs(1);
-/// What the API server says when the version to continue from is forgotten.
+/// The API server's status when it no longer has the version to continue from (Gone).
 const GONE: u16 = 410;
 
 /// What was seen.
@@ -33,13 +33,13 @@ pub(super) enum Seen {
 
 /// Why a watch has ended.
 enum Ended {
-    /// To be continued from the last version.
+    /// It can be continued from the last version.
     Cut,
     /// The changes since the last version are lost: list again.
     Lost,
 }
 
-/// Sends what is there and what changes, for as long as somebody listens.
+/// Sends the objects and then their changes, until the receiver is dropped.
 ///
 /// # Errors
 /// Kubernetes refuses to show it.
@@ -85,8 +85,8 @@ pub(super) async fn observe(
                         return Ok(());
                     }
                     if before == version && began.elapsed() < AT_ONCE {
-                        // A server that ends each watch at once is not asked without a pause. One at which nothing happens ends them after
-                        // their time: what happens next, an end of the server itself included, is to be seen at once.
+                        // Pause only before a server that ends each watch at once. A watch without changes ends after its time limit, and
+                        // is continued at once.
                         wait(&mut pause).await;
                     } else {
                         pause = RETRY.0;
@@ -94,7 +94,7 @@ pub(super) async fn observe(
                     ended
                 }
                 Err(Error::Api(status)) if status.code == GONE => {
-                    // What was listed just now is forgotten already: an API server under load is not asked without a pause.
+                    // The API server has lost the version that it listed just now, which happens under load: pause.
                     wait(&mut pause).await;
                     Ended::Lost
                 }
@@ -150,7 +150,7 @@ async fn until_cut(
                 seen_version(version, &object);
                 Seen::Gone(plain(object))
             }
-            // 410, mostly; what else there may be is answered by the list as well.
+            // Mostly 410. A new list is right after other errors, too.
             Ok(Some(Ok(WatchEvent::Error(_)))) => return Ended::Lost,
             Ok(Some(Err(Error::Api(status)))) if status.code == GONE => return Ended::Lost,
             Ok(Some(Err(_)) | None) | Err(_) => return Ended::Cut,

@@ -20,7 +20,7 @@ use tokio::{sync::mpsc, time::Instant};
 
 /// How many changes may wait.
 const BACKLOG: usize = 64;
-/// How much of what was said is remembered, so that it is said once.
+/// How many printed messages are remembered, so that each is printed once.
 const MOST_SAID: usize = 4096;
 
 /// Returns when Kubernetes' Job is over, or gone, and ours is not.
@@ -86,11 +86,11 @@ struct Steering<'a> {
     job: Option<Value>,
     /// How it ended, and when that was seen. It is printed once, also while our server is away.
     over: Option<(String, Instant)>,
-    /// What was last said of it.
+    /// The line about it that was printed last.
     line: String,
-    /// What was said of pods.
+    /// The messages about pods that were printed.
     said: BTreeSet<String>,
-    /// Whether it was said that a checkpoint is waited for.
+    /// Whether the message was printed that this waits for a checkpoint.
     said_upload: bool,
 }
 
@@ -116,7 +116,7 @@ impl Steering<'_> {
         }
         match words::end_of_job(&job) {
             Some(end) => self.see_end(format!("is over ({end})")),
-            // One that was made anew, perhaps.
+            // Perhaps it was created again.
             None => self.over = None,
         }
         self.job = Some(job);
@@ -141,7 +141,7 @@ impl Steering<'_> {
         job.context("the job is deleted")
     }
 
-    /// Looks at our job.
+    /// Checks our job, and suspends or resumes the Job accordingly.
     ///
     /// # Errors
     /// Kubernetes' Job is over or gone, and ours is not; or Kubernetes refuses a change.
@@ -152,9 +152,10 @@ impl Steering<'_> {
         }
     }
 
-    /// An error, unless our job is over, too: whoever watches it sees that in a moment. While our server does not answer, it is asked again.
+    /// Returns an error if Kubernetes' Job has ended and our job has not. If both have, the display shows the job's end in a moment. While our
+    /// server does not answer, this asks again.
     async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
-        // Agents end with the job: what they reported last may not be stored yet.
+        // Agents end with the job: their last report may not be stored yet.
         if since.elapsed() < 2 * POLL {
             return Ok(());
         }
@@ -169,15 +170,15 @@ impl Steering<'_> {
         }
     }
 
-    /// While our job is paused, its pods are not there. A Job that somebody else has suspended stays so.
+    /// Suspends the Job while our job is paused. A Job that somebody else has suspended stays suspended.
     async fn follow_ours(&mut self) -> anyhow::Result<()> {
         let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
         let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
         let Ok(ours) = self.ours().await else { return Ok(()) };
         let is_paused = ours.state == JobState::Paused;
         if is_paused && !is_by_us && !words::is_suspended(seen) {
-            // The pods have the last checkpoint on a disk that goes with them: they stay until it is known to be on the server, and until the job is
-            // seen to be paused after that.
+            // The last checkpoint is on the pods' disks, which are deleted with them. So they stay until the checkpoint is known to be on the
+            // server and the job is seen to be paused after that.
             match self.launch.standing().await {
                 Ok(UploadStatus::Complete(ours)) if ours.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {

@@ -1,4 +1,4 @@
-//! The pods' template, a YAML file of the user's: what is read, what is refused, and what the launch puts into it.
+//! The user's template for pods (YAML): what is read from it, what is refused, and what the launch adds.
 
 use super::super::{
     super::{file, wrong},
@@ -13,13 +13,13 @@ use std::{
 };
 
 const TEMPLATE_BYTES: u64 = 256 << 10;
-/// Containers of a pod, those that prepare it among them.
+/// Containers of a pod at most, including init containers.
 const MOST_CONTAINERS: usize = 32;
-/// In which container agents start, where a pod has several.
+/// The container in which the agent starts, if a pod has several.
 const CONTAINER: &str = "lockstep";
 /// For the agents' state, where `--dir` names no other folder.
 const STATE_DIR: &str = "/var/lib/lockstep";
-/// Where the description of the agents is mounted.
+/// Where the Secret with the agents' bundles is mounted.
 pub(super) const BUNDLE_DIR: &str = "/run/lockstep/launch";
 pub(super) const BUNDLE_FILE: &str = "bundle.json";
 const GPU: &str = "nvidia.com/gpu";
@@ -111,7 +111,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     let agent = &mut spec["containers"][container];
     extensible_parts(agent, &format!("spec.containers[{container}]"))?;
     let gpus = gpus(agent)?;
-    // A name would be the same for all pods, and they are where the Job is.
+    // A name would be the same for all pods, and the Job decides the namespace.
     metadata.retain(|key, _| key == "labels" || key == "annotations");
     let mut job_labels = BTreeMap::new();
     if let Some(labels) = metadata.get_mut("labels").and_then(Value::as_object_mut) {
@@ -148,7 +148,7 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     Ok(at)
 }
 
-/// Checks what the launch adds to in the agent's container.
+/// Checks the parts of the agent's container that the launch adds to.
 fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     let Some(container) = container.as_object_mut() else { return Err(format!("{path} is no mapping")) };
     extensible(path, container, "volumeMounts", Value::is_array)?;
@@ -161,7 +161,7 @@ fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// What the launch adds to must be a mapping or a list; a key without a value is one that is not there.
+/// A part that the launch adds to: it must be a mapping or a list. A key without a value counts as absent.
 fn extensible(
     path: &str,
     of: &mut Map<String, Value>,
@@ -280,7 +280,7 @@ impl Template {
         }
         if let Some(mounts) = container["volumeMounts"].as_array_mut() {
             for (volume, path, read_only) in volumes {
-                // What the template mounts there is meant: a disk that stays, say.
+                // The template's own mount is used, for example a persistent volume.
                 if mounts.iter().any(|mount| mount["mountPath"] == path.as_str()) {
                     continue;
                 }

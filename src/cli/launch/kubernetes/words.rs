@@ -1,8 +1,8 @@
-//! What Kubernetes says of a Job and its pods, in words.
+//! Describes the status of a Job and its pods in sentences.
 
 use serde_json::Value;
 
-/// Reasons for which a container waits that do not go away by themselves.
+/// Waiting reasons of a container that do not resolve by themselves.
 const STUCK: [&str; 8] = [
     "ErrImagePull",
     "ImagePullBackOff",
@@ -40,11 +40,11 @@ fn reason(of: &Value) -> String {
     said.chars().take(MOST_CHARS).collect()
 }
 
-/// What is wrong with a pod and what to do; none: nothing is.
+/// What is wrong with a pod and what to do about it; `None` if nothing is.
 pub(super) fn of_pod(pod: &Value) -> Option<String> {
     let name = text(&pod["metadata"], "name");
     let status = &pod["status"];
-    // Whoever ended it says why; the exit codes are what followed.
+    // The reason for its end comes first: exit codes only follow from it.
     if status["reason"] == "Evicted" {
         return Some(format!(
             "pod {name} was evicted from its node: {}; another one is started",

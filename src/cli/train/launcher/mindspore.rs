@@ -11,7 +11,7 @@ pub(in super::super) fn is_scheduler(variable: impl Fn(&str) -> Option<String>) 
     variable("MS_ROLE").is_some_and(|role| role.trim() == "MS_SCHED")
 }
 
-/// The place of a worker. Its rank is `MS_NODE_ID`, or `RANK_ID` where node ids are names. Its GPU is `DEVICE_ID`, or the one that the
+/// The rank of a worker. Its number is `MS_NODE_ID`, or `RANK_ID` where node ids are names. Its GPU is `DEVICE_ID`, or the one that the
 /// rank table `RANK_TABLE_FILE` gives it.
 ///
 /// # Errors
@@ -73,7 +73,7 @@ mod tests {
 
     fn with(more: &[(&str, &str)]) -> Result<LaunchedRank, String> {
         let all = [more, &WORKER].concat();
-        // The first of a name counts; an empty one takes it away.
+        // Of variables with the same name the first counts; an empty value unsets it.
         detect(&|name: &str| {
             let found = all.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
             found.filter(|value| !value.is_empty())

@@ -1,4 +1,4 @@
-//! Places by a rank table.
+//! Ranks by a rank table.
 
 use super::{LaunchedRank, number, port, port_for};
 use crate::cli::rank_table::{Machine, RankTable};
@@ -17,7 +17,7 @@ pub(in super::super) struct Ranks {
     pub(in super::super) secret: String,
 }
 
-/// The place of one rank. Ranks meet at `MASTER_ADDR` and `MASTER_PORT`, or at rank 0's machine and a port that follows from the table.
+/// One rank of the table. Ranks meet at `MASTER_ADDR` and `MASTER_PORT`, or at rank 0's machine and a port that follows from the table.
 ///
 /// # Errors
 /// The table has no such rank, or a variable is wrong.
@@ -63,7 +63,7 @@ fn rendezvous_address(
     table: &RankTable,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<RendezvousAddress, String> {
-    // All that the machines know of each other, in one order: the same text on each.
+    // The whole table as text, which is the same on each machine.
     let mut text = String::new();
     for machine in &table.machines {
         let _ = write!(text, "{}{:?};", machine.address, machine.devices);

@@ -8,13 +8,13 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What is owned: a handle that can be ended once.
+/// A handle (NCCL's communicator) that can be aborted once.
 pub(super) trait Handle: Copy + Send {
-    /// Ends what is under way and frees it. Does not block.
+    /// Aborts the calls in progress and frees the handle. Does not block.
     fn abort(self);
 }
 
-/// The one place where a handle is kept.
+/// The only owner of a handle.
 #[derive(Debug)]
 pub(super) struct Owner<H: Handle> {
     state: Mutex<State<H>>,
@@ -23,7 +23,7 @@ pub(super) struct Owner<H: Handle> {
 
 #[derive(Debug)]
 struct State<H> {
-    /// Absent once somebody has taken it to end it.
+    /// Absent once it was taken to be ended.
     handle: Option<H>,
     /// A thread is inside a call.
     busy: bool,
@@ -31,7 +31,7 @@ struct State<H> {
     aborted: Option<String>,
 }
 
-/// The right to make a call, until it is dropped.
+/// Exclusive use of the handle for one call, until this is dropped.
 #[derive(Debug)]
 pub(super) struct HandleGuard<'a, H: Handle> {
     owner: &'a Owner<H>,
@@ -46,12 +46,12 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// Never held over a call, so never waited for.
+    /// Never held during a call, so locking it never blocks for long.
     fn state(&self) -> MutexGuard<'_, State<H>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for its turn to make a call.
+    /// Waits until no other thread uses the handle, and takes it for a call.
     ///
     /// # Errors
     /// The reason of an abort, also one that comes meanwhile.

@@ -1,4 +1,4 @@
-//! Rank 0's end of the store.
+//! The server of the key-value store, which runs in rank 0's process.
 
 use super::{
     RendezvousConfig, RendezvousError, SLICE,
@@ -34,7 +34,7 @@ pub(super) struct Listener {
     wake: std::net::SocketAddr,
 }
 
-/// Whether an address is a name, other than loopback's own, that leads to loopback here.
+/// Whether an address is a name other than `localhost` that resolves to loopback on this machine.
 fn is_own_name(address: &str, socket: &TcpListener) -> bool {
     let is_name = address.parse::<std::net::IpAddr>().is_err() && !address.eq_ignore_ascii_case("localhost");
     is_name && socket.local_addr().is_ok_and(|at| at.ip().is_loopback())
@@ -72,8 +72,7 @@ impl Listener {
                     return;
                 }
                 let (shared, secret) = (shared.clone(), secret.clone());
-                // A thread a rank. Without one the caller is hung up on
-                // and tries again.
+                // A thread per rank. If none can be started, the connection is closed and the rank tries again.
                 let _ = std::thread::Builder::new()
                     .name("rendezvous".into())
                     .stack_size(128 << 10)

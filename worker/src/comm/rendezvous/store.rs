@@ -1,4 +1,4 @@
-//! A rank's end of the store.
+//! The client of the key-value store, which each rank has.
 
 use super::{
     RendezvousConfig, RendezvousError, SLICE,
@@ -19,7 +19,7 @@ use std::{
 /// Between two tries to reach rank 0, whose process may still be starting.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// A rank's connection to the store; on rank 0 it also keeps the store.
+/// A rank's connection to the store; on rank 0 it also owns the server.
 #[derive(Debug)]
 pub struct Store {
     config: RendezvousConfig,
@@ -65,13 +65,13 @@ impl Store {
         Ok(Self { config, stream, local_ip, listener, stops_are_voted_on })
     }
 
-    /// How the ranks meet.
+    /// The configuration that this rank has joined with.
     pub fn config(&self) -> &RendezvousConfig {
         &self.config
     }
 
-    /// From now on a stop ends no waiting here. For ranks that are training: they vote on a stop and end after the same
-    /// step, so one that is asked to stop must not leave the others in an exchange that they make in between.
+    /// From now on a stop does not end a wait here. For ranks that are training: they vote on a stop and end after the same step, so a rank
+    /// that is asked to stop must still take part in exchanges until then.
     pub fn leave_stops_to_votes(&self) {
         self.stops_are_voted_on.store(true, Ordering::Relaxed);
     }
@@ -81,7 +81,7 @@ impl Store {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
-    /// This machine listens for other ranks at `ip`, where that is one of its addresses: it may have several.
+    /// Makes this rank listen for other ranks at `ip`, if it is an address of this machine, which may have several.
     pub fn listen_at(&mut self, ip: IpAddr) {
         if TcpListener::bind((ip, 0)).is_ok() {
             self.local_ip = ip;

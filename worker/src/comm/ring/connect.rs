@@ -102,7 +102,7 @@ impl Joining<'_> {
         let end = Arc::new(End::default());
         let connected = self.connect_all(listeners, &end);
         if connected.is_err() {
-            // The thread that takes connections is there already.
+            // The thread that accepts connections runs already.
             end.call("the ranks did not connect".into());
         }
         connected
@@ -148,7 +148,7 @@ impl Joining<'_> {
         }
     }
 
-    /// The connections over which calls go.
+    /// The connections for collectives.
     fn sockets(
         &self,
         name: &str,
@@ -160,7 +160,7 @@ impl Joining<'_> {
         Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
     }
 
-    /// Ranks on several machines: one that is gone is to be noticed.
+    /// For ranks on several machines: sets the socket options by which a lost machine is noticed.
     fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
         let (next, previous) = self.neighbours("liveness", listener, |a| a.main, end)?;
         let size = self.addresses.len() as u32;
@@ -176,7 +176,7 @@ impl Joining<'_> {
         liveness::watch(both, end.clone()).map_err(protocol)
     }
 
-    /// Calls the next rank and takes the call of the one before.
+    /// Connects to the next rank and accepts the connection of the previous one.
     fn neighbours(
         &self,
         name: &str,

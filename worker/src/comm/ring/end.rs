@@ -20,7 +20,7 @@ pub(super) struct End {
     lost: OnceLock<(u32, String)>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
-    /// Where others connect for messages.
+    /// The listener at which other ranks connect for messages.
     listener: OnceLock<TcpListener>,
     /// The ends of groups that were split from this one.
     split: Mutex<Vec<Weak<End>>>,
@@ -34,7 +34,7 @@ impl End {
             let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(listener) = self.listener.get() {
-            // On Linux this wakes who waits in `accept`.
+            // On Linux this wakes a thread that waits in `accept`.
             let _ = SockRef::from(listener).shutdown(Shutdown::Both);
         }
     }
@@ -104,7 +104,7 @@ impl End {
     /// Ends the group because of `error`, and gives that error, or the end that came before it.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         if let Err(aborted) = self.not_ended(error.operation()) {
-            // To this call, a connection that an abort shut down looks lost.
+            // A call sees a connection that an abort has shut down as lost: return the abort's reason instead.
             return aborted;
         }
         if let CommError::Disconnected { peer, detail, .. } = &error {

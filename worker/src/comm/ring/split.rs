@@ -11,12 +11,12 @@ use std::{
     time::Duration,
 };
 
-/// Ranks that are there connect sooner; one that has failed to is not waited for as long as a call may take.
+/// Limit for connecting. Live ranks connect sooner, and the others need not wait as long as for a call.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
 /// Most bytes of a reason that are sent to other ranks.
 const LONGEST_REASON: usize = 1000;
 
-/// What a rank says before a split.
+/// What a rank sends to the others before a split.
 #[derive(Debug, Serialize, Deserialize)]
 struct SplitRequest {
     color: Option<u32>,
@@ -54,7 +54,7 @@ impl Ring {
             }
             _ => Ok(None),
         };
-        // All or none: a rank that is in a group that others are not in would wait for them.
+        // All or none: a rank in a group that other ranks could not join would wait for them.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let reason: String = reason.chars().take(LONGEST_REASON / 4).collect();
         let reasons = self.all_gather_bytes(reason.as_bytes())?;
@@ -67,7 +67,7 @@ impl Ring {
         }
     }
 
-    /// What all ranks say, if all can listen.
+    /// The requests of all ranks, if all can listen.
     fn tickets(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
         let all = self.all_gather_bytes(own)?;
         let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {

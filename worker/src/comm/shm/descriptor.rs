@@ -1,4 +1,4 @@
-//! How the other ranks get rank 0's shared memory.
+//! How the other ranks open rank 0's shared memory.
 
 use super::{
     VARIABLE,
@@ -12,14 +12,14 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-/// What rank 0 says of it.
+/// Rank 0's description of its shared memory.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ShmDescriptor {
     /// The boot id, by which ranks on another machine are recognised.
     boot_id: String,
     pid: u32,
     fd: i32,
-    /// Stands at the beginning of the memory: it is this one.
+    /// Random bytes at the beginning of the memory, which prove that the right file was opened.
     token: [u64; 2],
 }
 

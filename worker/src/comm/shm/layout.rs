@@ -14,7 +14,7 @@ pub(super) struct Head {
     pub(super) queue: WaitQueue,
 }
 
-/// What a rank has said, in two places that take turns: a rank may be one call ahead of another.
+/// A rank's announcement of its calls. There are two entries, used alternately, because a rank may be one call ahead of another.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(super) struct Line {
@@ -29,7 +29,7 @@ pub(super) fn slots_at(world: usize) -> usize {
     size_of::<Head>() + world * size_of::<Line>()
 }
 
-/// Bytes that the group itself takes.
+/// Bytes that the group itself uses.
 pub(super) fn beginning(world: usize) -> usize {
     whole_pages(slots_at(world) + 2 * world * SLOT * size_of::<f64>())
 }

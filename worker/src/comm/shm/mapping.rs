@@ -16,27 +16,27 @@ use std::{
     sync::Arc,
 };
 
-/// A multiple of every page size that Linux uses on x86-64 and most that it uses elsewhere.
+/// A multiple of the page size on x86-64, and of most page sizes elsewhere.
 const PAGE: usize = 64 << 10;
 
-/// `bytes`, made a whole number of pages.
+/// `bytes`, rounded up to whole pages.
 pub(super) fn whole_pages(bytes: usize) -> usize {
     bytes.next_multiple_of(PAGE)
 }
 
-/// An open file in memory.
+/// An anonymous file in memory (memfd).
 #[derive(Debug)]
 pub(super) struct Anonymous(File);
 
 impl Anonymous {
-    /// An empty one, which can grow but never shrink: a page that is mapped cannot go away.
+    /// An empty file that is sealed against shrinking, so mapped pages cannot disappear.
     pub(super) fn create() -> io::Result<Self> {
         let fd = rustix::fs::memfd_create("lockstep", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK)?;
         Ok(Self(fd.into()))
     }
 
-    /// The one that process `pid` of this user has open as `fd`.
+    /// Opens the file that process `pid` of this user has as descriptor `fd`.
     pub(super) fn of_process(pid: u32, fd: i32) -> io::Result<Self> {
         OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/fd/{fd}")).map(Self)
     }
@@ -46,7 +46,7 @@ impl Anonymous {
         self.0.as_raw_fd()
     }
 
-    /// Allocates `bytes` zeros from `offset` on, now: an error when memory runs out later could not be reported.
+    /// Allocates `bytes` zeros at `offset` now. If memory ran out later, at the first access, that would be a SIGBUS.
     pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
         Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
     }
@@ -81,7 +81,7 @@ pub(super) struct Mapping {
 
 // SAFETY: the memory belongs to no thread.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; who makes slices of it answers for their use.
+// SAFETY: as above; the callers of the unsafe methods answer for the slices that they make.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -114,7 +114,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Values in memory of this process alone or in memory that ranks share: a slice that knows who keeps it.
+/// A slice in this process's memory or in memory that ranks share, together with the owner that keeps the memory alive.
 #[derive(Debug)]
 pub struct SharedSlice<T> {
     start: NonNull<T>,
@@ -150,7 +150,7 @@ impl<T> Deref for SharedSlice<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the owner keeps that many values there.
+        // SAFETY: the owner keeps this many values alive at this address.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }

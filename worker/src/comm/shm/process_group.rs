@@ -17,11 +17,11 @@ use std::{
     time::Duration,
 };
 
-/// Ranks of one machine that share memory, over the ring that they are in anyway.
+/// Ranks of one machine that share memory. Their ring stays connected, for messages and to notice lost ranks.
 #[derive(Debug)]
 pub struct ShmProcessGroup {
     ring: Arc<Ring>,
-    /// Whether a rank that waits may keep its core busy.
+    /// Whether a rank that waits may spin: there is a core for each.
     spins: bool,
     file: Anonymous,
     head: SharedSlice<Head>,
@@ -30,7 +30,7 @@ pub struct ShmProcessGroup {
     own: Mutex<FilePosition>,
 }
 
-/// Where this rank is; the same on every rank between calls.
+/// This rank's position in the calls and the file; the same on every rank between calls.
 #[derive(Debug)]
 struct FilePosition {
     calls: u64,
@@ -39,10 +39,11 @@ struct FilePosition {
 }
 
 impl ShmProcessGroup {
-    /// Collective: lets the ranks of `ring`, which met at `store`, share memory if all of them can; else they have the ring.
+    /// Collective: makes a group of the ranks of `ring`, which met at `store`, that share memory. Returns the ring itself if any of them
+    /// cannot.
     ///
     /// # Errors
-    /// Ranks that do not answer in the store's time-out.
+    /// A rank does not answer within the store's time-out.
     pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
         Self::over(&ring, |what, value| store.exchange(what, value))
     }
@@ -61,7 +62,7 @@ impl ShmProcessGroup {
         })
     }
 
-    /// The group, or why there is none, which is the same on all ranks. `exchange` gives every rank what all say.
+    /// The group, or the reason that there is none, which is the same on all ranks. `exchange` is an all-gather of bytes.
     pub(super) fn among<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
@@ -146,10 +147,10 @@ impl ShmProcessGroup {
         }
     }
 
-    /// One call: `mine` is there for the others, and `read` gets what every rank has there, in their order.
+    /// One call: publishes `mine`, and passes to `read` what every rank has published, in rank order.
     ///
-    /// A rank writes its slot before it counts its call. Others read it from then until their own next call. The
-    /// rank writes it again two calls later, so after all have made the one between.
+    /// A rank writes its slot and then increments its counter. The others read the slot from then until their own next call. The rank
+    /// writes this slot again two calls later, which is after all others have made the call in between.
     fn round<R>(
         &self,
         what: Call,

@@ -10,15 +10,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Looks in a row before others get a chance to run: some 50 us.
+/// Spins before the thread yields for the first time: some 50 us.
 const SPINS: u32 = 1000;
-/// From then on others run first when there are any, up to this time since the last thing to do; most waits of
-/// ranks that have a core each are shorter, and waking up takes longer than many of them.
+/// After that, each spin yields to other threads, until this time has passed without work. Most waits of ranks with a core each are
+/// shorter, and waking up takes longer than many of them.
 const YIELD_FOR: Duration = Duration::from_millis(2);
-/// After spinning it sleeps. A rank that died wakes nobody, so it checks this often that all are alive.
+/// After spinning it sleeps, and wakes this often to check that all ranks are alive: a dead rank wakes nobody.
 const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// A futex on which processes wait. Lies in memory that the processes share; all zeros is a new one.
+/// A futex in memory that processes share. All zeros is a valid new one.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(super) struct WaitQueue {
@@ -27,20 +27,20 @@ pub(super) struct WaitQueue {
 }
 
 impl WaitQueue {
-    /// Wakes all sleepers to check their condition. Costs next to nothing while nobody sleeps.
+    /// Wakes all sleepers to check their condition. Nearly free while none sleeps.
     pub(super) fn notify_all(&self) {
         // Either a sleeper sees what was written before this, or this sees the sleeper.
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             self.wakes.fetch_add(1, Ordering::SeqCst);
-            // Nothing can go wrong with an address of our own.
+            // It cannot fail for an address of this process.
             let _ = futex::wake(&self.wakes, Flags::empty(), u32::MAX >> 1);
         }
     }
 
-    /// Waits until `ready`; `spins` when there are cores enough for that. `idle` does something useful and says
-    /// whether it did. `watch` is asked from time to time whether to continue, and given for how long nothing has
-    /// happened. Gives the time in which there was nothing to do.
+    /// Waits until `ready` returns true, and returns the time without work. `spins`: spin before sleeping, if there are enough cores. `idle`
+    /// does a piece of useful work and returns whether there was any. `watch` is called from time to time with the time since something
+    /// last happened, and its error ends the wait.
     pub(super) fn wait<E>(
         &self,
         spins: bool,

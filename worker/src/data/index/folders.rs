@@ -22,7 +22,7 @@ const VERSION: u32 = 1;
 /// A hundred thousand folders have 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// Tells a folder from another, and from itself with other files.
+/// Identifies a folder and the set of its files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::data) struct FolderStamp {
     inode: u64,
@@ -41,7 +41,7 @@ impl FolderStamp {
         })
     }
 
-    /// Whether it changed so long before `now` that a change to come has another time.
+    /// Whether it changed so long before `now` that any later change has another time.
     fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
         let Some(min_age) = min_age else { return true };
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -55,7 +55,7 @@ impl FolderStamp {
 struct Known {
     stamp: FolderStamp,
     files: u64,
-    /// A checksum of the entries: an index may have been made anew since.
+    /// A checksum of the entries: the index may have been rebuilt since.
     check: u32,
 }
 
@@ -126,7 +126,7 @@ fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
 /// The file that says which folders are known.
 #[derive(Debug, Clone, Default)]
 pub(in crate::data) struct FolderCacheFile {
-    /// None: nothing is kept.
+    /// `None`: nothing is stored.
     path: Option<PathBuf>,
 }
 

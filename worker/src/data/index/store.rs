@@ -1,5 +1,4 @@
-//! The cache directory that indexes are kept in, and the making of one: which file is a dataset's, who may write it, and when it
-//! is removed.
+//! The cache directory of indexes: which file belongs to a dataset, who may write it, and when it is removed.
 
 use super::file::{BlockRef, Facts, MAGIC, encoded, write_block, write_head};
 use rustix::fs::FlockOperation;
@@ -19,9 +18,9 @@ const READER: u32 = 1;
 const WORTH: usize = 1000;
 /// Up to so many unknown pictures are read without storing the result.
 const FEW: usize = 64;
-/// Indexes of one path, of folders that lay there, that are kept.
+/// Indexes that are kept for one path, at which different folders were.
 const COPIES: usize = 64;
-/// Nor those that nobody has used for so long.
+/// Indexes that were not used for this long are removed.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// File systems' times have steps, of two seconds at most; a change within one is not seen.
@@ -115,7 +114,7 @@ impl IndexStore {
         facts
     }
 
-    /// Begins to make an index, when nobody else does any more; what is known then may be more than before.
+    /// Waits until no other process builds the dataset's index, and starts to build it. Another process may have completed it meanwhile.
     ///
     /// # Errors
     /// The cache directory cannot be written.
@@ -158,7 +157,7 @@ impl IndexStore {
         Ok(Some((builder, facts)))
     }
 
-    /// How far the making of a dataset's index is; none when nobody makes one.
+    /// The progress of building a dataset's index; `None` if it is not being built.
     pub(crate) fn progress(&self, dataset: &Path) -> Option<Progress> {
         let text = fs::read(self.file(dataset, "progress")?).ok()?;
         // The lock is held while an index is made; a process that was killed leaves its progress file.
@@ -229,7 +228,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// An index in the making; nobody else makes one of this dataset meanwhile.
+/// Builds an index, under a lock: no other process builds one of this dataset meanwhile.
 #[derive(Debug)]
 pub(super) struct IndexBuilder {
     dataset: PathBuf,
@@ -257,7 +256,7 @@ impl IndexBuilder {
     pub(super) fn publish(&mut self, progress: Progress) {
         if self.published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
             self.published = Some(Instant::now());
-            // Nobody depends on it.
+            // Nothing depends on it.
             let text = serde_json::to_vec(&progress).unwrap_or_default();
             let _ = crate::host::write_whole(&self.progress_path, &text);
         }

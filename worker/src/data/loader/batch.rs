@@ -98,7 +98,7 @@ pub(super) struct BatchBuilder<'a> {
     pub(super) workers: &'a Workers,
     /// Decodes JPEG files, if there is one; cores decode those that it does not take.
     pub(super) device: Option<&'a OnDevice>,
-    /// The demand of the steps that the batches are for.
+    /// Whether a step waits for its batch.
     pub(super) demand: &'a Demand,
 }
 
@@ -163,8 +163,7 @@ enum Outputs<'a> {
 }
 
 impl Pictures<'_> {
-    /// Makes the pictures with these numbers. `begun` says of each picture of the batch what is done already; it is empty when
-    /// nothing is.
+    /// Makes the pictures with these numbers. `begun` says how far each picture of the batch is prepared; it is empty if none is.
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;

@@ -5,10 +5,10 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// What was met of a part; [`Part::with_others`](super::part::Part::with_others) says what becomes of it.
+/// Broken pictures of a part; [`Part::with_others`](super::part::Part::with_others) says how they are replaced.
 #[derive(Debug)]
 pub(super) struct Broken {
-    /// Else the first broken file is an error.
+    /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first one is an error.
     pub(super) allowed: bool,
     met: Mutex<BrokenCounts>,
 }
@@ -19,7 +19,7 @@ pub(super) struct BrokenCounts {
     pub(super) asked: usize,
     /// Places in the split.
     pub(super) broken: BTreeSet<u32>,
-    /// What was not reported yet.
+    /// Lines that were not reported yet.
     pub(super) news: Vec<String>,
 }
 
@@ -28,7 +28,7 @@ impl Broken {
         Self { allowed, met: Mutex::default() }
     }
 
-    /// What was met since this was last asked, and how many there are by now.
+    /// Lines for the pictures found since the last call, and the number of all broken pictures so far.
     pub(super) fn news(&self) -> (Vec<String>, usize) {
         let mut met = self.met();
         (std::mem::take(&mut met.news), met.broken.len())

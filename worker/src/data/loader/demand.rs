@@ -20,7 +20,7 @@ impl Demand {
 
     /// Makes [`Demand::wait`] check its condition again.
     pub(super) fn wake(&self) {
-        // Under the lock, so that nobody is between checking and waiting.
+        // Under the lock, so that no thread is between its check and its wait.
         let _waits = self.waits();
         self.changed.notify_all();
     }
@@ -30,7 +30,8 @@ impl Demand {
         self.changed.notify_all();
     }
 
-    /// Waits until a step waits, and is `true` then; or until `is_over`, which [`Demand::wake`] makes it ask.
+    /// Returns true once a step waits for its batch, or false once `is_over`, which is checked at the beginning and after each
+    /// [`Demand::wake`].
     pub(super) fn wait(&self, is_over: impl Fn() -> bool) -> bool {
         let mut waits = self.waits();
         loop {

@@ -76,7 +76,7 @@ impl DataSource {
         Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
     }
 
-    /// `make(maker, 0)`, `make(maker, 1)`, ... up to `count`, where `maker` makes batches of `part`'s pictures.
+    /// `make(builder, 0)`, `make(builder, 1)`, ... up to `count`, where `builder` makes batches of `part`'s pictures.
     fn prepare(
         &self,
         part: Arc<Part>,

@@ -2,7 +2,7 @@
 //! time. While a step waits for its batch, cores also take pictures that the device has not come to yet: the device takes them from
 //! the front of a batch, many at a time, cores from its end, one by one.
 
-mod goal;
+mod output_spec;
 mod queue;
 
 use super::{
@@ -16,7 +16,7 @@ use crate::data::{
     picture::{ScaleTable, jpeg},
     transform::{AugmentParams, Transform},
 };
-use goal::OutputSpec;
+use output_spec::OutputSpec;
 use queue::Queue;
 use std::{
     cell::Cell,
@@ -25,7 +25,7 @@ use std::{
     thread,
 };
 
-/// How far a picture is prepared when cores continue with it.
+/// A picture that cores continue with, by how far it is prepared.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum PartialPicture<'a> {
     Nothing,
@@ -33,7 +33,7 @@ pub(super) enum PartialPicture<'a> {
     Read(&'a [u8]),
     /// Decoded, and resized to what the transform begins with.
     Picture(&'a [u8]),
-    /// Training's random resized crop, mirrored or not; or all that evaluation makes.
+    /// After training's random resized crop and flip, or after all steps of evaluation.
     Cropped(&'a [u8]),
 }
 
@@ -45,7 +45,7 @@ enum File {
     OnDevice(Vec<u8>, CropParams),
 }
 
-/// What a device is to make of a picture.
+/// How a device crops, resizes and flips a picture.
 struct CropParams {
     stored: jpeg::Stored,
     left: u32,
@@ -55,11 +55,11 @@ struct CropParams {
     flip: bool,
 }
 
-/// Makes pictures of a batch: those of these numbers, each of all as far as it is begun.
+/// Makes the pictures of a batch with these numbers. The last argument says how far each picture of the batch is prepared.
 type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[PartialPicture<'_>]) -> Result<(), DataError> + Sync);
 
-/// Has `fill` make each of the pictures at `chosen` once; `epoch` is `None` for evaluation. What the device fails at, cores
-/// have to do.
+/// Makes each of the pictures at `chosen` once, by `fill`; `epoch` is `None` for evaluation. Pictures that the device fails at are decoded
+/// on cores.
 ///
 /// # Errors
 /// [`DataError::File`], by the name of its place: a picture that cannot be read; and those of `fill`, which finds what cannot
@@ -75,7 +75,7 @@ pub(super) fn make(
 ) -> Result<(), DataError> {
     let numbers = 0..chosen.len();
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
-    let goal = OutputSpec::new(part, transform, epoch.is_some());
+    let output = OutputSpec::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
     let bytes_read = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
@@ -86,7 +86,7 @@ pub(super) fn make(
             return Ok(File::Passed);
         }
         let wanted = jpeg::for_hardware(&bytes)
-            .and_then(|stored| goal.wanted(stored, transform, params(place).as_ref()));
+            .and_then(|stored| output.wanted(stored, transform, params(place).as_ref()));
         Ok(match wanted {
             Ok(wanted) => File::OnDevice(bytes, wanted),
             Err(why) => {
@@ -109,7 +109,7 @@ pub(super) fn make(
     }
     let shared = Shared {
         device,
-        goal: &goal,
+        output: &output,
         files: &files,
         read: &read,
         queue: Queue::new(of_device),
@@ -155,7 +155,7 @@ pub(super) fn make(
 /// Pictures of a batch that the device or cores decode.
 struct Shared<'a> {
     device: &'a OnDevice,
-    goal: &'a OutputSpec,
+    output: &'a OutputSpec,
     files: &'a [File],
     /// The file of each picture of the batch.
     read: &'a [PartialPicture<'a>],
@@ -168,7 +168,7 @@ struct Shared<'a> {
     fill: Fill<'a>,
 }
 
-/// Tells cores that the device is given no more, also after a panic.
+/// Marks the end of the device's work when dropped, also after a panic, so that cores do not wait for it.
 struct Ended<'a>(&'a Shared<'a>);
 
 impl Drop for Ended<'_> {
@@ -179,13 +179,13 @@ impl Drop for Ended<'_> {
 }
 
 impl Shared<'_> {
-    /// Has the device decode what nobody has begun, until nothing is left.
+    /// Lets the device decode pictures that no core has taken, until none is left.
     fn feed(&self) {
         while !self.queue.is_empty() {
             let claimed = Cell::new((0, 0));
             let mut filled = None;
             let outcome = self.device.decoder.decode(
-                self.goal.size,
+                self.output.size,
                 &mut |most| {
                     claimed.set(self.queue.front(most));
                     self.encoded(self.queue.numbers(claimed.get()))
@@ -221,14 +221,14 @@ impl Shared<'_> {
         numbers.iter().filter_map(encoded).collect()
     }
 
-    /// Continues with what the device has made of these numbers; cores make what it has refused.
+    /// Finishes the pictures with these numbers that the device has decoded; cores make those that it has refused.
     fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
         self.device.done(done, made.len() as u64 - done);
         let mut begun = self.read.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {
-                begun[*number] = if self.goal.is_input {
+                begun[*number] = if self.output.is_input {
                     PartialPicture::Cropped(pixels)
                 } else {
                     PartialPicture::Picture(pixels)
@@ -238,7 +238,7 @@ impl Shared<'_> {
         (self.fill)(Work::AroundDevice, numbers, &begun)
     }
 
-    /// Makes the last picture that nobody has begun on this core; says whether there was one.
+    /// Makes, on this core, the last picture that was not taken yet. False if there was none.
     fn one_on_a_core(&self) -> bool {
         let Some(at) = self.queue.back() else { return false };
         self.device.for_cores(CpuDecodeReason::Concurrently, 1);

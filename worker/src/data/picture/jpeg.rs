@@ -29,13 +29,13 @@ pub enum CpuDecodeReason {
     Large,
     /// The batch's files are more than are held at a time.
     LongBatch,
-    /// Cores say what is wrong with it.
+    /// It is damaged: the host's decoder says how.
     Damaged,
-    /// nvJPEG does not take it.
+    /// nvJPEG does not support it.
     Refused,
     /// The GPU could not decode the batch that it was in.
     Failed,
-    /// The GPU decodes others meanwhile.
+    /// A core took it while the GPU was busy with others.
     Concurrently,
 }
 

@@ -8,7 +8,7 @@ use crate::data::{
     transform::{AugmentParams, Crop, Transform},
 };
 
-/// What is made of each picture of a batch.
+/// What the device produces of each picture of a batch.
 pub(super) struct OutputSpec {
     kind: Kind,
     /// Width and height.

@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Since when each job waits for which checkpoints. An entry stays when its wait is over, until the job starts or none of its checkpoints
-/// is on its way: a job for which slots were freed after a wait in vain must not begin to wait anew.
+/// For each job, since when it waits for which checkpoints. An entry stays after the wait has timed out, until the job starts or none of its
+/// checkpoints is being uploaded: a job that then waits for slots must not wait for the checkpoint again.
 #[derive(Debug, Default)]
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
@@ -17,8 +17,8 @@ impl CheckpointWaits {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The first of these checkpoints that the job has not waited for as long as `most`. The wait for all of them begins now, where it
-    /// has not before.
+    /// The index of the first of these checkpoints that the job has waited for less than `most`. Starts the wait for those that it does not
+    /// wait for yet.
     pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], most: Duration) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
@@ -32,7 +32,7 @@ impl CheckpointWaits {
         checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < most)
     }
 
-    /// The job has started, or nothing of it is on its way.
+    /// Forgets a job that has started, or of which nothing is being uploaded.
     pub(crate) fn forget(&self, job: &JobId) {
         self.lock().remove(job);
     }
@@ -59,7 +59,7 @@ mod tests {
         assert_eq!(coming.awaited(&job, &[], long), None);
         assert_eq!(coming.awaited(&job, &newest, long), Some(0));
         assert_eq!(coming.awaited(&job, &newest, none), None, "for the older one no second wait");
-        // Asked about again, also when its agent was away meanwhile.
+        // The wait continues when the job is checked again, also if its agent was offline meanwhile.
         assert_eq!(coming.awaited(&job, &[], none), None);
         coming.keep(std::slice::from_ref(&job));
         let first = coming.lock()[&job]["1-30"];

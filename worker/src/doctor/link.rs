@@ -1,5 +1,5 @@
-//! The way from one machine to another: whether a connection comes about as ranks make theirs, its round trip, how fast data
-//! comes, and how far apart the clocks are.
+//! Measures the link from one machine to another: whether a connection can be made as ranks make theirs, the round trip, the throughput,
+//! and the difference of the clocks.
 //!
 //! Each machine listens on a port that its kernel chooses, as ranks do. A probe connects to it from another machine and proves that it knows
 //! the secret. Then the caller sends one byte for each thing that it wants.
@@ -51,8 +51,8 @@ pub struct LinkMeasurement {
 }
 
 impl LinkMeasurement {
-    /// Of two measurements of the same way, what each says best: a machine that is busy at the moment makes a way seem slower than it is, and
-    /// never faster.
+    /// Combines two measurements of the same link by the better value of each. A machine that is busy at the moment makes a link seem slower
+    /// than it is, never faster.
     #[must_use]
     pub fn best(self, other: Self) -> Self {
         let clock = if other.clock_within_ms < self.clock_within_ms { &other } else { &self };
@@ -232,22 +232,22 @@ mod tests {
     #[test]
     fn over_loopback_the_way_is_short_and_the_clock_one() {
         let port = listen(LOOPBACK, b"secret".into()).unwrap();
-        let way = probe((LOOPBACK, port).into(), b"secret").unwrap();
-        assert!(way.round_trip_ms > 0.0 && way.bytes_per_second > 1e6, "{way:?}");
-        assert!(way.clock_ahead_ms.abs() <= way.clock_within_ms + 0.5, "{way:?}");
+        let link = probe((LOOPBACK, port).into(), b"secret").unwrap();
+        assert!(link.round_trip_ms > 0.0 && link.bytes_per_second > 1e6, "{link:?}");
+        assert!(link.clock_ahead_ms.abs() <= link.clock_within_ms + 0.5, "{link:?}");
     }
 
     #[test]
     fn of_two_measurements_each_number_is_the_better_one() {
-        let way = |round_trip_ms, bytes_per_second, clock_ahead_ms, clock_within_ms| LinkMeasurement {
+        let link = |round_trip_ms, bytes_per_second, clock_ahead_ms, clock_within_ms| LinkMeasurement {
             connect_ms: round_trip_ms,
             round_trip_ms,
             bytes_per_second,
             clock_ahead_ms,
             clock_within_ms,
         };
-        let (slow, far) = (way(0.1, 1e6, 5.0, 0.05), way(3.0, 9e6, -7.0, 1.5));
-        let best = way(0.1, 9e6, 5.0, 0.05);
+        let (slow, far) = (link(0.1, 1e6, 5.0, 0.05), link(3.0, 9e6, -7.0, 1.5));
+        let best = link(0.1, 9e6, 5.0, 0.05);
         assert_eq!(slow.clone().best(far.clone()), best);
         assert_eq!(far.best(slow), best);
     }

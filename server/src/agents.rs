@@ -107,7 +107,7 @@ pub(crate) struct Agents {
     pending: Mutex<BTreeMap<u64, Pending>>,
     next: AtomicU64,
     /// By id, since this server started: when anything last came from it, on the monotonic clock.
-    last_words: Mutex<HashMap<String, Instant>>,
+    last_message_at: Mutex<HashMap<String, Instant>>,
     /// Ids of those that are to take no new work, connected or not.
     draining: Mutex<HashSet<String>>,
 }
@@ -180,18 +180,18 @@ impl Agents {
     }
 
     /// Notes that anything came from an agent.
-    pub(crate) fn said_something(&self, id: &str) {
+    pub(crate) fn note_message(&self, id: &str) {
         let now = Instant::now();
-        let mut last_words = lock(&self.last_words);
-        match last_words.get_mut(id) {
+        let mut last_message_at = lock(&self.last_message_at);
+        match last_message_at.get_mut(id) {
             Some(at) => *at = now,
-            None => drop(last_words.insert(id.to_owned(), now)),
+            None => drop(last_message_at.insert(id.to_owned(), now)),
         }
     }
 
     /// For how long nothing has come from an agent; none where nothing ever did.
     pub(crate) fn silence(&self, id: &str) -> Option<Duration> {
-        lock(&self.last_words).get(id).map(Instant::elapsed)
+        lock(&self.last_message_at).get(id).map(Instant::elapsed)
     }
 
     /// Notes that an agent beats, or is leaving.

@@ -29,7 +29,7 @@ pub fn is_renamed(path: &str) -> bool {
 }
 
 /// What is said of a key that has an old name: `data.resize is called data.resize_size`.
-pub(super) fn said_of(section: &str, key: &str, value: &Value) -> Option<String> {
+pub(super) fn rename_message(section: &str, key: &str, value: &Value) -> Option<String> {
     let path = if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") };
     let (old, new) = KEYS.iter().find(|(old, _)| *old == path)?;
     let mut said = format!("{old} is called {new}");

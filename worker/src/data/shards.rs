@@ -8,7 +8,7 @@ mod members;
 #[cfg(test)]
 mod tests;
 
-pub(super) use folder::{only_compressed, tells_split};
+pub(super) use folder::{names_split, only_compressed};
 
 use super::{
     Catalog, DataError, Samples, Split,

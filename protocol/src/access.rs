@@ -32,13 +32,13 @@ impl Scope {
         }
     }
 
-    /// The lesser of this scope and what somebody else may do.
+    /// The smaller of this scope and another one.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
         if other.allows(self) { self } else { other }
     }
 
-    /// Whether this scope is enough where `needed` is asked for.
+    /// Whether this scope includes `needed`.
     pub fn allows(self, needed: Scope) -> bool {
         let rank = |scope| match scope {
             Scope::Read => Some(1),
@@ -97,7 +97,7 @@ pub struct Token {
 }
 
 impl Token {
-    /// What the audit log calls whoever shows it: a person's token has a name that the person chose, so the person stands first.
+    /// The name of the token's holder in the audit log. A person chooses the name of their token, so the person's own name comes first.
     pub fn who(&self) -> String {
         match &self.owner {
             Some(owner) if *owner != self.name => format!("{owner} ({})", self.name),

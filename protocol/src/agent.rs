@@ -51,14 +51,14 @@ pub struct Slot {
 pub struct AttemptRef {
     pub job: JobId,
     pub attempt: u32,
-    /// Grows with every attempt of any job, and has a random part. The store refuses writes with another one, so an attempt that was
-    /// given up and still runs somewhere changes nothing, nor does whoever does not know it. `token` is its name in the files that an agent of protocol 3
-    /// left: they are read so that its ranks are found and ended.
+    /// Grows with every attempt of any job, and has a random part. The store refuses writes with another one. So an attempt that was
+    /// given up and still runs somewhere changes nothing, and neither does a caller that does not know the token. Files that an agent of
+    /// protocol 3 left call it `token`: they are read so that its ranks are found and ended.
     #[serde(alias = "token")]
     pub fencing_token: FencingToken,
 }
 
-/// What an agent says.
+/// Messages of an agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum FromAgent {
@@ -90,14 +90,14 @@ pub enum FromAgent {
     Sample(Box<MachineSample>),
     /// What `doctor`'s quick checks found when the agent started; to a server whose `Welcome` takes it.
     Findings { findings: Vec<MachineWarning> },
-    /// The check before the start is done here, of an attempt over several machines. Its ranks start at `Launch`. Said again on
-    /// every connection.
+    /// For an attempt over several machines: the preflight check is done on this one. Its ranks start at `Launch`. Sent again on every
+    /// connection.
     Ready {
         attempt: AttemptRef,
-        /// Where rank 0 will listen; only its own agent says that.
+        /// The port where rank 0 will listen; only sent by rank 0's agent.
         port: Option<u16>,
     },
-    /// An orderly stop: no new work, please.
+    /// The agent is shutting down in an orderly way and takes no new work.
     Leaving { reason: String },
     /// A part of any of these that is too long to go at once.
     Part(Part),
@@ -118,12 +118,12 @@ pub struct Acknowledged {
     pub source: Source,
     /// Records `0..records` are stored.
     pub records: u64,
-    /// Somebody watches the job live: points are wanted soon rather than many at a time.
+    /// Somebody watches the job live: the agent should send points at once instead of collecting them.
     #[serde(default)]
     pub watched: bool,
 }
 
-/// What the server says.
+/// Messages of the server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToAgent {
@@ -163,7 +163,7 @@ pub enum ToAgent {
     Stop {
         attempt: AttemptRef,
         reason: String,
-        /// First let them finish the step they are at and keep a checkpoint of it, for up to two minutes.
+        /// First let them finish their step and write a checkpoint of it, for up to two minutes.
         #[serde(default)]
         patient: bool,
     },

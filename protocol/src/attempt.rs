@@ -20,9 +20,9 @@ pub enum AttemptState {
     Paused,
     /// Its agent was stopped in order; the job waits for another one.
     Stopped,
-    /// It ended before servers kept how.
+    /// It ended before servers recorded how.
     Ended,
-    /// A state that this version has no word for: another one wrote it.
+    /// A state that another version has written and this one does not know.
     #[serde(other)]
     Unknown,
 }

@@ -1,5 +1,5 @@
-//! A job's best checkpoint, to be named next to its best validation accuracy. The two differ where the best epoch left no checkpoint,
-//! and where the best checkpoint is the one with the lowest loss.
+//! A job's best checkpoint, as it is shown next to the best validation accuracy. The two differ if there is no checkpoint of the best
+//! epoch, or if the best checkpoint is chosen by the lowest loss.
 
 use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};
 

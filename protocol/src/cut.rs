@@ -1,16 +1,16 @@
-//! Long names and paths, shortened in the middle: what tells them apart is often at their end. As `static/cut.js`.
+//! Shortens long names and paths in the middle, because they often differ at their end. The same as `static/cut.js`.
 
 /// A word begins with one of these, or after a space.
 const BETWEEN: [char; 4] = ['/', '-', '_', '.'];
 
-/// Whether a word begins at `at`: not within a word, and not between two signs that stand together.
+/// Whether a word begins at `at`: not within a word, and not between two adjacent separators.
 fn begins(all: &[char], at: usize) -> bool {
     let Some(before) = at.checked_sub(1).map(|before| all[before]) else { return true };
     let here = all[at];
     (BETWEEN.contains(&here) && !BETWEEN.contains(&before)) || (before == ' ' && here != ' ')
 }
 
-/// The place within `places` where a word begins that is the nearest to `wanted`; `wanted` where none does.
+/// The beginning of a word within `places` that is nearest to `wanted`; `wanted` itself if there is none.
 fn between(all: &[char], wanted: usize, places: std::ops::RangeInclusive<usize>) -> usize {
     let found = places.filter(|at| *at < all.len() && begins(all, *at));
     found.min_by_key(|at| at.abs_diff(wanted)).unwrap_or(wanted)

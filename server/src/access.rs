@@ -1,10 +1,9 @@
 //! Who may do what: every token and session, in memory.
 //!
-//! The database has all of it, and this server alone has the database. So whoever sends a request is known after a SHA-256 and a look
-//! into a map, without a query; and what is revoked here is revoked everywhere. Tokens are 256 random bits. Nobody finds one by
-//! trying, so a fast hash is right: bcrypt and its like make guessing dear, which protects passwords that people think up. What is
-//! looked up is the hash, and a hash that is found is compared once more without an early end, so an answer's time tells nothing
-//! about a secret.
+//! The database has all of it, and only this server uses the database. So authenticating a request takes a SHA-256 and a lookup in a map
+//! and no query, and a revocation is in force at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient:
+//! bcrypt and the like make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash that is
+//! found is compared once more in constant time, so the time of a response says nothing about a secret.
 
 mod attempts;
 mod caller;
@@ -42,29 +41,29 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A browser is asked to sign in again after this.
+/// A session ends after this, and the browser has to sign in again.
 pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// Why a token that was presented is not taken. Only whoever has a token learns more than that it is unknown.
+/// Why a token is refused. Only the holder of a token learns more than that it is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Denied {
     Unknown,
     Revoked,
     Expired,
-    /// The person whose token it is may not sign in.
+    /// The person who owns the token is disabled.
     Disabled,
 }
 
 /// Every token and session.
 #[derive(Debug)]
 pub(crate) struct Access {
-    /// False: `serve --no-auth`, where everybody may do everything.
+    /// Whether callers must authenticate. False with `serve --no-auth`, where everybody may do everything.
     required: bool,
     known: RwLock<Known>,
     codes: Codes,
     attempts: Attempts,
     passwords: Passwords,
-    /// Held while a token or a person is read, changed and stored: of two changes, neither undoes the other.
+    /// Held while a token or a person is read, changed and stored, so that concurrent changes do not overwrite each other.
     pub(crate) changing: tokio::sync::Mutex<()>,
 }
 
@@ -105,7 +104,7 @@ impl Access {
         self.required
     }
 
-    /// Takes in what is stored.
+    /// Loads what is stored.
     pub(crate) fn load(&self, people: Vec<PersonRow>, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
         for row in people {
             self.put_person(row);
@@ -118,7 +117,7 @@ impl Access {
         }
     }
 
-    /// Takes in a token, in place of the one with its id: that one's connections end, unless it is the same secret and still valid.
+    /// Adds a token or replaces the one with its id. The old one's connections end, unless the new one has the same secret and is valid.
     pub(crate) fn put_token(&self, row: TokenRow) {
         let now = crate::now();
         let mut known = self.write();
@@ -144,13 +143,13 @@ impl Access {
         known.tokens.insert(row.hash, Arc::new(credential));
     }
 
-    /// Takes in a session of a token or a person that there is; returns those that make room for it.
+    /// Adds a session of an existing token or person; returns the sessions that were ended for it.
     pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
         let mut known = self.write();
         let Some(of) = known.stands_for(&row.token_id) else { return vec![row.hash] };
         let mut gone = Vec::new();
         loop {
-            // A token with many makes room for itself, and signs nobody else out.
+            // Beyond the limit per token, the token's own oldest session is ended, and nobody else's.
             let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
             let has_many = of_token.clone().count() >= SESSIONS_OF_A_TOKEN;
             let oldest = match has_many {
@@ -189,7 +188,7 @@ impl Access {
         removed.is_some()
     }
 
-    /// Ends the connections of what has expired, and forgets sessions that are over.
+    /// Ends the connections of expired tokens and sessions, and removes sessions that are over.
     pub(crate) fn expire(&self, now: Timestamp) {
         let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
         let over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
@@ -209,7 +208,7 @@ impl Access {
         });
     }
 
-    /// Forgets tokens that have not been valid since `before`. A certificate's name stays: the certificate is still there.
+    /// Removes tokens that have been invalid since `before`. Rows of certificates stay, because the certificates still exist.
     pub(crate) fn forget(&self, before: Timestamp) {
         let Known { tokens, hashes, .. } = &mut *self.write();
         tokens.retain(|_, c| {
@@ -219,10 +218,10 @@ impl Access {
         hashes.retain(|_, hash| tokens.contains_key(hash));
     }
 
-    /// Whoever has this token.
+    /// The caller with this token.
     ///
     /// # Errors
-    /// It is none, or no longer valid.
+    /// It is unknown or no longer valid.
     pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
         let hash = secret::hash(secret);
         let now = crate::now();
@@ -241,7 +240,7 @@ impl Access {
         Ok(Caller::known(credential))
     }
 
-    /// Whoever has this cookie.
+    /// The caller with this session cookie.
     pub(crate) fn by_session(&self, secret: &str) -> Option<Caller> {
         let hash = secret::hash(secret);
         let now = crate::now();
@@ -254,7 +253,7 @@ impl Access {
         Some(Caller::known(session.clone()))
     }
 
-    /// Every token, the first made first.
+    /// Every token, the oldest first.
     pub(crate) fn tokens(&self) -> Vec<Token> {
         let mut all: Vec<_> = self.read().tokens.values().map(|c| c.shown()).collect();
         all.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
@@ -279,18 +278,18 @@ impl Access {
         self.read().tokens.values().any(|c| c.token.agent_id.as_deref() == Some(agent_id))
     }
 
-    /// The tokens that were used since they were last asked for, and when.
+    /// The tokens that were used since the last call, and when.
     pub(crate) fn take_used(&self) -> Vec<(String, Timestamp)> {
         self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
     }
 
-    /// What people call a token or a person, by what its sessions stand for.
+    /// The name of the token or the person that sessions with this id belong to.
     pub(crate) fn name_of(&self, id: &str) -> Option<String> {
         self.read().stands_for(id).map(|credential| credential.token.who())
     }
 
-    /// A code that signs a browser in once, within ten minutes, as whoever has a token, or as a person; and not for longer
-    /// than `until`, when the sign-in that asks for it ends.
+    /// A code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `until` at the latest, when the
+    /// session that requested the code ends.
     ///
     /// # Errors
     /// The system has no random bits.
@@ -298,12 +297,12 @@ impl Access {
         self.codes.make(token_id, until)
     }
 
-    /// Whether a code was neither used nor has become too old.
+    /// Whether a code can still be used.
     pub(crate) fn has_login_code(&self, code: &str) -> bool {
         self.codes.has(code)
     }
 
-    /// The token or the person that a code stands for, and until when at most; it is used up.
+    /// Uses up a code. Returns the token or person that it signs in, and the latest end of the session.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let (id, until) = self.codes.take(code)?;
         let of = self.read().stands_for(&id)?;
@@ -311,10 +310,10 @@ impl Access {
         (is_valid && of.token.scope != Scope::Agent).then_some((id, until))
     }
 
-    /// Notes that somebody tried to sign in and could not.
+    /// Counts a failed sign-in.
     ///
     /// # Errors
-    /// That was too often: how long to wait.
+    /// Too many have failed: how long to wait.
     pub(crate) fn sign_in_failed(&self, from: IpAddr) -> Result<(), Duration> {
         self.attempts.failed(from)
     }
@@ -328,7 +327,7 @@ impl Access {
         self.attempts.failed(from)
     }
 
-    /// The attempt that was counted was no wrong one.
+    /// Takes back the attempt that was counted: it was correct.
     pub(crate) fn sign_in_was_right(&self, from: IpAddr) {
         self.attempts.was_right(from);
     }

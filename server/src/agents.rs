@@ -1,4 +1,4 @@
-//! The agents that are connected now: what they have, how to send them messages, and the requests that they have not replied to.
+//! The agents that are connected: their machines, how to send them messages, and the requests that wait for a reply.
 
 use crate::store::AgentRow;
 use jiff::Timestamp;
@@ -21,14 +21,14 @@ use tokio::sync::{mpsc, oneshot};
 /// A connected agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Online {
-    /// Which connection; a newer one of the same agent replaces it.
+    /// The number of the connection; a newer one of the same agent replaces it.
     pub(crate) connection: u64,
     pub(crate) row: Arc<AgentRow>,
     /// It serves this job alone.
     pub(crate) only_job: Option<JobId>,
     /// It is stopping in order, for this reason.
     pub(crate) leaving: Option<String>,
-    /// Since when this connection is there.
+    /// When it connected.
     pub(crate) connected_at: Timestamp,
     /// What its `doctor` found when it started.
     pub(crate) findings: Vec<MachineWarning>,
@@ -44,7 +44,7 @@ pub(crate) enum RequestError {
         path: String,
         asked: Vec<String>,
     },
-    /// The agent went away, or took too long, with so many requests before this one.
+    /// The agent disconnected or took too long; with the number of requests before this one.
     NoReply(QueuePosition),
     /// The agent's process for the request was killed, in the agent's words.
     Killed {
@@ -107,8 +107,8 @@ pub(crate) struct Agents {
     pending: Mutex<BTreeMap<u64, Pending>>,
     next: AtomicU64,
     /// By id, since this server started: when anything last came from it, on the monotonic clock.
-    last_words: Mutex<HashMap<String, Instant>>,
-    /// Ids of those that are to take no new work, connected or not.
+    last_message_at: Mutex<HashMap<String, Instant>>,
+    /// Ids of drained agents, connected or not: they get no new work.
     draining: Mutex<HashSet<String>>,
 }
 
@@ -145,10 +145,10 @@ fn number(text: &[u8]) -> (&[u8], &[u8]) {
 }
 
 impl Agents {
-    /// Takes in a connection.
+    /// Adds a connection.
     ///
     /// # Errors
-    /// Why it is refused: another agent that is connected has its name.
+    /// Another connected agent has the same name; why that refuses this one.
     pub(crate) fn join(
         &self,
         row: AgentRow,
@@ -180,24 +180,24 @@ impl Agents {
     }
 
     /// Notes that anything came from an agent.
-    pub(crate) fn said_something(&self, id: &str) {
+    pub(crate) fn note_message(&self, id: &str) {
         let now = Instant::now();
-        let mut last_words = lock(&self.last_words);
-        match last_words.get_mut(id) {
+        let mut last_message_at = lock(&self.last_message_at);
+        match last_message_at.get_mut(id) {
             Some(at) => *at = now,
-            None => drop(last_words.insert(id.to_owned(), now)),
+            None => drop(last_message_at.insert(id.to_owned(), now)),
         }
     }
 
-    /// For how long nothing has come from an agent; none where nothing ever did.
+    /// The time since the last message of an agent; `None` if there was none.
     pub(crate) fn silence(&self, id: &str) -> Option<Duration> {
-        lock(&self.last_words).get(id).map(Instant::elapsed)
+        lock(&self.last_message_at).get(id).map(Instant::elapsed)
     }
 
-    /// Notes that an agent beats, or is leaving.
+    /// Updates an agent after a heartbeat, or when it shuts down.
     pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
         if let Some(agent) = lock(&self.online).get_mut(id) {
-            // Copied only while somebody holds it.
+            // Copied only if a reader still holds the old one.
             Arc::make_mut(&mut agent.row).last_seen_at = at;
             if let Some(reason) = leaving {
                 agent.leaving = Some(reason.to_owned());
@@ -212,17 +212,17 @@ impl Agents {
         }
     }
 
-    /// Replaces the list of those that are to take no new work.
+    /// Replaces the list of drained agents.
     pub(crate) fn set_draining(&self, agents: impl IntoIterator<Item = String>) {
         *lock(&self.draining) = agents.into_iter().collect();
     }
 
-    /// Whether an agent is to take no new work.
+    /// Whether an agent is drained.
     pub(crate) fn is_draining(&self, id: &str) -> bool {
         lock(&self.draining).contains(id)
     }
 
-    /// Those connected now, by name.
+    /// The connected agents, by name.
     pub(crate) fn online(&self) -> Vec<Online> {
         let mut all: Vec<_> = lock(&self.online).values().cloned().collect();
         all.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
@@ -233,7 +233,7 @@ impl Agents {
         lock(&self.online).contains_key(id)
     }
 
-    /// Tells an agent something; false when it is not connected.
+    /// Sends a message to an agent; false if it is not connected.
     pub(crate) fn send(&self, id: &str, message: ToAgent) -> bool {
         lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
     }
@@ -278,7 +278,7 @@ impl Agents {
         }
     }
 
-    /// Where a request waits; none once it has its reply.
+    /// The number of requests before this one; `None` once it has its reply.
     pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
         let pending = lock(&self.pending);
         let mine = pending.get(&id)?;

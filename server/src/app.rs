@@ -43,20 +43,20 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 #[derive(Clone)]
 pub struct App(Arc<Parts>);
 
-/// What an [`App`] points to.
+/// The state that all clones of an [`App`] share.
 pub struct Parts {
     /// As given, the data directory made absolute.
     pub config: ServeConfig,
-    /// What outlives the server.
+    /// The database.
     pub store: Arc<dyn Store>,
-    /// Where checkpoints are kept besides this disk.
+    /// The object store for copies of checkpoints, if there is one.
     pub(crate) artifact_store: Option<ArtifactStore>,
     pub(crate) ingress: Ingress,
     /// Who may do what.
     pub(crate) access: Access,
     /// Requests by the id of their token, or of the person who is signed in.
     pub(crate) token_limit: RateLimiter<String>,
-    /// Whose the jobs are that somebody asked for of late.
+    /// The owners of recently requested jobs.
     pub(crate) job_owners: JobOwners,
     pub(crate) audit: Audit,
     /// Agents that were refused, for the log.
@@ -87,7 +87,7 @@ pub struct Parts {
     pub(crate) tasks: TaskTracker,
     /// When this server started.
     pub(crate) started_at: jiff::Timestamp,
-    /// The same moment by a clock that nobody sets.
+    /// The same moment on the monotonic clock.
     pub(crate) up_since: std::time::Instant,
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
@@ -109,7 +109,7 @@ impl Deref for App {
 }
 
 impl App {
-    /// With nothing that runs yet, nor anything of the store read.
+    /// Builds the state. Starts no task and reads nothing from the store.
     pub(crate) fn new(
         config: ServeConfig,
         store: Arc<dyn Store>,
@@ -168,7 +168,7 @@ impl App {
         });
     }
 
-    /// Tells everyone who watches what is now stored, and lets slots go that the job holds no more.
+    /// Publishes a stored change to all who follow it, and releases the slots of a job that is no longer active.
     pub(crate) fn announce(&self, changed: &Changed) {
         self.waiting.note(&changed.job);
         self.hub.publish(changed);

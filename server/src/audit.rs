@@ -1,22 +1,22 @@
-//! The queue of the audit log. Requests do not wait until what they did is written down; `audit_log.rs` writes many entries at once.
+//! The queue of the audit log. Requests do not wait until their entry is written; `audit_log.rs` writes many entries at a time.
 
 use crate::store::AuditEntry;
 use tokio::sync::{mpsc, oneshot};
 
-/// Entries that may wait. When the database is away for so long that more come, they are in the server's log alone.
+/// Entries that may wait. Beyond that, when the database is unreachable for long, entries go to the server's log alone.
 const WAITING: usize = 10_000;
 
 /// What waits to be written.
 #[derive(Debug)]
 pub(crate) enum Entry {
     Done(AuditEntry),
-    /// Its sender is notified when everything before it is written.
+    /// A flush: its sender is notified when everything before it is written.
     Flush(oneshot::Sender<()>),
 }
 
 pub(crate) type Queue = mpsc::Receiver<Entry>;
 
-/// Where requests put what they did.
+/// The sending half, which requests use.
 #[derive(Debug, Clone)]
 pub(crate) struct Audit(mpsc::Sender<Entry>);
 
@@ -26,7 +26,7 @@ impl Audit {
         (Self(to), queue)
     }
 
-    /// Writes something down, soon.
+    /// Queues an entry.
     pub(crate) fn put(&self, entry: AuditEntry) {
         let AuditEntry { who, action, object, status, .. } = &entry;
         tracing::info!(who, action, object, status, "done");
@@ -35,7 +35,7 @@ impl Audit {
         }
     }
 
-    /// Returns when everything that was put before is written, or cannot be.
+    /// Flush: returns when all earlier entries are written, or have failed.
     pub(crate) async fn flush(&self) {
         let (to, done) = oneshot::channel();
         if self.0.send(Entry::Flush(to)).await.is_ok() {

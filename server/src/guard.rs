@@ -1,9 +1,9 @@
 //! The outermost layer, before any route: which requests are accepted at all. Listening on loopback keeps other machines out,
-//! but not web pages in a browser on this machine, and a server that others reach is asked by everybody. Therefore:
+//! but not web pages in a browser on this machine, and a server that others reach gets requests from anybody. Therefore:
 //!
-//! - an address makes only so many requests, besides those of agents that show who they are;
-//! - `Host` must be a name of this server (`ingress.rs`), or a page could reach the server under a name of its own that
-//!   resolves to the server's address (DNS rebinding) and read the answers;
+//! - the requests of an address are limited, except those of authenticated agents;
+//! - `Host` must be a name of this server (`ingress.rs`), or a foreign page could reach the server under a name of its
+//!   own that resolves to the server's address (DNS rebinding) and read the responses;
 //! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
 //!
 //! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
@@ -24,8 +24,8 @@ use axum::{
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
     img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'";
 
-/// On every answer that does not say otherwise. `same-origin` and not `no-referrer`: under that, browsers send `Origin: null` with our own
-/// forms.
+/// Headers of every response that does not set them itself. The referrer policy is not `no-referrer`, with which browsers send
+/// `Origin: null` with our own forms.
 const HEADERS: [(HeaderName, &str); 7] = [
     (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
     (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
@@ -48,7 +48,7 @@ pub(crate) async fn guard(State(app): State<App>, request: Request, next: Next) 
         .authority(request.headers(), request.uri())
         .is_some_and(|authority| ingress.is_strict(authority, peer));
     let mut response = match ingress.check_rate(peer) {
-        // Hundreds of agents may be behind one address, and come back at the same moment.
+        // Hundreds of agents may be behind one address and reconnect at the same moment.
         Err(seconds) if !is_agent(&app, request.headers(), peer) => too_many(seconds),
         _ => match check(ingress, peer, &request) {
             Ok(()) => next.run(request).await,
@@ -74,7 +74,7 @@ fn too_many(seconds: u64) -> Response {
 
 fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error> {
     let (method, uri, headers) = (request.method(), request.uri(), request.headers());
-    // Databases end a text there, or refuse it: no name and no text to search for has it.
+    // Databases end a text at NUL or refuse it, and no valid name or search has one.
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
         return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
     }
@@ -85,10 +85,10 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
         return Err(Error::Forbidden(detail));
     }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    // Behind a proxy both: one that passes on what clients send as X-Forwarded-Host must not pass on a page's name as Host.
+    // Behind a proxy both are checked: it may pass on an X-Forwarded-Host that the client sent, so that header alone proves nothing.
     let is_ours = |host: &&str| ingress.is_ours(host, peer);
     let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
-    // Of two, a proxy may have looked at the other one (RFC 9112, section 3.2).
+    // With two `Host` headers, a proxy may have used the other one (RFC 9112, section 3.2).
     if headers.get_all(header::HOST).iter().nth(1).is_some() {
         return Err(Error::BadRequest("the request has more than one Host header".into()));
     }

@@ -1,6 +1,5 @@
-//! TLS handshakes that are under way. They cost a connection and are made by nobody in particular yet, so there is a number of
-//! them for each address and for all: one more ends the oldest. A client that means it needs some milliseconds, and those who
-//! open many and say nothing end their own.
+//! TLS handshakes in progress. They cost a connection before the client is known, so there is a limit per address and one for all: beyond
+//! it the oldest is ended. An honest client needs some milliseconds, and one that opens many and sends nothing ends its own.
 
 use crate::rate_limit::client_key;
 use std::{
@@ -10,12 +9,12 @@ use std::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Handshakes at once of one address: a thousand agents behind one come back at the same moment when the server is started again.
+/// Handshakes of one address at a time: a thousand agents behind it reconnect at the same moment when the server restarts.
 const PER_ADDRESS: usize = 1024;
-/// Handshakes at once at most, however many connections there may be.
+/// Handshakes at a time at most, however many connections are allowed.
 const ALL: usize = 2048;
 
-/// All that are under way.
+/// All handshakes in progress.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     all: usize,
@@ -26,7 +25,7 @@ pub(crate) struct Handshakes {
 #[derive(Debug, Default)]
 struct Open {
     next: u64,
-    /// By their begin.
+    /// In the order in which they began.
     by_age: BTreeMap<u64, (IpAddr, CancellationToken)>,
     of: HashMap<IpAddr, usize>,
 }
@@ -52,17 +51,17 @@ impl Open {
     }
 }
 
-/// One that is under way, until it is dropped.
+/// A handshake in progress, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Handshake {
     all: Arc<Handshakes>,
     number: u64,
-    /// Cancelled when it has to make room.
+    /// Cancelled when the handshake is ended for a newer one.
     pub(crate) given_up: CancellationToken,
 }
 
 impl Handshakes {
-    /// As many as leave half of the connections to those who are past it.
+    /// Limits that leave half of the connections to clients past their handshake.
     pub(crate) fn new(connections: usize) -> Arc<Self> {
         let all = (connections / 2).clamp(1, ALL);
         Arc::new(Self { all, per_address: PER_ADDRESS.min(all.div_ceil(2)), open: Mutex::default() })
@@ -72,7 +71,7 @@ impl Handshakes {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes one that begins; others may end for it.
+    /// Adds a handshake that begins; this may end older ones.
     pub(crate) fn begin(self: &Arc<Self>, address: IpAddr) -> Handshake {
         let address = client_key(address);
         let mut open = self.lock();

@@ -1,5 +1,5 @@
-//! What stands between the network and the routes: by which way a request came and from whom, which names are this server's, and
-//! how many requests an address may make.
+//! Determines for each request who sent it and how (directly or by a proxy, with TLS or not), which host names are this server's, and how
+//! many requests an address may make.
 
 use crate::{
     addresses::{Network, PublicUrl, forwarded_address, host_and_port},
@@ -32,10 +32,10 @@ impl Transport {
     }
 }
 
-/// Who sent a request and by which way, in the extensions of every request.
+/// Who sent a request and how, in the extensions of every request.
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
-    /// The client: the other end of the connection, or who a trusted proxy says that it speaks for.
+    /// The client: the other end of the connection, or the client that a trusted proxy names.
     pub(crate) address: IpAddr,
     /// The client speaks HTTPS, to this server or to a trusted proxy. Cookies are `Secure` then.
     pub(crate) https: bool,
@@ -44,7 +44,7 @@ pub(crate) struct Peer {
     /// The host that the client has in its address, where a trusted proxy says it.
     host: Option<Box<str>>,
     transport: Transport,
-    /// What the client has shown in its handshake; none of a proxy's.
+    /// The client's certificate from the handshake; that of a proxy does not count.
     pub(crate) certificate: Option<Arc<ClientCertificate>>,
 }
 
@@ -53,7 +53,7 @@ pub(crate) struct Ingress {
     pub(crate) public_url: Option<PublicUrl>,
     proxies: Vec<Network>,
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
-    /// Requests in clear are taken from trusted proxies and this machine alone.
+    /// Requests without TLS are accepted from trusted proxies and this machine alone.
     proxy_only: bool,
     limit: RateLimiter<IpAddr>,
 }
@@ -69,7 +69,7 @@ impl Ingress {
         }
     }
 
-    /// Whom the server takes for an agent by its certificate; none where agents have tokens alone.
+    /// Which certificates identify an agent; none where agents use tokens alone.
     pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
         self.certificate.as_ref()?.agents()
     }
@@ -78,7 +78,7 @@ impl Ingress {
         self.proxies.iter().any(|network| network.contains(address))
     }
 
-    /// Who sent a request. What it says of itself counts only when it comes from a trusted proxy.
+    /// Who sent a request. Its `X-Forwarded-*` headers count only if it comes from a trusted proxy.
     pub(crate) fn peer(&self, transport: Transport, headers: &HeaderMap) -> Peer {
         let Transport { from, tls, .. } = transport;
         if self.proxies.is_empty() || !self.trusts(from) {
@@ -91,7 +91,7 @@ impl Ingress {
                 certificate: None,
             };
         }
-        // Where several stand, the proxy has written the last.
+        // Of several values the proxy has added the last.
         let last = |name: HeaderName| {
             let text = headers.get_all(name).iter().next_back()?.to_str().ok()?;
             text.rsplit(',').next().map(str::trim).filter(|text| !text.is_empty())
@@ -108,13 +108,13 @@ impl Ingress {
         }
     }
 
-    /// Every proxy adds at the right whom it heard, so the right-most address that is no trusted proxy is the client. What stands
-    /// left of it is what the client itself sent.
+    /// Every proxy appends the address that it got the request from. The right-most address that is no trusted proxy is therefore the client;
+    /// what is left of it was sent by the client itself.
     fn client(&self, from: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = from;
         for line in headers.get_all(FORWARDED_FOR).iter().rev() {
             for part in line.to_str().unwrap_or_default().rsplit(',') {
-                // A client on this machine comes without a proxy, so nobody may claim to be one.
+                // Clients on this machine do not use a proxy, so a proxy must not name loopback.
                 let Some(address) = forwarded_address(part).filter(|address| !address.is_loopback()) else {
                     return client;
                 };
@@ -149,18 +149,21 @@ impl Ingress {
             || self.public_url.as_ref().is_some_and(|url| url.to_string().eq_ignore_ascii_case(origin))
     }
 
-    /// Whether a request in clear comes past the proxy that it should come by.
+    /// Whether a request without TLS has bypassed the proxy.
     pub(crate) fn came_past_the_proxy(&self, peer: &Peer) -> bool {
         self.proxy_only && !peer.by_proxy && !peer.transport.from.is_loopback()
     }
 
-    /// Takes one of the address's requests; the seconds to wait when there is none left. Programs of this machine are not counted.
+    /// Counts a request of the address. Programs of this machine are not counted.
+    ///
+    /// # Errors
+    /// Seconds to wait, beyond the rate.
     pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
         let is_local = !peer.by_proxy && peer.transport.from.is_loopback();
         if is_local { Ok(()) } else { self.limit.take(&client_key(peer.address)) }
     }
 
-    /// Whether browsers are to use nothing but HTTPS for this host from now on: when they did, and its public URL says so.
+    /// Whether to send `Strict-Transport-Security`: the request used HTTPS, and the public URL does.
     pub(crate) fn is_strict(&self, authority: &str, peer: &Peer) -> bool {
         let host = host_and_port(authority).map(|(host, _)| host);
         peer.https
@@ -171,7 +174,7 @@ impl Ingress {
 }
 
 impl Peer {
-    /// Whether the connection itself is in clear. Where the server speaks TLS, only this machine's own agent and programs come so.
+    /// Whether the connection itself has no TLS. If the server uses TLS, only programs of this machine connect like that.
     pub(crate) fn is_in_clear(&self) -> bool {
         !self.transport.tls
     }

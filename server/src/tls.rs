@@ -66,7 +66,7 @@ struct Watched {
     reminded: Option<Instant>,
 }
 
-/// By which it is seen that a file was changed or replaced: inode, length, time.
+/// Shows that a file was changed or replaced: inode, length, time.
 type FileStamp = (u64, u64, i64, i64);
 type Stamp = [Option<FileStamp>; 2];
 
@@ -100,13 +100,13 @@ impl ServerCertificate {
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
-        // What nobody could connect with is better refused before anything is listened on.
+        // Refused before listening: nobody could connect with it.
         tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
     }
 
-    /// Takes TLS connections in with the certificate of the moment.
+    /// An acceptor for TLS connections that uses the current certificate.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
         let offered = tls_suites::offered(self.suites.as_ref(), self.lowest, &self.current().key)?;
         let config = ServerConfig::builder_with_provider(offered.provider)
@@ -121,7 +121,7 @@ impl ServerCertificate {
         Ok(TlsAcceptor::from(Arc::new(config)))
     }
 
-    /// Whom the server takes for an agent by its certificate; none where agents have tokens alone.
+    /// Which certificates identify an agent; none where agents use tokens alone.
     pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
         self.agents.as_ref()
     }
@@ -139,7 +139,7 @@ impl ServerCertificate {
         self.current().facts.names.iter().any(|name| name.matches(host))
     }
 
-    /// What somebody has to see to: it ends soon, or its files cannot be used.
+    /// Warnings for the operator: it expires soon, or its files cannot be used.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
         let mut warnings = Vec::new();
@@ -159,7 +159,7 @@ impl ServerCertificate {
         warnings
     }
 
-    /// Follows the files for ever, and renews what is the server's own.
+    /// Watches the certificate's files for ever, and renews the server's own certificate.
     pub(crate) async fn watch(self: Arc<Self>, every: Duration) {
         loop {
             tokio::time::sleep(every).await;
@@ -259,7 +259,7 @@ pub fn ends_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<Stri
     })
 }
 
-/// What a file with a certificate says, for those that only look.
+/// The facts of the certificate in a file.
 ///
 /// # Errors
 /// It cannot be read.

@@ -293,8 +293,8 @@ impl Launch {
             }
         }
         // An agent that still uploads a checkpoint needs its token, which expires by itself.
-        let is_over =
-            job.state.is_final() && !matches!(self.standing().await, Ok(UploadStatus::Uploading) | Err(_));
+        let is_over = job.state.is_final()
+            && !matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
         if never_started || is_over {
             self.revoke().await;
         }

@@ -80,7 +80,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let part = Part::find(&args)?;
     if let Part::Rank(place) = &part {
         // Before the job file is read: a pipe is read once.
-        libraries::start_anew_if_needed(Library::needed(place.world_size));
+        libraries::reexec_if_needed(Library::needed(place.world_size));
     }
     let (mut spec, validation_given) = read(&args, part.world())?;
     let dataset = dataset_path(&spec, &args.job)?;

@@ -57,7 +57,7 @@ pub(crate) fn announce(job: &Job) {
 /// The job did not succeed, or the server went away.
 pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Result<()> {
     let mut progress = Progress::new(&job, json);
-    progress.stands(&job)?;
+    progress.show_place(&job)?;
     let job = follow(api, job, &mut progress).await?;
     progress.finish();
     if json {
@@ -127,7 +127,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(now) => {
-                                progress.stands(&now)?;
+                                progress.show_place(&now)?;
                                 continue;
                             }
                             Err(error) => Err(error),

@@ -22,7 +22,7 @@ def by_step(text):
 
 def means(texts, steps, name):
     """The mean over all ranks of each step's loss."""
-    told = [by_step(text) for text in texts]
-    if any(len(each) != steps for each in told):
-        raise SystemExit(f"{name}: {[len(each) for each in told]} losses instead of {steps}\n{texts[0][-1000:]}")
-    return [sum(each[step] for each in told) / len(told) for step in range(1, steps + 1)]
+    losses = [by_step(text) for text in texts]
+    if any(len(each) != steps for each in losses):
+        raise SystemExit(f"{name}: {[len(each) for each in losses]} losses instead of {steps}\n{texts[0][-1000:]}")
+    return [sum(each[step] for each in losses) / len(losses) for step in range(1, steps + 1)]

@@ -8,7 +8,7 @@ different NCCL_HOSTIDs, as NCCL takes no GPU twice on a host, and the comparison
 take turns on the GPU, so their speed is no figure of the network. With --device cpu the ranks' ring takes NCCL's part.
 
 Each rank of the sockets' side is a `lockstep train` of its own, started as torchrun would. Prints losses, one JSON line a run, and lines
-"TOLD<tab>name<tab>result<tab>note" for the table of `run`.
+"RESULT<tab>name<tab>result<tab>note" for the table of `run`.
 """
 
 import argparse
@@ -63,7 +63,7 @@ SOCKETS = {
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM"}
 
 
-class Told(threading.Thread):
+class OutputReader(threading.Thread):
     """Reads what a process prints, with the time of each line."""
 
     def __init__(self, process):
@@ -155,36 +155,36 @@ def train(name, precision, ranks):
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
-        started.append(Told(process))
+        started.append(OutputReader(process))
     until, late = time.monotonic() + a.limit, False
-    for told in started:
+    for reader in started:
         try:
-            told.process.wait(max(until - time.monotonic(), 0.1))
+            reader.process.wait(max(until - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             late = True
     if late:
         # An end in order first: ranks that are killed leave a GPU in the middle of something.
         for ask in ("terminate", "kill"):
-            for told in started:
-                if told.process.poll() is None:
-                    getattr(told.process, ask)()
-            for told in started:
+            for reader in started:
+                if reader.process.poll() is None:
+                    getattr(reader.process, ask)()
+            for reader in started:
                 try:
-                    told.process.wait(10)
+                    reader.process.wait(10)
                 except subprocess.TimeoutExpired:
                     pass
-    for told in started:
-        told.join(5)
+    for reader in started:
+        reader.join(5)
     nccl = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("nccl.*")))
     texts = [log(folder, rank) for rank in range(ranks)]
-    if late or any(told.process.returncode != 0 for told in started):
-        for told in started:
-            print(told.text()[-1500:])
+    if late or any(reader.process.returncode != 0 for reader in started):
+        for reader in started:
+            print(reader.text()[-1500:])
         warnings = [line for line in nccl.splitlines() if " WARN " in line]
         print(*(warnings or nccl.splitlines())[-12:], sep="\n")
         done = [len(re.findall(r", loss is ", text)) for text in texts]
         after = f"not done after {a.limit:.0f} s, {done} steps; " if late else ""
-        sys.exit(f"{name} {precision}: {after}exit statuses {[told.process.returncode for told in started]}")
+        sys.exit(f"{name} {precision}: {after}exit statuses {[reader.process.returncode for reader in started]}")
     mean = means(texts, steps, f"{name} {precision}")
     # Rank 0's process, or the one that starts all, says which step is done.
     times = {}
@@ -214,7 +214,7 @@ if not cpu:
         ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout
     if shared and "Exclusive" in asked:
-        print("TOLD\tsockets\tskip\tthe one GPU takes one process at a time (compute mode)")
+        print("RESULT\tsockets\tskip\tthe one GPU takes one process at a time (compute mode)")
         sys.exit(0)
 beside, ranks = ("alone", 1) if shared else ("memory", 2)
 wrong = []
@@ -231,9 +231,9 @@ for precision in precisions:
     note = f"{steps} steps against {names[beside]}"
     if not cpu:
         note += "; NCCL: " + ", ".join(f"{way} {count}x" for way, count in sorted(ways.items()))
-    print(f"TOLD\tsockets.{precision}.losses\t{'FAIL' if wrong else 'pass'}, {equal}\t{note}")
-    told = f"{speed:.0f} images/s, {beside} {usual:.0f}"
+    print(f"RESULT\tsockets.{precision}.losses\t{'FAIL' if wrong else 'pass'}, {equal}\t{note}")
+    result = f"{speed:.0f} images/s, {beside} {usual:.0f}"
     if shared:
-        told += ", ONE GPU SHARED: no figure of the network"
-    print(f"TOLD\tsockets.{precision}.speed\t{told}\tResNet-18, 32 px, batch {BATCH} a rank", flush=True)
+        result += ", ONE GPU SHARED: no figure of the network"
+    print(f"RESULT\tsockets.{precision}.speed\t{result}\tResNet-18, 32 px, batch {BATCH} a rank", flush=True)
 sys.exit("\n".join(wrong) or 0)

@@ -30,7 +30,7 @@ impl Drop for Watching {
 }
 
 /// What a file holds, once it has these words behind each other.
-async fn told(file: &Path, words: &[&str]) -> String {
+async fn printed(file: &Path, words: &[&str]) -> String {
     let start = std::time::Instant::now();
     loop {
         let text = fs::read_to_string(file).unwrap_or_default();
@@ -64,26 +64,26 @@ async fn a_job_that_waits_says_where_it_stands_and_why_again_when_that_changes()
     script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let _script = Watching(script.spawn().expect("script runs"));
     let waits = "queued, place 1 in the queue: waits for 2 slots: 0 of 2 on";
-    told(&out, &[waits]).await;
-    let shown = told(&terminal, &[waits]).await;
+    printed(&out, &[waits]).await;
+    let shown = printed(&terminal, &[waits]).await;
     assert!(!shown.contains("0/0") && !shown.contains('\u{2588}'), "no bar without a total: {shown:?}");
 
     let urgent = specs::with(specs::short("urgent", "fashion", 2, 5), json!({"priority": 5}));
     let urgent = server.submit(&urgent).await;
-    told(&out, &[waits, "queued, place 2 in the queue: waits for 2 slots"]).await;
+    printed(&out, &[waits, "queued, place 2 in the queue: waits for 2 slots"]).await;
     post(&server, &urgent, "cancel").await;
-    told(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
+    printed(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
     post(&server, &id, "pause").await;
-    told(&out, &["paused: paused on request"]).await;
+    printed(&out, &["paused: paused on request"]).await;
     // Whoever comes later is told at once.
     let late = folder.path().join("late");
     let mut paused = lockstep();
     paused.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
     let _paused =
         Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
-    told(&late, &["paused: paused on request"]).await;
+    printed(&late, &["paused: paused on request"]).await;
     post(&server, &id, "cancel").await;
-    let lines = told(&out, &["paused on request", "cancelled: cancelled on request"]).await;
+    let lines = printed(&out, &["paused on request", "cancelled: cancelled on request"]).await;
     let mut all: Vec<_> = lines.lines().collect();
     let count = all.len();
     all.dedup();

@@ -1,4 +1,4 @@
-//! What happens in an attempt, as ranks and their agent write it down and the server stores it.
+//! The events of an attempt, which ranks and their agent record and the server stores.
 
 use crate::{
     histograms::LayerHistograms,

@@ -22,7 +22,7 @@ impl FencingToken {
         format!("{:032x}", self.secret)
     }
 
-    /// A token as the server has stored it; none when the secret is none.
+    /// A token from its stored form; `None` if the secret is invalid.
     pub fn of(number: u64, secret: &str) -> Option<Self> {
         let is_whole = secret.len() == 32 && secret.bytes().all(|byte| byte.is_ascii_hexdigit());
         let secret = if is_whole { u128::from_str_radix(secret, 16).ok()? } else { return None };
@@ -30,7 +30,7 @@ impl FencingToken {
     }
 }
 
-/// Its number alone: the secret is in no log.
+/// Shows the number alone, so the secret is in no log.
 impl fmt::Debug for FencingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "FencingToken({})", self.number)

@@ -1,4 +1,4 @@
-//! What a server and an agent that has a disk of its own say about files: checkpoints go from the agent to the server, and from there
+//! Messages about files between a server and an agent with a disk of its own. Checkpoints go from the agent to the server, and from there
 //! to the next machine.
 
 use serde::{Deserialize, Serialize};
@@ -6,8 +6,8 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
-/// The file in a job's folder that holds the random word of the newest start. Who reads there what the server has sent has the server's
-/// disk.
+/// The file in a job's folder with the random word of the newest start. An agent that reads the word there that the server has sent has the
+/// server's disk.
 pub const MARK: &str = "mark";
 
 /// The part of `StartAttempt` that says which files an agent may lack.

@@ -6,7 +6,7 @@ use crate::{
 };
 use serde::{Deserialize, Serialize};
 
-/// What the server, which opens no dataset itself, has an agent do. Paths are on the machine of the agent.
+/// Requests to an agent, because the server opens no dataset itself. Paths are on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentRequest {

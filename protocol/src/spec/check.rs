@@ -174,7 +174,7 @@ fn check_section(
         if !known && errors.len() < MISTAKES {
             // A pointer is as long as its key; the detail has the beginning of a very long one.
             let pointer = if key.len() > KEY_BYTES { pointer("") } else { pointer(key) };
-            let detail = renamed::said_of(section.name, key, value)
+            let detail = renamed::rename_message(section.name, key, value)
                 .unwrap_or_else(|| unknown_key(key, section.name, names));
             errors.push(SpecError { pointer, detail });
         } else if !known {

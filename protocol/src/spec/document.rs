@@ -26,7 +26,7 @@ pub fn toml_document(text: &str) -> Result<Value, SpecError> {
     Ok(json_of(toml::Value::Table(table)))
 }
 
-/// Looks how deep a document would be, token by token. The error has its place, in bytes.
+/// Checks how deep a document is nested, token by token. The error has its position in bytes.
 fn measure(text: &str) -> Result<(), (usize, String)> {
     let (mut nesting, mut parts) = (0, 1);
     for token in Source::new(text).lex() {
@@ -70,8 +70,8 @@ fn json_of(value: toml::Value) -> Value {
     }
 }
 
-/// Applies `key.path=value` to a document; the value is TOML, or else plain text. `key.path=` takes
-/// the key away, back to its default.
+/// Applies `key.path=value` to a document. The value is TOML, or else plain text. `key.path=` removes the key, so that it has its
+/// default.
 ///
 /// # Errors
 /// A sentence that says what the argument lacks.

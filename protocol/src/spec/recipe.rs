@@ -42,7 +42,7 @@ const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
 /// As [`MEAN`].
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
 
-/// Keys of which one speaks for all: where a job gives the first, a recipe's others are left out.
+/// Groups of keys that belong together: if a job gives the first, the recipe's values of the others are left out.
 const TOGETHER: [(&str, &str, &[&str]); 4] = [
     ("train", "steps", &["epochs"]),
     ("data", "image_size", &["validation_size", "resize_size"]),

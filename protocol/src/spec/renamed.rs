@@ -1,8 +1,7 @@
-//! Keys and values that have another name today.
+//! Keys and values that were renamed.
 //!
-//! Old names of before the first release ([`KEYS`]) are refused where somebody submits them, with today's name in the error.
-//! Those of the last version ([`ACCEPTED`]) are read as today's for one version; giving both is a mistake. What is stored is
-//! read with any of them.
+//! Names from before the first release ([`KEYS`]) are refused in submissions, with the new name in the error. Names of the last version
+//! ([`ACCEPTED`]) are accepted for one more version; giving both names is a mistake. Stored specifications may have any of them.
 
 use super::{document::set_key, mistake::SpecError};
 use serde_json::{Value, json};
@@ -28,8 +27,8 @@ pub fn is_renamed(path: &str) -> bool {
     KEYS.iter().any(|(old, _)| *old == path)
 }
 
-/// What is said of a key that has an old name: `data.resize is called data.resize_size`.
-pub(super) fn said_of(section: &str, key: &str, value: &Value) -> Option<String> {
+/// The message for a key with an old name: `data.resize is called data.resize_size`.
+pub(super) fn rename_message(section: &str, key: &str, value: &Value) -> Option<String> {
     let path = if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") };
     let (old, new) = KEYS.iter().find(|(old, _)| *old == path)?;
     let mut said = format!("{old} is called {new}");
@@ -39,7 +38,7 @@ pub(super) fn said_of(section: &str, key: &str, value: &Value) -> Option<String>
     Some(said)
 }
 
-/// Reads accepted old names as today's. Both names of a key are a mistake of `errors`, and the old one is taken out.
+/// Replaces accepted old names by the new ones. If a key has both names, that is added to `errors` and the old one is removed.
 pub(super) fn accept(document: &mut Value, errors: &mut Vec<SpecError>) {
     for (section, old, new) in ACCEPTED {
         let Some(table) = document.get_mut(section).and_then(Value::as_object_mut) else { continue };
@@ -69,7 +68,7 @@ pub fn name_today(path: &str) -> String {
     path.to_owned()
 }
 
-/// Gives a specification that was stored with old names today's. A key that has its new name, too, stays as it is.
+/// Replaces all old names in a stored specification by the new ones. A key that has its new name, too, stays as it is.
 pub fn upgrade(document: &mut Value) {
     for (old, new) in KEYS {
         let is_there = document.pointer(&format!("/{}", new.replace('.', "/"))).is_some();

@@ -289,7 +289,7 @@ impl Connection<'_> {
         let app = self.app;
         let failed = |e: crate::store::StoreError| e.to_string();
         app.agent_rows.put(&*app.store, hello.row.clone()).await.map_err(failed)?;
-        app.agents.said_something(&self.id);
+        app.agents.note_message(&self.id);
         // What an earlier connection sent may still wait to be stored; its agent would send it again.
         app.inbox.flush().await;
         let revoked = app.leases.greet(&self.id, &hello.attempts);
@@ -328,7 +328,7 @@ impl Connection<'_> {
 
     async fn handle(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
         let app = self.app;
-        app.agents.said_something(&self.id);
+        app.agents.note_message(&self.id);
         match message {
             FromAgent::Heartbeat { attempts } => {
                 self.waited = Duration::ZERO;

@@ -57,7 +57,7 @@ pub(crate) struct LoginForm {
 }
 
 /// A page of this server, whatever the address says: nobody is sent elsewhere after signing in.
-pub(super) fn way_back(next: Option<&str>) -> &str {
+pub(super) fn return_path(next: Option<&str>) -> &str {
     let is_ours = |next: &&str| {
         let plain = next.bytes().all(|byte| (0x21..0x7f).contains(&byte) && byte != b'\\');
         plain && next.len() <= NEXT_BYTES && next.starts_with('/') && !next.starts_with("//")
@@ -78,7 +78,7 @@ pub(crate) async fn show(
     Extension(peer): Extension<Peer>,
     PageQuery(query): PageQuery<LoginQuery>,
 ) -> Page {
-    let next = way_back(query.next.as_deref());
+    let next = return_path(query.next.as_deref());
     let Some(code) = &query.code else {
         return match caller {
             Some(Extension(caller)) if query.next.is_none() && may_set_up(&app, Some(&caller)) => {
@@ -113,7 +113,7 @@ pub(crate) async fn submit(
     Extension(peer): Extension<Peer>,
     Form(input): Form<LoginForm>,
 ) -> Page {
-    let next = way_back(input.next.as_deref());
+    let next = return_path(input.next.as_deref());
     if input.setup {
         return set_up(&app, caller.as_deref(), &peer, input).await;
     }
@@ -352,16 +352,16 @@ mod tests {
     #[test]
     fn the_way_back_stays_on_this_server() {
         for ours in ["/", "/jobs", "/jobs?state=running", "/login"] {
-            assert_eq!(way_back(Some(ours)), ours);
+            assert_eq!(return_path(Some(ours)), ours);
         }
         let (longest, longer) =
             (format!("/{}", "a".repeat(NEXT_BYTES - 1)), format!("/{}", "a".repeat(NEXT_BYTES)));
-        assert_eq!(way_back(Some(&longest)), longest);
+        assert_eq!(return_path(Some(&longest)), longest);
         for other in
             ["", "//evil.example", "/\\evil.example", "http://evil.example", "/a\nb", "jobs", &longer]
         {
-            assert_eq!(way_back(Some(other)), "/jobs", "{other}");
+            assert_eq!(return_path(Some(other)), "/jobs", "{other}");
         }
-        assert_eq!(way_back(None), "/jobs");
+        assert_eq!(return_path(None), "/jobs");
     }
 }

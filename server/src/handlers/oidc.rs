@@ -59,7 +59,7 @@ pub(crate) async fn begin(
     PageQuery(query): PageQuery<BeginQuery>,
 ) -> Page {
     let oidc = provider(&app)?;
-    let next = login::way_back(query.next.as_deref());
+    let next = login::return_path(query.next.as_deref());
     match oidc.begin(&format!("{server}/login/oidc/callback"), next, peer.address).await {
         Ok(begun) => {
             let mut response = Redirect::to(&begun.location).into_response();

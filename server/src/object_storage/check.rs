@@ -52,12 +52,12 @@ impl ObjectStorage {
             let is_listed = listed.objects.iter().any(|object| object.location == path);
             Ok(found == TEXT && is_listed)
         };
-        let told = asked.await;
+        let answered = asked.await;
         if let Some(directory) = &self.directory {
             // Fails, as it should, while another server has its test object there.
             let _ = tokio::fs::remove_dir(directory.join(folder.as_ref())).await;
         }
-        match told {
+        match answered {
             Ok(true) => Ok(()),
             Ok(false) => Err(Unusable::for_good(
                 "what was written was not read or listed as it was: this is no store to rely on".into(),
@@ -112,14 +112,14 @@ fn may_pass(all: &str) -> bool {
         "received fatal alert",
         "corrupt message",
     ];
-    if TO_CHANGE.iter().any(|told| all.contains(told)) {
+    if TO_CHANGE.iter().any(|phrase| all.contains(phrase)) {
         return false;
     }
     let status = all.split_once("status code: ").and_then(|(_, rest)| rest.get(..3));
     matches!(status, Some("429" | "500" | "502" | "503" | "504"))
         || ["HTTP error: ", LATE, "No space left on device", "Disk quota exceeded"]
             .iter()
-            .any(|told| all.contains(told))
+            .any(|phrase| all.contains(phrase))
 }
 
 /// The text of an error and of all its sources.
@@ -194,7 +194,7 @@ mod tests {
         };
         let status =
             |code: &str| format!("Error performing PUT - Server returned non-2xx status code: {code}: ");
-        for (told, passes) in [
+        for (error, passes) in [
             (http("tcp connect error: Connection refused (os error 111)"), true),
             (http("operation timed out"), true),
             (http("invalid peer certificate: UnknownIssuer"), false),
@@ -208,7 +208,7 @@ mod tests {
             ("Unable to copy data to file: No space left on device (os error 28)".into(), true),
             ("Unable to create dir /a: Read-only file system (os error 30)".into(), false),
         ] {
-            assert_eq!(may_pass(&told), passes, "{told}");
+            assert_eq!(may_pass(&error), passes, "{error}");
         }
     }
 }

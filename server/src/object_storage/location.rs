@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn what_is_neither_says_what_to_give() {
-        for (given, told) in [
+        for (given, expected) in [
             ("", "empty"),
             ("s3://", "bucket"),
             ("s3://key:secret@weights/a", "AWS_SECRET_ACCESS_KEY"),
@@ -100,7 +100,7 @@ mod tests {
             ("file://host/a", "file:///srv/artifacts"),
         ] {
             let detail = Location::of(given).unwrap_err();
-            assert!(detail.contains(told), "{given}: {detail}");
+            assert!(detail.contains(expected), "{given}: {detail}");
         }
     }
 }

@@ -27,7 +27,7 @@ fn a_manifest_is_read_up_to_its_limit_and_only_as_that_of_its_checkpoint() {
     let padded = |bytes: usize| good.clone() + &" ".repeat(bytes - good.len());
     assert!(place.read(padded(MANIFEST_BYTES as usize).as_bytes()).is_ok());
     assert!(place.read(padded(MANIFEST_BYTES as usize + 1).as_bytes()).unwrap_err().contains("65536"));
-    for (wrong, told) in [
+    for (wrong, expected) in [
         (text("model.safetensors", &sum, 21), "1-21"),
         (text("../model", &sum, 20), "../model"),
         (text("MANIFEST.json", &sum, 20), "MANIFEST.json"),
@@ -36,7 +36,7 @@ fn a_manifest_is_read_up_to_its_limit_and_only_as_that_of_its_checkpoint() {
         ("{".into(), "cannot be read"),
     ] {
         let detail = place.read(wrong.as_bytes()).unwrap_err();
-        assert!(detail.contains(told), "{wrong}: {detail}");
+        assert!(detail.contains(expected), "{wrong}: {detail}");
     }
 }
 

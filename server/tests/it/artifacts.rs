@@ -351,8 +351,11 @@ async fn an_empty_folder_where_the_store_was_is_not_the_store() {
     config.database = Some(database);
     set(&mut config);
     let error = serve(config, |_| panic!("it must not start"), std::future::pending()).await.unwrap_err();
-    let told = error.to_string();
-    assert!(told.contains("LOCKSTEP.json is missing") && told.contains("is the disk mounted?"), "{told}");
+    let message = error.to_string();
+    assert!(
+        message.contains("LOCKSTEP.json is missing") && message.contains("is the disk mounted?"),
+        "{message}"
+    );
 
     // The same store at another address is known again.
     let moved = elsewhere.to_str().unwrap().to_owned();

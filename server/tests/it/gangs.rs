@@ -316,11 +316,11 @@ async fn a_machine_that_is_only_slow_is_waited_for_and_one_whose_connection_has_
     let began = tokio::time::Instant::now();
     b.vanish();
     loses_contact(&mut a, &attempt, 1, Vec::new()).await;
-    let is_told = |frame: &Value| {
+    let is_reported = |frame: &Value| {
         let reason = frame["reason"].as_str().unwrap_or_default();
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
     };
-    server.stream(&id, 0).await.until(is_told).await;
+    server.stream(&id, 0).await.until(is_reported).await;
     assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
     server.stop().await;
 }

@@ -95,7 +95,7 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
             list["jobs"][0]["reason"] == job["reason"] && job["queue"]["reason"]["words"] == job["reason"];
         (reason.contains(words) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
     };
-    let until_told = async |words: &str| {
+    let until_reason = async |words: &str| {
         for _ in 0..400 {
             if let Some(seq) = reported(words).await {
                 return seq;
@@ -104,7 +104,7 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
         }
         panic!("it never says {words}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
     };
-    until_told("0 of 2").await;
+    until_reason("0 of 2").await;
     // The job says it from memory at once; the event of it is stored behind dispatch's back.
     let mut stored = 0;
     for _ in 0..400 {
@@ -115,10 +115,10 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     assert_eq!(stored, 2, "that it was submitted, and why it waits");
-    let busy = until_told("0 of 2").await;
+    let busy = until_reason("0 of 2").await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     // The same event as before is the newest: only the reason's text has changed.
-    assert_eq!(until_told("1 of 2").await, busy);
+    assert_eq!(until_reason("1 of 2").await, busy);
     server.stop().await;
 }

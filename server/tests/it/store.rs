@@ -30,7 +30,7 @@ async fn scenario(store: &dyn Store) {
     let id = JobId::generate();
     let new = |key: &str, request: &str| NewJob {
         id: id.clone(),
-        spec: spec("told"),
+        spec: spec("stored"),
         annotation: Annotation::default(),
         at,
         idempotency: Some((key.into(), request.into())),
@@ -264,12 +264,12 @@ async fn postgres_takes_in_what_comes_from_many_at_once() {
 }
 
 #[tokio::test]
-async fn sqlite_keeps_what_it_is_told() {
+async fn sqlite_stores_what_it_is_given() {
     let dir = tempfile::tempdir().unwrap();
     scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_keeps_what_it_is_told() {
+async fn postgres_stores_what_it_is_given() {
     scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }

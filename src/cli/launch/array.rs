@@ -173,7 +173,7 @@ impl Array {
                     // Agents end with their job, once its checkpoints are on the server. A task that still waits or runs after that is cancelled.
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
-                        match launch.standing().await {
+                        match launch.upload_status().await {
                             Ok(UploadStatus::Complete(job)) if job.state.is_final() => {
                                 let complete = *complete.entry(task).or_insert_with(Instant::now);
                                 if state.starts_with("PENDING") || complete.elapsed() > slurm::FAREWELL {

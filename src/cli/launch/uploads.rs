@@ -30,7 +30,7 @@ impl Launch {
     ///
     /// # Errors
     /// The server does not answer, or refuses: nothing is known.
-    pub(super) async fn standing(&self) -> anyhow::Result<UploadStatus> {
+    pub(super) async fn upload_status(&self) -> anyhow::Result<UploadStatus> {
         tokio::time::timeout(ANSWER, self.inspect()).await.context("the server does not answer")?
     }
 
@@ -53,7 +53,7 @@ impl Launch {
         let mut said = false;
         let began = Instant::now();
         while began.elapsed() < LAST_UPLOAD {
-            match self.standing().await {
+            match self.upload_status().await {
                 Ok(UploadStatus::Deleted) => return true,
                 Ok(UploadStatus::Complete(job)) => return job.state.is_final(),
                 Ok(UploadStatus::Uploading) => say_once(&mut said),

@@ -82,11 +82,11 @@ impl Progress {
     }
 
     /// Says what a job does that does not train, where it stands in the queue and why; once, until that changes.
-    pub(super) fn stands(&mut self, job: &Job) -> anyhow::Result<()> {
+    pub(super) fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
         // The stream may be behind, and tells the rest in its order.
-        let is_told = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
+        let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
         let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
-        if self.json || !is_told || !is_known {
+        if self.json || !was_shown || !is_known {
             return Ok(());
         }
         let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
@@ -117,7 +117,7 @@ impl Progress {
         };
         match &event.body {
             EventBody::State { state, reason, .. } => {
-                // Why it waits for something else now is said with its place, by `stands`.
+                // Why it waits for something else now is said with its place, by `show_place`.
                 let still_waits = self.state == *state && state.is_waiting();
                 self.state = *state;
                 self.name_state();

@@ -49,8 +49,8 @@ impl Buckets {
         let buckets = Self { port, _keeper: keeper.expect("sh") };
         let deadline = Instant::now() + SOON;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            let told = std::fs::read_to_string(&log).unwrap_or_default();
-            assert!(Instant::now() < deadline, "moto does not start: {told}");
+            let output = std::fs::read_to_string(&log).unwrap_or_default();
+            assert!(Instant::now() < deadline, "moto does not start: {output}");
             thread::sleep(Duration::from_millis(50));
         }
         let _ = std::fs::remove_file(log);
@@ -75,8 +75,8 @@ impl Buckets {
             key = iam.create_access_key(UserName='u')['AccessKey']\n\
             print(key['AccessKeyId'], key['SecretAccessKey'])";
         let made = python().args(["-c", script, &buckets.url(), bucket]).output().expect("python3");
-        let told = String::from_utf8_lossy(&made.stdout).into_owned();
-        let (key, secret) = told
+        let output = String::from_utf8_lossy(&made.stdout).into_owned();
+        let (key, secret) = output
             .trim()
             .split_once(' ')
             .unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&made.stderr)));

@@ -96,33 +96,33 @@ impl AttemptContext {
 
 impl Attempt {
     /// Starts its ranks; `refusal` is why they cannot be started.
-    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: AttemptContext) -> Self {
-        Self::watched(stored, around, StartMode::Launch { refusal })
+    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, context: AttemptContext) -> Self {
+        Self::watched(stored, context, StartMode::Launch { refusal })
     }
 
     /// Adopts what an earlier agent started, alive, dead or never begun.
-    pub(super) fn adopt(stored: StoredAttempt, around: AttemptContext) -> Self {
-        Self::watched(stored, around, StartMode::Adopt)
+    pub(super) fn adopt(stored: StoredAttempt, context: AttemptContext) -> Self {
+        Self::watched(stored, context, StartMode::Adopt)
     }
 
-    fn watched(stored: StoredAttempt, around: AttemptContext, beginning: StartMode) -> Self {
+    fn watched(stored: StoredAttempt, context: AttemptContext, beginning: StartMode) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
         if matches!(beginning, StartMode::Adopt) && ending(&stored).is_some() {
             over.store(true, Ordering::Release);
-            release(around.copies.as_ref(), &stored.start.attempt);
+            release(context.copies.as_ref(), &stored.start.attempt);
         } else {
             let over = over.clone();
             let (mut stored, gang) = (stored.clone(), gang.clone());
             let attempt = stored.start.attempt.clone();
             tokio::spawn(async move {
-                let beginning = checked(beginning, &mut stored, &around, gang.as_ref(), &mut received).await;
-                let (watch, ranks) = Watch::begin(stored, &around, received, beginning);
+                let beginning = checked(beginning, &mut stored, &context, gang.as_ref(), &mut received).await;
+                let (watch, ranks) = Watch::begin(stored, &context, received, beginning);
                 watch.run(ranks).await;
-                release(around.copies.as_ref(), &attempt);
+                release(context.copies.as_ref(), &attempt);
                 over.store(true, Ordering::Release);
-                around.wake.notify_one();
+                context.wake.notify_one();
             });
         }
         Self { stored, orders, over, gang }
@@ -161,7 +161,7 @@ impl Attempt {
 async fn checked(
     beginning: StartMode,
     stored: &mut StoredAttempt,
-    around: &AttemptContext,
+    context: &AttemptContext,
     gang: Option<&Gang>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> StartMode {
@@ -169,7 +169,7 @@ async fn checked(
     let cancelled = Arc::new(AtomicBool::new(false));
     let found = {
         let ready = async {
-            with_files(&mut *stored, around, &cancelled).await?;
+            with_files(&mut *stored, context, &cancelled).await?;
             match gang {
                 Some(gang) => gang.meet(&stored.start).await,
                 None => Ok(stored.start.master_port),
@@ -192,17 +192,17 @@ async fn checked(
 /// The preflight check. On a disk of its own, the agent first fetches what is missing and afterwards reports the dataset's fingerprint.
 async fn with_files(
     stored: &mut StoredAttempt,
-    around: &AttemptContext,
+    context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
-    if let (Some(remote), Some(copies)) = (&around.remote, &around.copies) {
+    if let (Some(remote), Some(copies)) = (&context.remote, &context.copies) {
         dataset_copy::ensure(stored, remote, copies).await?;
     }
-    let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
-        return check_before_start(stored, around, cancelled).await;
+    let Some(remote) = context.remote.as_ref().filter(|_| is_own_disk(stored)) else {
+        return check_before_start(stored, context, cancelled).await;
     };
     fetch::prepare(stored, remote).await?;
-    check_before_start(stored, around, cancelled)
+    check_before_start(stored, context, cancelled)
         .await
         .map_err(|refusal| on_machine(refusal, &remote.name))?;
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
@@ -225,14 +225,14 @@ fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
 
 async fn check_before_start(
     stored: &StoredAttempt,
-    around: &AttemptContext,
+    context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let (sender, reply) = oneshot::channel();
     let checking = {
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
-            (around.check, around.program.clone(), around.devices_of(&stored.start));
+            (context.check, context.program.clone(), context.devices_of(&stored.start));
         // If nobody waits any more, the result does not matter.
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
     };

@@ -43,11 +43,11 @@ impl Agent {
                 }
             }
         }
-        let mut around = self.around.clone();
+        let mut context = self.context.clone();
         if let Some(here) = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path) {
             start.dataset_path = here.to_string_lossy().into_owned();
             // Whoever said where it is wants no copy of it.
-            around.copies = None;
+            context.copies = None;
         }
         let (stored, made) = place::place(&self.state_dir, start);
         // Ranks that are not noted on disk would be lost with this process.
@@ -57,7 +57,7 @@ impl Agent {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
-        self.take(Attempt::start(stored, refusal, around));
+        self.take(Attempt::start(stored, refusal, context));
     }
 
     /// A job is over, or was deleted. An agent that serves it alone has nothing to wait for, also if it never ran an attempt of it.

@@ -88,7 +88,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let uploaded = Arc::new(Progress::default());
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copies(&options, &state_dir, &adopted)?;
-    let around = AttemptContext {
+    let context = AttemptContext {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
         fence: fence_path,
@@ -111,7 +111,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         until_final: options.until_final,
         network,
         state_dir,
-        around,
+        context,
         attempts: BTreeMap::new(),
         leaving: None,
         spool_bytes: options.spool_bytes,
@@ -128,7 +128,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
-        agent.take(Attempt::adopt(stored, agent.around.clone()));
+        agent.take(Attempt::adopt(stored, agent.context.clone()));
     }
     let result = agent.serve(&options.server, &request).await;
     fencing.abort();
@@ -179,7 +179,7 @@ struct Agent {
     until_final: bool,
     network: Network,
     state_dir: StateDir,
-    around: AttemptContext,
+    context: AttemptContext,
     /// By fencing token: the order of their starts.
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
@@ -274,7 +274,7 @@ impl Agent {
                     // A server that is gone cannot have given the work to others, and its next one grants a whole
                     // lease first. One that cannot be reached can: then the lease runs on.
                     if self.state_dir.server_is_gone() {
-                        self.around.lease.renew(asked);
+                        self.context.lease.renew(asked);
                     }
                     reason
                 }
@@ -301,7 +301,7 @@ impl Agent {
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> LoopControl {
         let until = tokio::time::Instant::now() + pause;
         loop {
-            let wake = self.around.wake.clone();
+            let wake = self.context.wake.clone();
             tokio::select! {
                 let_go = signals.next() => {
                     if self.signalled(let_go) == LoopControl::End { return LoopControl::End }

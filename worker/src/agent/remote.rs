@@ -53,7 +53,7 @@ impl Remote {
     ///
     /// # Errors
     /// What cannot be read.
-    pub(super) fn talk(&self, attempt: &AttemptRef) -> Result<AttemptClient<'_>> {
+    pub(super) fn client(&self, attempt: &AttemptRef) -> Result<AttemptClient<'_>> {
         let (client, server) = self.address.rest().map_err(Failed::Later)?;
         let base = format!("{server}/api/v1/agent/attempts/{}/{}", attempt.job, attempt.attempt);
         Ok(AttemptClient { remote: self, client, base, fencing_token: attempt.fencing_token.into() })

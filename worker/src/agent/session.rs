@@ -112,8 +112,8 @@ impl Session {
                 takes_samples,
             })) => {
                 agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
-                agent.around.lease.set_length(seconds(lease_secs));
-                agent.around.lease.renew(sent);
+                agent.context.lease.set_length(seconds(lease_secs));
+                agent.context.lease.renew(sent);
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,
@@ -302,7 +302,7 @@ impl Connected {
             }
             ToAgent::HeartbeatAck => {
                 if let Some(sent) = self.heartbeat_sent.take() {
-                    agent.around.lease.renew(sent);
+                    agent.context.lease.renew(sent);
                 }
             }
             ToAgent::Start(start) => agent.start(*start),
@@ -337,7 +337,7 @@ impl Connected {
 
     /// Has the machine checked, once in the agent's life, and reports to each server that it connects to.
     fn check_machine(&mut self, agent: &Agent) {
-        let (cell, program) = (agent.findings.clone(), agent.around.program.clone());
+        let (cell, program) = (agent.findings.clone(), agent.context.program.clone());
         let (dir, idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());
         self.answers.spawn(async move {
             let findings = cell.get_or_init(|| findings::find(&program, &dir, idle)).await.clone();
@@ -347,7 +347,7 @@ impl Connected {
 
     /// Requests are handled concurrently, each by a process of its own, because they take time and memory.
     fn request(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
-        let program = agent.around.program.clone();
+        let program = agent.context.program.clone();
         self.answers
             .spawn(async move { FromAgent::Reply { id, reply: inspect::request(&program, &request).await } });
     }

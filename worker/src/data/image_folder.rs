@@ -66,7 +66,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
     let mut splits: Vec<Listed> = Vec::new();
     let began = SystemTime::now();
-    let cached = index::recall(dir, store);
+    let cached = index::load_cached(dir, store);
     let train = classes(&dir.join("train"))?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {

@@ -8,7 +8,7 @@ mod store;
 mod tests;
 
 pub(crate) use file::{Entry, Stamp, content_hash};
-pub(super) use folders::{CachedFolders, FolderCacheFile, FolderStamp, recall};
+pub(super) use folders::{CachedFolders, FolderCacheFile, FolderStamp, load_cached};
 pub(crate) use store::IndexStore;
 pub use store::Progress;
 

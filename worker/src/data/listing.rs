@@ -230,7 +230,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
     } else {
         // Its pages may lie elsewhere.
         let now = known.again(path, found);
-        let now = now.map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
+        let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         now.read(file, found.size, row.offset)?
     };
     // Always: a file's offset index may be wrong, and another row's picture would have this one's class.

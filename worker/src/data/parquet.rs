@@ -190,8 +190,7 @@ impl ParquetFile {
             column.read_records(1, Some(&mut levels), None, &mut values)?;
             Ok(values.pop().map(|value| value.data().to_vec()))
         };
-        let found =
-            guarded(read).map_err(|trouble| format!("cannot be read, as its file {}", trouble.detail))?;
+        let found = guarded(read).map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         found.ok_or_else(|| rows::NO_PICTURE.into())
     }
 
@@ -217,7 +216,7 @@ impl ParquetFile {
             column.skip_records((first - self.first_rows[group]) as usize)?;
             rows::next(&mut column, count as usize)
         };
-        let values = guarded(read).map_err(|trouble| trouble.detail)?;
+        let values = guarded(read).map_err(|error| error.detail)?;
         Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
     }
 

@@ -137,7 +137,7 @@ pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String
     readable(path, bytes)?;
     let header = Header::read(bytes)?;
     let size = header.dimensions();
-    if !whole::is_told(header.format) {
+    if !whole::marks_its_end(header.format) {
         Decoder::default().pixels_of(header)?;
     }
     Ok(size)

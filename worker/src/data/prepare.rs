@@ -189,7 +189,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
             path.display(),
             catalog.format.name()
         ))),
-        Samples::Listed(_) if !shards::tells_split(&split.name) => Err(DataError::Invalid(format!(
+        Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
             "{} has a split {:?}, which names of shards cannot express: call it val or test, or take it away",
             path.display(),
             split.name

@@ -8,7 +8,7 @@ mod members;
 #[cfg(test)]
 mod tests;
 
-pub(super) use folder::{only_compressed, tells_split};
+pub(super) use folder::{names_split, only_compressed};
 
 use super::{
     Catalog, DataError, Samples, Split,
@@ -216,7 +216,7 @@ impl Found {
 
     fn add(&mut self, root: &Path, shard: &Path, place: Place, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.error.map(|detail| named_broken(&path, detail)));
+        self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
         self.listing.add_container(shard, place);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {

@@ -18,15 +18,15 @@ use std::{
 };
 
 use folders::{Folders, folders};
-use start_anew::link;
+use reexec::link;
 
 mod folders;
-mod start_anew;
+mod reexec;
 #[cfg(test)]
 mod tests;
 mod version;
 
-pub use start_anew::{links_dir, start_anew_if_needed};
+pub use reexec::{links_dir, reexec_if_needed};
 
 /// Folders to search first, separated by `:`.
 pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";

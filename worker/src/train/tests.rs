@@ -116,7 +116,7 @@ impl Bench {
 
     fn rank(&self, rank: u32, port: u16, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
         let stop: Arc<AtomicBool> = Arc::default();
-        let is_told = rank + 1 == self.ranks;
+        let is_asked = rank + 1 == self.ranks;
         let timeout = Duration::from_secs(60);
         let store = (self.ranks > 1).then(|| {
             let config = RendezvousConfig {
@@ -140,7 +140,7 @@ impl Bench {
             let precision = precision.unwrap_or(Precision::Fp16);
             engines.lock().unwrap().push(precision);
             if generation == 1 {
-                if is_told && stop_in == StopIn::Fallback {
+                if is_asked && stop_in == StopIn::Fallback {
                     training.stop.store(true, Ordering::Relaxed);
                 }
                 // As engines on GPUs do.
@@ -149,7 +149,7 @@ impl Bench {
                 }
             }
             let (evaluated, stop) = (evaluated.clone(), stop.clone());
-            let tell = is_told && stop_in == StopIn::Validation;
+            let tell = is_asked && stop_in == StopIn::Validation;
             let mut batches = 0;
             let engine = Scripted {
                 precision,

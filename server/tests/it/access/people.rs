@@ -90,7 +90,7 @@ async fn an_admin_s_token_makes_the_first_admin_and_nobody_else_does() {
 }
 
 #[tokio::test]
-async fn a_person_signs_in_by_password_and_what_is_wrong_is_not_told() {
+async fn a_person_signs_in_by_password_and_a_refusal_does_not_say_what_is_wrong() {
     let server = TestServer::new().await;
     server.add_person("vera", "viewer").await;
     server.add_person("mona", "member").await;

@@ -54,7 +54,7 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
 }
 
 #[tokio::test]
-async fn a_reader_of_a_stream_may_send_little_and_is_told() {
+async fn a_reader_of_a_stream_may_send_little_and_gets_a_close_code() {
     let server = TestServer::new().await;
     let mut stream = Stream::open(server.socket("/stream", &server.token)).await;
     assert_eq!(stream.next().await.unwrap()["type"], "live");

@@ -37,7 +37,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
         if is_over && !has_pods {
             return Ok(Farewell::Ended);
         }
-        let may_end = match launch.standing().await {
+        let may_end = match launch.upload_status().await {
             Ok(UploadStatus::Complete(ours)) if !ours.state.is_final() && !is_over => {
                 return Ok(Farewell::QueuedAgain);
             }

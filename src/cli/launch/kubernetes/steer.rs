@@ -179,7 +179,7 @@ impl Steering<'_> {
         if is_paused && !is_by_us && !words::is_suspended(seen) {
             // The last checkpoint is on the pods' disks, which are deleted with them. So they stay until the checkpoint is known to be on the
             // server and the job is seen to be paused after that.
-            match self.launch.standing().await {
+            match self.launch.upload_status().await {
                 Ok(UploadStatus::Complete(ours)) if ours.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {
                     say_once(&mut self.said_upload);

@@ -69,8 +69,8 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
         }
         let ended = &container["state"]["terminated"];
         let code = ended["exitCode"].as_i64().unwrap_or(0);
-        let is_told = code == i64::from(crate::cli::agent::IN_POD_SIGNALLED);
-        if code != 0 && !is_told {
+        let is_signalled = code == i64::from(crate::cli::agent::IN_POD_SIGNALLED);
+        if code != 0 && !is_signalled {
             return Some(format!(
                 "pod {name}: container {label} ended with exit code {code} ({}); `kubectl logs {name}` has its log",
                 reason(ended)

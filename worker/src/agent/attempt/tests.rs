@@ -19,7 +19,7 @@ use std::{
 struct Place {
     dir: tempfile::TempDir,
     stored: StoredAttempt,
-    around: AttemptContext,
+    context: AttemptContext,
 }
 
 /// A job folder, and a shell script in the ranks' place; `$R` is its rank.
@@ -44,7 +44,7 @@ fn place(ranks: u32, script: &str) -> Place {
     };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
-    let around = AttemptContext {
+    let context = AttemptContext {
         program,
         lease: Arc::new(Lease::new(Fence::open(dir.path()).unwrap())),
         fence: dir.path().join("lease"),
@@ -55,7 +55,7 @@ fn place(ranks: u32, script: &str) -> Place {
         stop_within_secs: 20,
         devices: Arc::default(),
     };
-    Place { dir, stored, around }
+    Place { dir, stored, context }
 }
 
 impl Place {
@@ -70,7 +70,7 @@ impl Place {
     async fn end_of(&self, attempt: &Attempt) -> Ending {
         let over = async {
             while !attempt.is_over() {
-                self.around.wake.notified().await;
+                self.context.wake.notified().await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), over).await.expect("it never ended");
@@ -109,7 +109,7 @@ fn reason(ending: Ending) -> String {
 async fn ranks_that_end_well_succeed() {
     let place = place(2, "exit 0");
     place.recorded(0, &[step(12)]);
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 12 });
     assert!(!attempt.has_failed());
 }
@@ -118,7 +118,7 @@ async fn ranks_that_end_well_succeed() {
 async fn a_killed_rank_ends_the_others_and_is_named() {
     let place = place(3, "[ $R = 1 ] && { echo last words >&2; kill -9 $$; }; while :; do sleep 0.05; done");
     place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(reason(place.end_of(&attempt).await), "rank 1 was killed by signal 9 at step 41");
     let lines = place.added_lines();
     // Numbered on from the rank's own line.
@@ -128,7 +128,7 @@ async fn a_killed_rank_ends_the_others_and_is_named() {
 #[tokio::test]
 async fn a_rank_that_ignores_term_is_killed() {
     let place = place(1, "trap '' TERM; echo up; while :; do sleep 0.05; done");
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
     while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -150,7 +150,7 @@ async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_bei
             fs::create_dir_all(place.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
         let began = Instant::now();
-        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
         assert!(reason(place.end_of(&attempt).await).starts_with("rank 1 was killed by signal 9"));
         assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
     }
@@ -161,7 +161,7 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
     let script = "trap 'sleep 0.3; echo kept; exit 3' USR1; echo up; while :; do sleep 0.05; done";
     for urgent in [false, true] {
         let place = place(2, script);
-        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
         let said = |rank| {
             fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap_or_default()
         };
@@ -182,7 +182,7 @@ async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
     // A signal stopped them; rank 1 has ended, rank 0 still writes its checkpoint.
     let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
     place.recorded(1, &[step(41)]);
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     let reason = reason(place.end_of(&attempt).await);
     assert!(
         reason.contains("was asked to stop") && reason.contains("somebody other than its agent"),
@@ -207,7 +207,7 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
     for (at, lost) in [(57, true), (40, false)] {
         let place = place(1, "trap 'exit 3' USR1; echo up; while :; do sleep 0.05; done");
         place.recorded(0, &[running.clone(), step(at), kept.clone()]);
-        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
         let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
         while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -227,7 +227,7 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
 #[tokio::test]
 async fn what_a_rank_started_ends_with_it() {
     let place = place(1, "sleep 1000 & echo $!; kill -9 $$");
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     place.end_of(&attempt).await;
     let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
     let child = said.trim();
@@ -239,7 +239,7 @@ async fn what_a_rank_started_ends_with_it() {
 async fn a_suspended_rank_is_found_out() {
     let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
     place.stored.start.spec.recovery.stall_timeout_secs = 1;
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     let reason = reason(place.end_of(&attempt).await);
     assert!(reason.starts_with("rank 1 made no progress for 1 s at step 0"), "{reason}");
     assert!(reason.contains("suspended"), "{reason}");
@@ -248,8 +248,8 @@ async fn a_suspended_rank_is_found_out() {
 #[tokio::test]
 async fn ranks_are_fenced_when_the_server_stays_silent() {
     let place = place(2, "while :; do sleep 0.05; done");
-    place.around.lease.set_length(Duration::from_millis(300));
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    place.context.lease.set_length(Duration::from_millis(300));
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert!(reason(place.end_of(&attempt).await).contains("the server was silent"));
 }
 
@@ -258,14 +258,14 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
     let beginning = StartMode::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.stored.clone(), &place.around, orders, beginning);
+    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, beginning);
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unseen.
     first.ranks[1].process.signal(Signal::KILL);
     while first.ranks[1].process.poll().is_none() {
         tokio::task::yield_now().await;
     }
-    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
     // Reaps rank 0, whose parent this process is.
     let reaper = tokio::spawn(async move {
         while first.ranks[0].process.poll().is_none() {
@@ -276,7 +276,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     assert_eq!(reason(ending.clone()), "rank 1 died at step 0 while no agent was watching it");
     reaper.await.unwrap();
     // A third agent finds it over and adds nothing.
-    let third = Attempt::adopt(place.stored.clone(), place.around.clone());
+    let third = Attempt::adopt(place.stored.clone(), place.context.clone());
     assert!(third.is_over() && third.has_failed());
     assert_eq!(self::ending(&place.stored), Some(ending));
 }
@@ -284,7 +284,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
 #[tokio::test]
 async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_and_not_that_they_died() {
     let place = place(2, "exit 0");
-    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
     match place.end_of(&adopted).await {
         Ending::Failed { reason, retriable: true } => assert_eq!(*reason.code(), ReasonCode::AgentRestarted),
         other => panic!("{other:?}"),
@@ -292,15 +292,15 @@ async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_an
     // One of which a rank was about to start may have run.
     let place = self::place(2, "exit 0");
     fs::write(rank_file(&place.stored.attempt_dir(), 1, "json"), "{}").unwrap();
-    let adopted = Attempt::adopt(place.stored.clone(), place.around.clone());
+    let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
     assert_eq!(reason(place.end_of(&adopted).await), "rank 0 died at step 0 while no agent was watching it");
 }
 
 #[tokio::test]
 async fn a_program_that_does_not_start_is_named() {
     let mut place = place(2, "exit 0");
-    place.around.program = place.dir.path().join("nowhere");
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    place.context.program = place.dir.path().join("nowhere");
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("nowhere"), "{reason}");
@@ -317,13 +317,13 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     let slots = registry::offer(Selection { list: Some(&list), ..Selection::default() }).unwrap().slots;
     assert_eq!(slots.iter().map(|slot| slot.device.as_str()).collect::<Vec<_>>(), ["toy", "toy"]);
     let mut place = place(2, &format!("echo $R of ${}", toy::VISIBLE));
-    place.around.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
-    place.around.check = super::super::preflight::check;
+    place.context.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
+    place.context.check = super::super::preflight::check;
     let dataset = place.dir.path().join("data");
     fs::create_dir_all(&dataset).unwrap();
     fs::write(dataset.join("data_batch_1.bin"), "pixels").unwrap();
     place.stored.start.dataset_path = dataset.display().to_string();
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
     let said = |rank| fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap();
     assert_eq!([said(0), said(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);

@@ -79,26 +79,26 @@ impl Watch {
     /// Starts the ranks, or finds those that an earlier agent started.
     pub(super) fn begin(
         stored: StoredAttempt,
-        around: &AttemptContext,
+        context: &AttemptContext,
         orders: mpsc::UnboundedReceiver<Order>,
         beginning: StartMode,
     ) -> (Self, RankGroup<RecordSummary>) {
         let mut this = Self {
             dir: stored.attempt_dir(),
             stored,
-            lease: around.lease.clone(),
+            lease: context.lease.clone(),
             orders,
             read_at: Instant::now(),
             decided: None,
             peer_died: false,
-            leave_within: Duration::from_secs(around.stop_within_secs.into()),
+            leave_within: Duration::from_secs(context.stop_within_secs.into()),
             leaves: false,
             oom_kills: host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
         let decided = match beginning {
             StartMode::Launch { refusal: None } => {
-                let launched = this.launch(around, &mut ranks);
+                let launched = this.launch(context, &mut ranks);
                 launched.err().map(|error| not_started(Refusal::other(error.to_string())))
             }
             StartMode::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
@@ -106,7 +106,7 @@ impl Watch {
             StartMode::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
                 ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
-                this.never_begun().then(|| not_begun(around))
+                this.never_begun().then(|| not_begun(context))
             }
         };
         if decided.is_some() {
@@ -116,12 +116,12 @@ impl Watch {
         (this, ranks)
     }
 
-    fn launch(&self, around: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
+    fn launch(&self, context: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
         let start = &self.stored.start;
-        let all = configs(start, &around.devices_of(start), Some(&around.fence), &self.stored.job_dir);
+        let all = configs(start, &context.devices_of(start), Some(&context.fence), &self.stored.job_dir);
         for config in all {
-            let config = RankConfig { stop_within_secs: around.stop_within_secs, ..config };
-            ranks.ranks.push(self.watched(RankProcess::start(&around.program, &config)?));
+            let config = RankConfig { stop_within_secs: context.stop_within_secs, ..config };
+            ranks.ranks.push(self.watched(RankProcess::start(&context.program, &config)?));
         }
         Ok(())
     }
@@ -235,8 +235,8 @@ impl Policy for Watch {
     }
 }
 
-fn not_begun(around: &AttemptContext) -> Ending {
-    let agent = around.remote.as_ref().map(|remote| remote.name.clone());
+fn not_begun(context: &AttemptContext) -> Ending {
+    let agent = context.remote.as_ref().map(|remote| remote.name.clone());
     let reason = Reason::new(ReasonCode::AgentRestarted, Facts { agent, ..Facts::default() });
     Ending::Failed { reason, retriable: true }
 }

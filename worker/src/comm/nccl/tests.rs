@@ -123,7 +123,7 @@ fn gpus_every_call_gives_what_the_ring_gives() {
 
 #[test]
 #[ignore = "needs 2 GPUs"]
-fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_are_told() {
+fn gpus_a_part_is_aborted_without_the_whole_and_ranks_that_disagree_get_an_error() {
     on_gpus(2, |group| {
         let part = group.split(Some(0), -(group.rank().cast_signed())).unwrap().unwrap();
         assert_eq!((part.rank(), part.size()), (1 - group.rank(), 2));

@@ -173,7 +173,7 @@ fn the_concurrent_group_runs_at_the_same_time_in_its_own_order() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told() {
+fn ranks_that_disagree_get_an_error() {
     let results = on_ranks(2, TIMEOUT, |ring| {
         if ring.rank() == 0 {
             ring.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err().to_string()

@@ -100,7 +100,7 @@ fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told() {
+fn ranks_that_disagree_get_an_error() {
     let errors = on_ranks(2, TIMEOUT, |group| {
         if group.rank() == 0 {
             group.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err().to_string()

@@ -94,7 +94,7 @@ impl CachedFolders {
 }
 
 /// Reads what is known of the dataset at `root`; of folders only where `store` trusts them.
-pub(in crate::data) fn recall(root: &Path, store: &IndexStore) -> CachedFolders {
+pub(in crate::data) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
     let facts = store.load(root);
     let record = if store.trusts_folders() { store.folder_cache(root).read() } else { Record::default() };
     let same = |(path, known): (&String, &Known)| {

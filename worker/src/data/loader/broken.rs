@@ -10,7 +10,7 @@ use std::{
 pub(super) struct Broken {
     /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first one is an error.
     pub(super) allowed: bool,
-    met: Mutex<BrokenCounts>,
+    counts: Mutex<BrokenCounts>,
 }
 
 #[derive(Debug, Default)]
@@ -25,16 +25,16 @@ pub(super) struct BrokenCounts {
 
 impl Broken {
     pub(super) fn new(allowed: bool) -> Self {
-        Self { allowed, met: Mutex::default() }
+        Self { allowed, counts: Mutex::default() }
     }
 
     /// Lines for the pictures found since the last call, and the number of all broken pictures so far.
     pub(super) fn news(&self) -> (Vec<String>, usize) {
-        let mut met = self.met();
-        (std::mem::take(&mut met.news), met.broken.len())
+        let mut counts = self.counts();
+        (std::mem::take(&mut counts.news), counts.broken.len())
     }
 
-    pub(super) fn met(&self) -> MutexGuard<'_, BrokenCounts> {
-        self.met.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn counts(&self) -> MutexGuard<'_, BrokenCounts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

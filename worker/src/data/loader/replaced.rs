@@ -37,22 +37,22 @@ impl Part {
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
         let asked = {
-            let mut met = self.broken.met();
-            met.asked = (met.asked + chosen.len()).min(self.chosen.len());
-            met.asked
+            let mut counts = self.broken.counts();
+            counts.asked = (counts.asked + chosen.len()).min(self.chosen.len());
+            counts.asked
         };
         loop {
             let places: Vec<u32> = {
-                let broken = &self.broken.met().broken;
+                let broken = &self.broken.counts().broken;
                 chosen.iter().map(|place| other(self, *place, broken)).collect()
             };
             match make(&places) {
                 Err(error) if self.broken.allowed => self.note(&places, error)?,
                 made => return made,
             }
-            let met = self.broken.met();
-            if too_many(met.broken.len(), asked, self.chosen.len()) {
-                return Err(DataError::Invalid(gone(met.broken.len(), asked, met.news.last())));
+            let counts = self.broken.counts();
+            if too_many(counts.broken.len(), asked, self.chosen.len()) {
+                return Err(DataError::Invalid(gone(counts.broken.len(), asked, counts.news.last())));
             }
         }
     }
@@ -66,7 +66,7 @@ impl Part {
     ) -> Result<Batch, DataError> {
         loop {
             let places: Vec<u32> = {
-                let broken = &self.broken.met().broken;
+                let broken = &self.broken.counts().broken;
                 chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
             };
             match make(&places) {
@@ -96,10 +96,10 @@ impl Part {
         if found.is_empty() {
             return Err(error);
         }
-        let mut met = self.broken.met();
+        let mut counts = self.broken.counts();
         for (place, words) in found {
-            if met.broken.insert(place) {
-                met.news.push(words);
+            if counts.broken.insert(place) {
+                counts.news.push(words);
             }
         }
         Ok(())

@@ -28,7 +28,7 @@ pub(in crate::data) const NO_LABEL: &str = "has no class: its label is null, neg
 pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
     let (handle, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => return Members { error: Some(detail), passing: true, ..Members::default() },
+        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
     };
     let source = Arc::new(Source::new(handle, size));
     let mut members = Members::default();
@@ -42,11 +42,11 @@ pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
             troubles += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
             let place = format!("in its row group {group} (rows {} to {})", rows.0, rows.1.saturating_sub(1));
-            members.error.get_or_insert_with(|| format!("{detail}. This is {place}"));
+            members.trouble.get_or_insert_with(|| format!("{detail}. This is {place}"));
         }
     }
-    if let Some(error) = members.error.as_mut().filter(|_| troubles > 1) {
-        error.push_str(&format!(" and in {} others", troubles - 1));
+    if let Some(trouble) = members.trouble.as_mut().filter(|_| troubles > 1) {
+        trouble.push_str(&format!(" and in {} others", troubles - 1));
     }
     members.passing |= members.entries.iter().any(|entry| entry.passing);
     members

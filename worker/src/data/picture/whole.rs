@@ -7,7 +7,7 @@
 use image::ImageFormat;
 
 /// Whether the format's markers show where a picture ends; other formats have to be decoded.
-pub(super) fn is_told(format: ImageFormat) -> bool {
+pub(super) fn marks_its_end(format: ImageFormat) -> bool {
     matches!(format, ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)
 }
 

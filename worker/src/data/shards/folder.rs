@@ -137,6 +137,6 @@ pub(super) fn split_of(path: &Path) -> Option<&'static str> {
 }
 
 /// Whether shards that begin with a split's name are read as this split's.
-pub(in crate::data) fn tells_split(name: &str) -> bool {
+pub(in crate::data) fn names_split(name: &str) -> bool {
     split_of(Path::new(name)) == Some(name)
 }

@@ -5,8 +5,8 @@ use super::*;
 #[tokio::test]
 async fn what_is_missing_is_said_before_anything_starts() {
     let mut place = place(2, "exit 0");
-    place.around.check = crate::agent::preflight::check;
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    place.context.check = crate::agent::preflight::check;
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
@@ -27,7 +27,7 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
         fs::write(data.join("a.png"), "no picture").unwrap();
         place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
         let said =
-            check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
+            check(&place.stored, &place.context.program, &[], &std::sync::atomic::AtomicBool::new(false));
         (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
     };
     let (said, note) = checked("kill -9 $$");
@@ -55,7 +55,7 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
     place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
     let asked = || {
         let said =
-            check(&place.stored, &place.around.program, &[], &std::sync::atomic::AtomicBool::new(false));
+            check(&place.stored, &place.context.program, &[], &std::sync::atomic::AtomicBool::new(false));
         assert_eq!(said, Ok(()));
         let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
         fs::remove_file(place.dir.path().join("asked")).unwrap();
@@ -69,10 +69,10 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
         // Like stat(2) of a file on a dead server: it never returns, cancelled or not.
-        place.around.check = |_, _, _, _| loop {
+        place.context.check = |_, _, _, _| loop {
             std::thread::park();
         };
-        let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+        let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
         attempt.order(order);
         assert_eq!(place.end_of(&attempt).await, Ending::Stopped);
         assert!(!rank_file(&place.stored.attempt_dir(), 0, "pid").exists());
@@ -82,7 +82,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
 #[tokio::test]
 async fn a_look_that_is_cancelled_is_told_so() {
     let mut place = place(1, "exit 0");
-    place.around.check = |stored, _, _, cancelled| {
+    place.context.check = |stored, _, _, cancelled| {
         let begun = stored.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {
@@ -91,7 +91,7 @@ async fn a_look_that_is_cancelled_is_told_so() {
         fs::write(stored.job_dir.join("given up"), "").unwrap();
         Ok(())
     };
-    let attempt = Attempt::start(place.stored.clone(), None, place.around.clone());
+    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     let until = Instant::now() + Duration::from_secs(30);
     let reached = async |name: &str| {
         while !place.stored.job_dir.join(name).exists() {

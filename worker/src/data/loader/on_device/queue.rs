@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_errors_the_first_in_the_batch_is_told() {
+    fn of_several_errors_the_first_in_the_batch_is_reported() {
         let queue = Queue::new((0..9).collect());
         let wrong = |what: &str| Err(DataError::Invalid(what.into()));
         queue.note(4, wrong("the fifth"));

@@ -44,7 +44,7 @@ pub fn links_dir() -> io::Result<PathBuf> {
 /// Starts this program anew, in its place and with the same arguments, when it cannot load
 /// `needed` as it was started but could with another environment, or lacks a variable that ranks are started with. Returns
 /// when there is no need or no help; [`ready`] then says which.
-pub fn start_anew_if_needed(needed: &[Library]) {
+pub fn reexec_if_needed(needed: &[Library]) {
     let queues = crate::gpu::queues();
     if std::env::var_os(STARTED_ANEW).is_some() || (queues.is_none() && ready(needed).is_ok()) {
         return;

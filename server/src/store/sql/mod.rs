@@ -27,6 +27,7 @@ mod purge;
 mod queue;
 mod reads;
 mod stored_checkpoints;
+mod together;
 
 use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,

@@ -1,7 +1,7 @@
 //! The attempts of an agent: they start, and are forgotten once the server has everything of them.
 
 use super::{
-    Agent, Leaving,
+    Agent, Shutdown,
     attempt::{Attempt, Order, free_port},
     place,
     preflight::Refusal,

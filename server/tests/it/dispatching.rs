@@ -312,9 +312,9 @@ async fn a_lost_machine_counts_as_a_restart_only_where_the_attempt_got_no_furthe
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut next = Some(Agent::with_pictures(&server, 2).await);
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let lose = async |agent: &mut Agent, number: u64, checkpoint: bool| {
+    let lose = async |mut agent: Agent, number: u64, checkpoint: bool| {
         let start = agent.started().await;
         assert_eq!(u64::from(start.attempt.attempt), number);
         let mut events =
@@ -327,16 +327,13 @@ async fn a_lost_machine_counts_as_a_restart_only_where_the_attempt_got_no_furthe
         agent.vanish();
         server.until(&id, JobState::Lost).await;
     };
-    // More often than restarts are allowed, and each time with a newer checkpoint.
-    for number in 1..=5 {
-        if number > 1 {
-            agent = Agent::greet(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap();
-        }
-        lose(&mut agent, number, true).await;
-    }
-    for number in 6..=7 {
-        agent = Agent::greet(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap();
-        lose(&mut agent, number, false).await;
+    // More often than restarts are allowed, and each time with a newer checkpoint; then twice without one.
+    for number in 1..=7 {
+        let agent = match next.take() {
+            Some(agent) => agent,
+            None => Agent::greet(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap(),
+        };
+        lose(agent, number, number <= 5).await;
     }
     let job = server.until(&id, JobState::Failed).await;
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));

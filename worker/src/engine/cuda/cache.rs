@@ -2,7 +2,14 @@
 //! Losing them costs seconds, so trouble with them is only logged.
 
 use crate::cache::dir;
-use std::fs;
+use rustix::fs::{FlockOperation, flock};
+use std::{
+    fs::{self, File},
+    time::{Duration, Instant},
+};
+
+/// How often a lock is tried.
+const TRY_EVERY: Duration = Duration::from_millis(50);
 
 /// The content of `name`, if it is there.
 pub(super) fn read(name: &str) -> Option<Vec<u8>> {
@@ -21,5 +28,20 @@ pub(super) fn write(name: &str, content: &[u8]) {
     };
     if let Err(error) = attempt() {
         tracing::warn!("{}: {error}; the next start will do this work again", dir.join(name).display());
+    }
+}
+
+/// A lock for who makes the content of `name`; others that want it wait meanwhile. None: there is no cache, or it took too long.
+pub(super) fn lock(name: &str, within: Duration) -> Option<File> {
+    let dir = dir()?;
+    fs::create_dir_all(&dir).ok()?;
+    let file = File::options().create(true).append(true).open(dir.join(format!("{name}.lock"))).ok()?;
+    let until = Instant::now() + within;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Some(file),
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(TRY_EVERY),
+            Err(_) => return None,
+        }
     }
 }

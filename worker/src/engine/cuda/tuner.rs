@@ -25,6 +25,9 @@ const TOO_SLOW: f32 = 3.0;
 /// many groups some of the others take seconds.
 const LONG_ENOUGH: Duration = Duration::from_millis(2500);
 
+/// How long the other ranks of a machine may time candidates before this one does so, too: a large network takes them some ten seconds.
+const OTHERS_TIME_WITHIN: Duration = Duration::from_secs(60);
+
 /// Plans by convolution.
 pub(super) struct Tuner {
     cudnn: Cudnn,
@@ -44,12 +47,10 @@ impl Tuner {
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let any = if deterministic { "" } else { "-any" };
         let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
-        let choices =
-            cache::read(&file).and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
         Ok(Self {
             cudnn: Cudnn::new()?,
             plans: HashMap::new(),
-            choices,
+            choices: choices_in(&file),
             file,
             deterministic,
             timed: Vec::new(),
@@ -78,8 +79,8 @@ impl Tuner {
         self.plans.iter().filter(|(c, _)| of(c)).map(|(_, p)| p.workspace_bytes).max().unwrap_or(0)
     }
 
-    /// Finds a plan for each of `wanted`; times candidates where no earlier choice is known.
-    pub(super) fn prepare(&mut self, device: &Device, wanted: &[Convolution]) -> Result<(), CudaError> {
+    /// Makes the plans of `wanted` whose choices are known; answers the others.
+    fn rebuild(&mut self, wanted: &[Convolution]) -> Vec<Convolution> {
         let mut unknown = Vec::new();
         for convolution in wanted {
             if self.plans.contains_key(convolution) {
@@ -95,6 +96,18 @@ impl Tuner {
                 _ => {}
             }
         }
+        unknown
+    }
+
+    /// Finds a plan for each of `wanted`; times candidates where no earlier choice is known. One rank of a machine does so at a time, and the
+    /// others take its choices: two that time the same candidates may choose different ones, and then their sums differ in the last bits.
+    pub(super) fn prepare(&mut self, device: &Device, wanted: &[Convolution]) -> Result<(), CudaError> {
+        if self.rebuild(wanted).is_empty() {
+            return Ok(());
+        }
+        let _one_at_a_time = cache::lock(&self.file, OTHERS_TIME_WITHIN);
+        self.choices.extend(choices_in(&self.file));
+        let mut unknown = self.rebuild(wanted);
         if unknown.is_empty() {
             return Ok(());
         }
@@ -124,6 +137,11 @@ impl Tuner {
         }
         Ok(())
     }
+}
+
+/// What was chosen before.
+fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
+    cache::read(file).and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
 
 /// Bytes of x, w, y and their sums.

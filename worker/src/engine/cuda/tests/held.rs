@@ -170,6 +170,8 @@ fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
         let gate = run.start_up_to(waits_for_others);
         // Behind it, as a graph.
         run.start();
+        // The steps before it have finished.
+        gate.reached.wait().unwrap();
         let began = Instant::now();
         let state = run.settled(FINISHED, &whole);
         eprintln!(
@@ -210,7 +212,12 @@ fn gpu_an_update_that_has_begun_is_waited_for() {
 fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing() {
     let (kind, precision) = (OptimizerKind::Momentum, Precision::Fp16);
     let whole = undisturbed(kind, precision, 2);
-    let fresh = || Run::new(kind, precision, 2).starts(FINISHED);
+    let fresh = || {
+        let run = Run::new(kind, precision, 2).starts(FINISHED);
+        // A step that is under way yet may be refused.
+        run.engine.device.synchronize().unwrap();
+        run
+    };
     // Nothing is under way but what is finished.
     let mut run = fresh();
     run.settled(FINISHED, &whole);

@@ -51,7 +51,7 @@ impl Program {
             .trained_slots()
             .iter()
             .flat_map(|s| {
-                let adapted = config.optimizer.treatment(s.is_weight).adapted;
+                let adapted = config.optimizer.policy(s.is_weight).adapted;
                 [s.range.start as u64, s.range.len() as u64, u64::from(adapted)]
             })
             .collect();

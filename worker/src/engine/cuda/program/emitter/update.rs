@@ -101,7 +101,7 @@ impl GraphEmitter<'_> {
             control: CONTROL,
             scaler: Operand::whole(Region::LossScale),
             // The matrices are all weights of convolutions and linear layers, and nothing else.
-            decay: [true, false].map(|is_weight| optimizer.treatment(is_weight).decay),
+            decay: [true, false].map(|is_weight| optimizer.policy(is_weight).decay),
         };
         let rates = ops::Rates {
             segments: Operand::whole(Region::Segments),

@@ -24,6 +24,7 @@ use crate::{
     refusals::Refusals,
     reservations::Reservations,
     store::{Changed, CheckpointRow, Location, Store},
+    verified_files::VerifiedFiles,
     wait_reasons::WaitReasons,
     waiting_jobs::WaitingJobs,
 };
@@ -93,6 +94,8 @@ pub struct Parts {
     pub(crate) stream_clients: AtomicI64,
     /// Since when jobs wait for checkpoints that other machines upload.
     pub(crate) coming: CheckpointWaits,
+    /// Files of checkpoints that were found whole.
+    pub(crate) verified_files: VerifiedFiles,
     /// How far the logs of jobs say that machines have copied their datasets.
     pub(crate) dataset_copies: CopyProgress,
     /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
@@ -153,6 +156,7 @@ impl App {
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
             coming: CheckpointWaits::default(),
+            verified_files: VerifiedFiles::default(),
             log_lines: std::sync::Mutex::default(),
         }))
     }

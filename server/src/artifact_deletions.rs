@@ -1,7 +1,12 @@
 //! Deletes the objects of checkpoints that are no more. What there is to delete, the database says: a record of objects without a
 //! checkpoint. It is made by the deletion itself, so nothing is left behind by a server that is killed, or a store that is away.
 
-use crate::{app::App, artifact_store::ArtifactStore, object_storage::words, store::StoredCheckpoint};
+use crate::{
+    app::App,
+    artifact_store::{ArtifactStore, Asked},
+    object_storage::words,
+    store::StoredCheckpoint,
+};
 use std::time::Duration;
 
 /// Pauses after a failure, the first and the longest. The longest is also how often the database is asked.
@@ -44,7 +49,7 @@ pub(crate) async fn run(app: App) {
 async fn wait_for(app: &App, store: &ArtifactStore) {
     let (mut pause, mut is_told) = (TRY_AGAIN.0, false);
     while let Err(unusable) = store.confirm(&*app.store).await {
-        store.is_away(&unusable.why);
+        store.is_away(Asked::Other, &unusable.why);
         if !unusable.may_pass && !is_told {
             tracing::error!(error = unusable.why, "the object store cannot be used as it is");
             is_told = true;
@@ -52,7 +57,7 @@ async fn wait_for(app: &App, store: &ArtifactStore) {
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(TRY_AGAIN.1);
     }
-    store.answers();
+    store.answers(Asked::Other);
 }
 
 /// Whether there was something to delete. One that cannot be deleted does not hold up the others: `told` is of how many that the log says.
@@ -105,6 +110,8 @@ async fn delete_some(app: &App, store: &ArtifactStore, told: &mut usize) -> Resu
 
 async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<(), Failed> {
     if let Some(place) = store.storage.place(&record.id) {
+        // What is there may be another server's: one with a copy of this database, which has adopted the store.
+        confirm(app, store).await?;
         let gone = async {
             if let Some(parts) = &record.parts {
                 store.storage.drop_parts(parts).await?;
@@ -113,11 +120,8 @@ async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> 
         };
         let gone = gone.await;
         // Where there is nothing, nothing is there to delete either.
-        store.confirm(&*app.store).await.map_err(|unusable| {
-            store.is_away(&unusable.why);
-            Failed::All
-        })?;
-        store.answers();
+        confirm(app, store).await?;
+        store.answers(Asked::Other);
         gone.map_err(|error| Failed::These(words(&error)))?;
     }
     let forgotten = app.store.forget_stored_checkpoint(store.storage.url(), &record.id).await;
@@ -127,4 +131,12 @@ async fn delete(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> 
     })?;
     store.forget(&record.id);
     Ok(())
+}
+
+/// Whether it is the store that the database knows.
+async fn confirm(app: &App, store: &ArtifactStore) -> Result<(), Failed> {
+    store.confirm(&*app.store).await.map_err(|unusable| {
+        store.is_away(Asked::Other, &unusable.why);
+        Failed::All
+    })
 }

@@ -4,7 +4,7 @@
 use crate::{
     app::App,
     artifact_checks,
-    artifact_store::{ArtifactStore, Fetch, Fetched, NotFetched},
+    artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
     job_log,
     manifest::{MANIFEST, Written, hexadecimal},
     object_storage::{Place, words},
@@ -101,8 +101,8 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
                     }
                 }
                 // Logged once and not for each fetch: a job that waits for it asks again and again.
-                Err(NotFetched::Away(why)) => store.is_away(why),
-                Err(why) => tracing::warn!(checkpoint = row.id, ?why, "not fetched from the object store"),
+                Err(NotFetched::Away(why)) => store.is_away(Asked::Other, why),
+                Err(why) => tracing::warn!(checkpoint = row.id, %why, "not fetched from the object store"),
             }
             store.fetched(&row.id, &sender, outcome);
             // A job may start now.
@@ -131,7 +131,7 @@ async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
     if fetched.is_err() {
         clean(app, row).await;
     } else {
-        store.answers();
+        store.answers(Asked::Other);
         tracing::info!(checkpoint = row.id, "fetched from the object store");
     }
     fetched

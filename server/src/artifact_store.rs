@@ -8,10 +8,8 @@ use lockstep_protocol::JobId;
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 use tokio::sync::{Notify, OnceCell, Semaphore, watch};
@@ -64,6 +62,17 @@ pub(crate) enum NotFetched {
     Disk(String),
 }
 
+impl fmt::Display for NotFetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => f.write_str("the store does not have it whole"),
+            Self::Damaged(how) => write!(f, "it is damaged there: {how}"),
+            Self::Away(why) => write!(f, "the store cannot be asked: {why}"),
+            Self::Disk(why) => write!(f, "the server's disk does not take it: {why}"),
+        }
+    }
+}
+
 /// How a fetch has ended; `None` while it runs.
 pub(crate) type Fetched = Option<Result<(), NotFetched>>;
 
@@ -80,6 +89,8 @@ pub(crate) struct Fetch {
 #[derive(Debug)]
 pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
+    /// Whether a store may be taken over from the server that a backup was made of.
+    adopts: bool,
     /// Set once a check has shown that the store can be used.
     usable: OnceCell<()>,
     /// The identity that its `LOCKSTEP.json` must have, once that is known.
@@ -94,7 +105,45 @@ pub(crate) struct ArtifactStore {
     pub(crate) waiting: Notify,
     /// Notified when a checkpoint's row is gone: its objects may go, too.
     pub(crate) removed: Notify,
-    is_away: AtomicBool,
+    failing: Mutex<Failing>,
+}
+
+/// What is asked of the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Asked {
+    /// To take something, which one that is full cannot while it does everything else.
+    Write,
+    /// Anything else.
+    Other,
+}
+
+/// What the store has failed at, and not done since.
+#[derive(Debug, Default)]
+struct Failing {
+    write: bool,
+    other: bool,
+}
+
+impl Failing {
+    /// Notes a failure; whether it is the first.
+    fn fails(&mut self, what: Asked) -> bool {
+        let is_first = !self.write && !self.other;
+        match what {
+            Asked::Write => self.write = true,
+            Asked::Other => self.other = true,
+        }
+        is_first
+    }
+
+    /// Notes that something was done; whether nothing fails any more, as it did before.
+    fn works(&mut self, what: Asked) -> bool {
+        let failed = self.write || self.other;
+        self.other = false;
+        if what == Asked::Write {
+            self.write = false;
+        }
+        failed && !self.write
+    }
 }
 
 #[derive(Debug, Default)]
@@ -130,20 +179,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ArtifactStore {
-    /// With what the database says is there.
-    pub(crate) fn new(storage: ObjectStorage, stored: Vec<StoredCheckpoint>) -> Self {
-        let stored = stored.into_iter().map(|stored| (stored.id.clone(), stored)).collect();
+    /// With nothing there that the database knows of.
+    pub(crate) fn new(storage: ObjectStorage, adopts: bool) -> Self {
         Self {
             storage,
+            adopts,
             usable: OnceCell::new(),
             marker: OnceCell::new(),
-            known: Mutex::new(Known { stored, ..Known::default() }),
+            known: Mutex::default(),
             fetches: Mutex::default(),
             checked: Mutex::default(),
             fetching: Semaphore::new(FETCHED_AT_ONCE),
             waiting: Notify::new(),
             removed: Notify::new(),
-            is_away: AtomicBool::new(false),
+            failing: Mutex::default(),
         }
     }
 
@@ -302,9 +351,9 @@ impl ArtifactStore {
         sender.send_replace(Some(outcome));
     }
 
-    /// The store fails, for the reason `error`. Logged once until it works again.
-    pub(crate) fn is_away(&self, error: &str) {
-        if !self.is_away.swap(true, Ordering::Relaxed) {
+    /// The store fails at `what`, for the reason `error`. Logged once until it works again.
+    pub(crate) fn is_away(&self, what: Asked, error: &str) {
+        if lock(&self.failing).fails(what) {
             let url = self.storage.url();
             tracing::warn!(
                 url,
@@ -314,9 +363,9 @@ impl ArtifactStore {
         }
     }
 
-    /// The store works again.
-    pub(crate) fn answers(&self) {
-        if self.is_away.swap(false, Ordering::Relaxed) {
+    /// The store has done this.
+    pub(crate) fn answers(&self, what: Asked) {
+        if lock(&self.failing).works(what) {
             tracing::info!(url = self.storage.url(), "the object store can be used again");
         }
     }

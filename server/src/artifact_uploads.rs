@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    artifact_store::ArtifactStore,
+    artifact_store::{ArtifactStore, Asked},
     artifacts,
     manifest::{MANIFEST, Written, hexadecimal, sha256},
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
@@ -151,11 +151,11 @@ async fn work(app: &App, store: &ArtifactStore) {
                 false
             }
             Err(Trouble::Store(error)) => {
-                store.is_away(&words(&error));
+                store.is_away(Asked::Write, &words(&error));
                 true
             }
             Err(Trouble::Away(why)) => {
-                store.is_away(&why);
+                store.is_away(Asked::Write, &why);
                 true
             }
             Err(Trouble::Database(error)) => {
@@ -199,7 +199,7 @@ async fn upload(app: &App, store: &ArtifactStore, id: &str) -> Result<()> {
         }
         Err(trouble) => Err(trouble),
         Ok(()) => {
-            store.answers();
+            store.answers(Asked::Write);
             // Ranks remove what they find on the disk, and would never remove what is in the store alone.
             Ok(artifacts::forget_old(app, &row.job).await?)
         }

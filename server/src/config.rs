@@ -120,6 +120,8 @@ pub struct ServeConfig {
     pub data_dir: PathBuf,
     /// Where checkpoints are kept besides the data directory: a directory, or `s3://BUCKET/PREFIX`. Nowhere when absent.
     pub artifacts: Option<String>,
+    /// Take that store over from the server whose backup the database was restored from.
+    pub artifacts_adopt: bool,
     /// `sqlite://PATH` or `postgres://...`; the data directory's `lockstep.db` when absent.
     pub database: Option<String>,
     /// How often an agent says that it is alive.
@@ -187,6 +189,7 @@ impl ServeConfig {
             access_log_bytes: 64 << 20,
             data_dir: data_dir.into(),
             artifacts: None,
+            artifacts_adopt: false,
             database: None,
             heartbeat: Duration::from_secs(2),
             lease: Duration::from_secs(15),

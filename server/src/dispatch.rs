@@ -45,6 +45,8 @@ const COMPARE_EVERY: Duration = Duration::from_secs(2);
 
 /// The same while ranks of an attempt have lost each other: an agent that is gone is to be given up at once.
 const POLL_LOST: Duration = Duration::from_millis(100);
+/// A round waits no longer than this for ends of attempts that have come and are not stored yet: a slow database does not keep it back.
+const ENDS_WAIT: Duration = Duration::from_millis(100);
 /// An agent of such an attempt that is gone is not waited for when it has been silent for so many heartbeats.
 const LATE: f64 = 1.25;
 /// But for so long at least.
@@ -125,6 +127,10 @@ async fn round(app: &App) -> Result<()> {
         let ended = expire(app, expired, (silence * 10.0).round() / 10.0, Some(how)).await;
         skip_permanent_error(&job, ended)?;
     }
+    // Claims would wait for the transaction that stores them anyway; their slots would wait for the next round.
+    if app.inbox.has_ends() {
+        let _ = tokio::time::timeout(ENDS_WAIT, app.inbox.flush()).await;
+    }
     let mut round = Round::begin(app);
     let by = shares(app);
     let mut queue = Queue::new(app.store.slots_of_shares(by).await?);
@@ -141,7 +147,7 @@ async fn round(app: &App) -> Result<()> {
     // Also after an error: those before it have their slots. Everything else can wait until they are started.
     let started = start_all(app, std::mem::take(&mut round.starts)).await;
     for (row, why) in std::mem::take(&mut round.reasons) {
-        reasons::note(app, &row, why);
+        reasons::note(app, &row, &why);
     }
     started?;
     looked?;
@@ -170,7 +176,7 @@ async fn look_at(
             if let Err(error) = &placed
                 && !error.may_pass()
             {
-                round.waits(&row, error.to_string().into());
+                round.waits(&row, Reason::from(error.to_string()));
             }
         }
         given = if matches!(placed, Ok(Placed::Starts | Placed::Kept)) { row.job.ranks } else { 0 };

@@ -1,7 +1,14 @@
 //! The queue of reports that wait to be stored (`ingest.rs`), with back-pressure by their size in bytes.
 
 use crate::store::Report;
-use std::{sync::Arc, time::Duration};
+use lockstep_protocol::agent::AttemptEvent;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// Bytes of encoded reports that may wait. Beyond that, reports stay in the agents' spools.
@@ -32,6 +39,7 @@ pub(crate) enum Work {
 pub(crate) struct Inbox {
     to: mpsc::UnboundedSender<Work>,
     permits: Arc<Semaphore>,
+    ends: Arc<AtomicUsize>,
 }
 
 pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
@@ -41,12 +49,26 @@ pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
 pub(crate) struct Reservation {
     pub(crate) bytes: usize,
     _permit: OwnedSemaphorePermit,
+    end: Option<End>,
+}
+
+/// An end of an attempt that waits to be stored; counted until it is.
+#[derive(Debug)]
+struct End(Arc<AtomicUsize>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Inbox {
     pub(crate) fn new() -> (Self, Queue) {
         let (to, queue) = mpsc::unbounded_channel();
-        (Self { to, permits: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)) }, queue)
+        (
+            Self { to, permits: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)), ends: Arc::default() },
+            queue,
+        )
     }
 
     /// Waits for space for a report of so many encoded bytes. Meanwhile nothing more is read from its agent, whose spool holds the rest.
@@ -55,12 +77,23 @@ impl Inbox {
         let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
         let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);
         let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
-        Some(Reservation { bytes, _permit: permit })
+        Some(Reservation { bytes, _permit: permit, end: None })
     }
 
     /// Queues a report. The queue itself is unbounded: the reservation limits it.
-    pub(crate) fn put(&self, work: Work) {
+    pub(crate) fn put(&self, mut work: Work) {
+        if let Work::Report { report, reservation, .. } = &mut work
+            && report.events.iter().any(|event| matches!(event, AttemptEvent::Ended(_)))
+        {
+            self.ends.fetch_add(1, Ordering::Relaxed);
+            reservation.end = Some(End(Arc::clone(&self.ends)));
+        }
         let _ = self.to.send(work);
+    }
+
+    /// Whether the end of an attempt has come that is not stored yet: its slots are about to be free.
+    pub(crate) fn has_ends(&self) -> bool {
+        self.ends.load(Ordering::Relaxed) > 0
     }
 
     /// Flush: returns when everything that was queued before this call is stored.

@@ -69,7 +69,8 @@ async fn store(app: &App, batch: Vec<Work>) {
             Work::Report { agent, connection, mut report, reservation } => {
                 if let Err(error) = note_files(app, &mut report, &reports).await {
                     let job = &report.attempt.job;
-                    tracing::error!(%error, %job, "who has a checkpoint cannot be noted: its agent is to tell it again");
+                    let why = format!("who has the checkpoints of job {job} cannot be noted: {error}");
+                    app.refusals.note_cut_off(&agent, &why);
                     let _ = connection.try_send(());
                     continue;
                 }
@@ -133,8 +134,7 @@ async fn note_files(app: &App, report: &mut Report, earlier: &[Report]) -> Resul
     let mut tries = 1;
     loop {
         match artifacts::note_holders(app, report, earlier).await {
-            Err(error) if tries < NOTE_TRIES => {
-                tracing::warn!(%error, job = %report.attempt.job, "who has a checkpoint could not be noted; trying again");
+            Err(_) if tries < NOTE_TRIES => {
                 tokio::time::sleep(NOTE_PAUSE).await;
                 tries += 1;
             }

@@ -349,7 +349,9 @@ impl Leases {
     pub(crate) fn in_backoff(&self, row: &JobRow) -> bool {
         let mut restart_after = self.restart_after.lock().unwrap_or_else(PoisonError::into_inner);
         if row.job.state != JobState::Restarting {
-            restart_after.remove(&row.job.id);
+            if !restart_after.is_empty() {
+                restart_after.remove(&row.job.id);
+            }
             return false;
         }
         let now = Instant::now();

@@ -66,6 +66,7 @@ pub mod tls;
 mod tls_suites;
 mod token_file;
 mod uploads;
+mod verified_files;
 mod wait_reasons;
 mod waiting_jobs;
 

@@ -28,6 +28,13 @@ impl Refusals {
         }
     }
 
+    /// Logs that an agent is cut off because what it tells cannot be kept, or counts it: it tells it again.
+    pub(crate) fn note_cut_off(&self, agent: &str, why: &str) {
+        if let Some(repeated) = self.is_due((None, agent.to_owned(), why.to_owned()), Instant::now()) {
+            tracing::error!(agent, why, repeated, "an agent is cut off, and is to tell it again");
+        }
+    }
+
     /// How often it came without being logged, when it is to be logged now.
     fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -7,10 +7,10 @@ use crate::{
     error::Error,
     gate, guard,
     handlers::{
-        agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoints,
-        dataset_files, datasets, docs, evaluation, events, fork, health, history, jobs, layers, login, logs,
-        machine_metrics, metrics, metrics_query, oidc, pages, panels, people, people_pages, pictures,
-        predict, projects, queue, queue_page, stream, tokens,
+        agent_files, agent_socket, agents, annotations, assets, attempts, audit, bundled, checkpoint_files,
+        checkpoints, dataset_files, datasets, docs, evaluation, events, fork, health, history, jobs, layers,
+        login, logs, machine_metrics, metrics, metrics_query, oidc, pages, panels, people, people_pages,
+        pictures, predict, projects, queue, queue_page, stream, tokens,
     },
     request_id, slow_body, uploads,
 };
@@ -75,7 +75,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(events::list))
         .routes(routes!(checkpoints::list))
         .routes(routes!(checkpoints::show))
-        .routes(routes!(checkpoints::file))
+        .routes(routes!(checkpoint_files::file))
         .routes(routes!(evaluation::evaluation))
         .routes(routes!(pictures::of_job))
         .merge(

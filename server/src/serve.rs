@@ -5,7 +5,7 @@ use crate::{
     access_upkeep,
     app::App,
     artifact_deletions, artifact_fetches,
-    artifact_store::ArtifactStore,
+    artifact_store::{ArtifactStore, Asked},
     artifact_uploads,
     audit::Audit,
     audit_log,
@@ -31,7 +31,7 @@ use std::{
     future::Future,
     io::{Read, Seek, Write},
     net::SocketAddr,
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -109,15 +109,38 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
     let storage = ObjectStorage::open(url).map_err(failed)?;
-    let data_dir = config.data_dir.canonicalize().unwrap_or_else(|_| config.data_dir.clone());
-    if storage.directory().is_some_and(|directory| directory.starts_with(&data_dir)) {
-        return Err(failed(
-            "it is in the data directory, and would be lost with it; choose a directory of another disk"
-                .into(),
-        ));
+    let data_dir = resolved(&config.data_dir)
+        .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
+    if let Some(directory) = storage.directory() {
+        let shared = if directory.starts_with(&data_dir) {
+            "it is in the data directory"
+        } else if data_dir.starts_with(directory) {
+            "the data directory is in it"
+        } else {
+            ""
+        };
+        if !shared.is_empty() {
+            return Err(failed(format!(
+                "{shared} ({}), and one would be lost with the other; choose a directory of another disk",
+                data_dir.display()
+            )));
+        }
     }
     let why = unless_away(storage.check()).await.map_err(failed)?;
     Ok(Some((storage, why)))
+}
+
+/// Where a path leads, links followed, also where the last parts of it are still to be made.
+fn resolved(path: &Path) -> std::io::Result<PathBuf> {
+    let path = std::path::absolute(path)?;
+    for there in path.ancestors() {
+        match (there.canonicalize(), path.strip_prefix(there)) {
+            (Ok(there), Ok(rest)) => return Ok(there.components().chain(rest.components()).collect()),
+            (Err(error), _) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(path)
 }
 
 /// Why the store is away, where that may pass.
@@ -141,7 +164,7 @@ async fn known_artifacts(
     storage: ObjectStorage,
     mut away: Option<String>,
 ) -> Result<ArtifactStore, ServeError> {
-    let artifacts = ArtifactStore::new(storage, Vec::new());
+    let artifacts = ArtifactStore::new(storage, config.artifacts_adopt);
     if away.is_none() {
         artifacts.was_checked();
         away = unless_away(artifacts.confirm(store)).await.map_err(|detail| ServeError::Artifacts {
@@ -150,7 +173,7 @@ async fn known_artifacts(
         })?;
     }
     if let Some(why) = away {
-        artifacts.is_away(&why);
+        artifacts.is_away(Asked::Other, &why);
     }
     let read = read_stored(store, &artifacts).await;
     read.map_err(|error| database_error(config, error))?;

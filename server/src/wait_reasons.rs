@@ -31,16 +31,17 @@ impl WaitReasons {
     }
 
     /// Notes why a job waits; an event of the job is stored, too.
-    pub(crate) fn set(&self, job: &JobId, reason: Reason, is_event: bool) {
+    pub(crate) fn set(&self, job: &JobId, reason: &Reason, is_event: bool) {
         if is_event {
             self.unstored().insert(job.clone(), reason.clone());
             self.wake.notify_one();
         }
         let mut known = self.lock();
         match known.get_mut(job) {
-            Some(waiting) => waiting.reason = Some(reason),
+            Some(waiting) if waiting.reason.as_ref() == Some(reason) => {}
+            Some(waiting) => waiting.reason = Some(reason.clone()),
             None => {
-                known.insert(job.clone(), Waiting { place: 0, reason: Some(reason) });
+                known.insert(job.clone(), Waiting { place: 0, reason: Some(reason.clone()) });
             }
         }
     }

@@ -87,6 +87,10 @@ pub(crate) struct Args {
     /// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP as they are read elsewhere
     #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
     artifacts: Option<String>,
+    /// With a database that was restored from a backup: take the object store over from the server that the backup was made of,
+    /// which uses it no more
+    #[arg(long, env = "LOCKSTEP_ARTIFACTS_ADOPT")]
+    artifacts_adopt: bool,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
@@ -155,6 +159,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         _ => AccessLogTo::File(path),
     });
     config.artifacts = args.artifacts;
+    config.artifacts_adopt = args.artifacts_adopt;
     config.database = args.database;
     config.no_auth = args.no_auth;
     config.oidc = args.oidc.config()?;
@@ -174,7 +179,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
-            // Once, within ten minutes; `lockstep login-link` prints another.
+            // Once, within ten minutes; `lockstep login-link` prints another. Also where this goes into a log, as notebook servers do it: that is
+            // where people look who start a server with nohup or in a container, and only the server knows the address and the certificate
+            // that a command in its place would need. Somebody else who reads the log and is faster leaves a link that does not work.
             output::line(format_args!("sign in: {}", server.login_link()?))?;
         }
         let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);

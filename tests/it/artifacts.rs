@@ -2,6 +2,7 @@
 //! come back from there when the server's own disk has them no more.
 
 pub(crate) mod bucket;
+mod restored;
 
 use crate::{
     pictures, postgres,
@@ -299,5 +300,11 @@ async fn a_store_that_cannot_be_used_keeps_the_server_from_starting() {
     serve(directory("gs://weights/a".into()), &[]).wrong(&["gs://", "s3://BUCKET/PREFIX"]);
     serve(directory(file.join("x").display().to_string()), &[]).wrong(&["cannot be made", "choose another"]);
     let inside = folder.path().join("data/artifacts");
-    serve(directory(inside.display().to_string()), &[]).wrong(&["in the data directory"]);
+    serve(directory(inside.display().to_string()), &[]).wrong(&["it is in the data directory"]);
+    // The other way round, also before there is a data directory.
+    fs::remove_dir_all(folder.path().join("data")).expect("the folder for objects alone");
+    let above = folder.path().join("link");
+    std::os::unix::fs::symlink(folder.path(), &above).expect("a link");
+    serve(directory(above.display().to_string()), &[]).wrong(&["the data directory is in it", "choose"]);
+    assert!(!folder.path().join("data").exists(), "nothing is half done");
 }

@@ -2,10 +2,15 @@
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Folder, Server, free_port, lockstep},
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, turn},
+    specs,
 };
 use sqlx::{Connection, SqliteConnection};
-use std::{fs, net::TcpListener, path::Path};
+use std::{
+    fs::{self, File},
+    net::TcpListener,
+    path::Path,
+};
 
 fn serve(listen: &str, data_dir: &Path) -> Finished {
     Finished::of(lockstep().args(["serve", "--listen", listen, "--data-dir"]).arg(data_dir))
@@ -154,5 +159,50 @@ async fn commands_name_every_mistake_and_store_nothing() {
     let mut command = lockstep();
     command.args(["list"]).env("LOCKSTEP_SERVER", format!("http://127.0.0.1:{}", free_port()));
     Finished::of(&mut command).fails(1, &["lockstep serve", "LOCKSTEP_SERVER"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_whose_folder_takes_no_notes_gives_its_job_back_says_so_and_ends() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "full"]);
+    let token = server.folder().write("full.token", token.ok());
+    let (folder, log) = (server.folder().path().join("full"), server.folder().path().join("full.log"));
+    let agent = || {
+        let mut command = lockstep();
+        command.args(["agent", "--server", &server.url, "--name", "full", "--cpu-slots", "2"]);
+        command.arg("--token-file").arg(&token).arg("--data-dir").arg(&folder);
+        command
+    };
+    let start = || {
+        let log = File::create(&log).expect("a log");
+        agent().stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("lockstep agent starts")
+    };
+    let mut first = start();
+    server.until("it is online", async |s: &Server| s.slots().await == 3).await;
+    // Tests may run as root, whom no permission stops; nobody writes a file under a file.
+    let notes = folder.join("attempts");
+    fs::remove_dir(&notes).expect("no notes yet");
+    fs::write(&notes, "").expect("a file");
+
+    let id = server.submit(&specs::short("given back", "fashion", 2, 20)).await;
+    server.until("only this machine's own agent is left", async |s: &Server| s.slots().await == 1).await;
+    assert_eq!(first.wait().expect("its status").code(), Some(2));
+    let said = fs::read_to_string(&log).expect("its log");
+    assert_eq!(said.matches("takes no jobs").count(), 1, "{said}");
+    assert!(said.contains(&folder.display().to_string()) && said.contains("Not a directory"), "{said}");
+    let job = server.job_when(&id, "it waits", |job| job["state"] == "queued").await;
+    assert!(job["cause"]["detail"].as_str().is_some_and(|d| d.contains("cannot be written")), "{job}");
+
+    // It does not come back to take jobs that it cannot start.
+    Finished::of(&mut agent()).wrong(&["the agent's folder", &folder.display().to_string()]);
+    fs::remove_file(&notes).expect("the file");
+    let mut second = start();
+    let done = server.ended(&id).await;
+    assert_eq!((&done["state"], &done["attempt"]), (&"succeeded".into(), &2.into()), "{done}");
+    second.kill().expect("SIGKILL");
+    second.wait().expect("its status");
     server.stop().await;
 }

@@ -155,6 +155,7 @@ fn train_with<'a>(
         unmeasured: beginning.unmeasured,
         began_after: beginning.step,
         step: beginning.step,
+        averaged: beginning.step,
         best: beginning.best,
         has_own_weights: true,
         in_flight: VecDeque::new(),
@@ -211,6 +212,8 @@ struct Run<'a> {
     began_after: u64,
     /// Optimizer steps started.
     step: u64,
+    /// The newest step whose weights were taken into their average, or that is not due.
+    averaged: u64,
     /// The best of the checkpoints that were saved.
     best: Option<Best>,
     /// Whether the engine has the weights of the last step. False while their average is being evaluated in their place.

@@ -6,6 +6,7 @@ use crate::{
     object_storage::Unusable,
     store::{Store, StoreError},
 };
+use uuid::Uuid;
 
 /// Checkpoints of which one has to be there, in a store that is not marked.
 const SOME: u32 = 100;
@@ -39,18 +40,43 @@ impl ArtifactStore {
     /// What the marker has to be: what the database says, or else what is there, or else a new one.
     async fn identify(&self, database: &dyn Store) -> Result<String, Unusable> {
         let url = self.storage.url();
-        if let Some(known) = database.artifact_marker(url).await? {
-            return Ok(known);
+        let known = database.artifact_marker(url).await?;
+        if let Some(known) = known.as_ref().filter(|known| !known.is_restored) {
+            return Ok(known.marker.clone());
         }
-        let marker = match self.storage.marker().await? {
+        let found = self.storage.marker().await?;
+        if let Some(known) = known.filter(|known| found.as_ref() != Some(&known.marker)) {
+            return Err(self.storage.another(found.as_deref(), &known.marker));
+        }
+        let marker = match found {
+            // Of whatever address: a store may have been moved.
+            Some(found) if database.is_marker_restored(&found).await? => self.adopt(database, &found).await?,
             Some(found) => found,
             None => {
                 self.has_something(database).await?;
-                self.storage.mark().await?
+                let own = Uuid::new_v4();
+                self.storage.mark(own).await?;
+                own.to_string()
             }
         };
         database.put_artifact_marker(url, &marker).await?;
         Ok(marker)
+    }
+
+    /// Gives a store that a restored database knows another marker: the server that the backup was made of no longer takes it for its own.
+    async fn adopt(&self, database: &dyn Store, found: &str) -> Result<String, Unusable> {
+        if !self.adopts {
+            return Err(self.storage.restored());
+        }
+        let own = Uuid::new_v4();
+        // First what cannot be seen from outside: if this ends here, the next start says what the marker should be.
+        database.replace_restored_marker(found, &own.to_string()).await?;
+        self.storage.mark(own).await?;
+        tracing::warn!(
+            url = self.storage.url(),
+            "the object store is this database's now, and no longer that of the one it was restored from"
+        );
+        Ok(own.to_string())
     }
 
     /// Whether an unmarked store has something of what should be there.

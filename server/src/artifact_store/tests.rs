@@ -1,7 +1,7 @@
 use super::*;
 
 fn store(dir: &std::path::Path) -> ArtifactStore {
-    ArtifactStore::new(ObjectStorage::open(dir.to_str().unwrap()).unwrap(), Vec::new())
+    ArtifactStore::new(ObjectStorage::open(dir.to_str().unwrap()).unwrap(), false)
 }
 
 #[test]
@@ -104,4 +104,25 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
     lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.0;
     let (failed, none) = store.fetch("a");
     assert!(none.is_none() && failed.failures == 2, "now the pause is longer");
+}
+
+#[test]
+fn a_full_store_is_told_of_once_until_it_takes_something_again() {
+    let mut failing = Failing::default();
+    assert!(!failing.works(Asked::Write), "nothing is over that has not begun");
+    assert!(failing.fails(Asked::Write) && !failing.fails(Asked::Write));
+    // What does not write works all the time.
+    assert!(!failing.works(Asked::Other) && !failing.fails(Asked::Write));
+    assert!(!failing.fails(Asked::Other) && !failing.works(Asked::Other), "it is away meanwhile");
+    assert!(failing.works(Asked::Write) && !failing.works(Asked::Write), "it is over, once");
+    // One that is away is there again when it answers.
+    assert!(failing.fails(Asked::Other) && failing.works(Asked::Other));
+    assert!(failing.fails(Asked::Other) && failing.works(Asked::Write));
+}
+
+#[test]
+fn why_a_checkpoint_is_not_fetched_is_said_in_words() {
+    let how = "the bytes of its state.json are not those that were written";
+    let damaged = NotFetched::Damaged(how.into()).to_string();
+    assert_eq!(damaged, format!("it is damaged there: {how}"));
 }

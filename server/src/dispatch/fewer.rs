@@ -35,11 +35,14 @@ impl Fewer {
     /// None where the job waits for all its ranks, however long that takes.
     pub(super) fn of(app: &App, row: &JobRow) -> Option<Self> {
         let ranks = if has_lost_attempt(&row.job) { row.job.spec.fewer_ranks() } else { Vec::new() };
+        if ranks.is_empty() {
+            return None;
+        }
         // A server that has just started does not know yet which agents are there.
         let since = row.waiting_since.unwrap_or(row.job.created_at).max(app.started_at);
         let waited = crate::now().duration_since(since).as_secs();
         let now = waited >= i64::from(row.job.spec.recovery.wait_seconds);
-        (!ranks.is_empty()).then_some(Self { ranks, now })
+        Some(Self { ranks, now })
     }
 
     /// The agents to start the job on now, with the slots to take there, and what it says of that.

@@ -80,7 +80,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     if let Some(kind) = kind {
         // To the next of its kind, these agents are kept for this job.
         let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
-        round.note(kind, DoesNotFit { why, is_kept: kept.is_some() });
+        round.note(kind, DoesNotFit { why: why.into(), is_kept: kept.is_some() });
     }
     round.waits(row, why);
     Ok(if kept.is_some() { Placed::Kept } else { Placed::Waits })

@@ -18,22 +18,26 @@ const PAUSE: Duration = Duration::from_millis(500);
 const TOGETHER: usize = 16;
 
 /// Notes the reason why a job waits.
-pub(super) fn note(app: &App, row: &JobRow, why: Reason) {
-    // How many of the slots are free or kept just now is no event of a job: `wait_reasons` has it.
-    let steady = |reason: &Reason| {
-        let facts = Facts {
-            agent: None,
-            slots_free: None,
-            slots_kept: None,
-            kept_for: Vec::new(),
-            ..reason.facts().clone()
-        };
-        (reason.code().clone(), facts)
-    };
-    let is_known = row.job.cause.as_ref().is_some_and(|known| *known == why || steady(known) == steady(&why));
-    let is_event =
-        !is_known && lifecycle::tells_wait(&row.job, &why) && row.job.reason.as_deref() != Some(why.words());
+pub(super) fn note(app: &App, row: &JobRow, why: &Reason) {
+    let is_event = lifecycle::tells_wait(&row.job, why)
+        && row.job.reason.as_deref() != Some(why.words())
+        && !row.job.cause.as_ref().is_some_and(|known| is_steady(known, why));
     app.wait_reasons.set(&row.job.id, why, is_event);
+}
+
+/// Whether two reasons differ at most in how many slots there are, are free or kept just now, which is no event of a job: `wait_reasons` has
+/// it. Machines come and go, and each may have a thousand jobs waiting.
+fn is_steady(known: &Reason, why: &Reason) -> bool {
+    let steady = |facts: &Facts| Facts {
+        agent: None,
+        machines: None,
+        slots_total: None,
+        slots_free: None,
+        slots_kept: None,
+        kept_for: Vec::new(),
+        ..facts.clone()
+    };
+    known.code() == why.code() && steady(known.facts()) == steady(why.facts())
 }
 
 /// Stores reasons, the newest of each job, until dropped.

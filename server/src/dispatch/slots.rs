@@ -42,7 +42,7 @@ pub(super) struct Round {
     /// Jobs that start when the round is over, in order, with their slots.
     pub(super) starts: Vec<Start>,
     /// Why jobs wait, for when those that start have been started.
-    pub(super) reasons: Vec<(Arc<JobRow>, Reason)>,
+    pub(super) reasons: Vec<(Arc<JobRow>, Arc<Reason>)>,
 }
 
 /// What decides whether a job fits: ranks, device and priority.
@@ -51,7 +51,7 @@ pub(super) type JobKind = (u32, &'static str, i32);
 /// What a round has found out about a kind of jobs.
 #[derive(Clone)]
 pub(super) struct DoesNotFit {
-    pub(super) why: Reason,
+    pub(super) why: Arc<Reason>,
     /// Agents are reserved for it.
     pub(super) is_kept: bool,
 }
@@ -171,8 +171,8 @@ impl Round {
     }
 
     /// Notes why a job waits.
-    pub(super) fn waits(&mut self, row: &Arc<JobRow>, why: Reason) {
-        self.reasons.push((Arc::clone(row), why));
+    pub(super) fn waits(&mut self, row: &Arc<JobRow>, why: impl Into<Arc<Reason>>) {
+        self.reasons.push((Arc::clone(row), why.into()));
     }
 
     /// The job that a machine is reserved for, and its name.

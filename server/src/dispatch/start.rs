@@ -21,7 +21,13 @@ use lockstep_protocol::{
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
 };
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 /// Jobs that are claimed in one transaction, at most: the first of them waits for the last. Each transaction costs a sync of the disk, and
 /// waits for the one before it.
@@ -34,7 +40,6 @@ const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::f
 struct Prepared {
     start: Start,
     needs: Needs,
-    files: StartFiles,
     claim: Claim,
 }
 
@@ -55,24 +60,26 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool>
         if prepared.is_empty() {
             continue;
         }
-        let claimed = claim(app, &prepared).await?;
+        // What is written to the disk for a job that turns out not to wait any more is written anew before its next start.
+        let (claimed, files) = tokio::join!(claim(app, &prepared), start_files(app, &prepared));
+        let claimed = claimed?;
         // All of them hold their slots before anybody may look which are free.
         let mut orders = Vec::with_capacity(claimed.len());
-        for (prepared, claimed) in prepared.into_iter().zip(claimed) {
+        for ((prepared, files), claimed) in prepared.into_iter().zip(files).zip(claimed) {
             match claimed {
                 Some(claimed) => {
                     started += 1;
                     app.leases.hold(claimed.attempt.clone(), prepared.claim.places.clone());
                     app.waiting.remove(&prepared.claim.job);
-                    orders.push((prepared, claimed));
+                    orders.push((prepared, files, claimed));
                 }
                 // It does not wait any more: to be read again.
                 None => app.waiting.note(&prepared.start.row.job),
             }
         }
         // Before anything that takes long: their agents are notified.
-        let ordered: Vec<_> =
-            orders.into_iter().map(|(prepared, claimed)| order(app, prepared, claimed)).collect();
+        let order = |(prepared, files, claimed)| order(app, prepared, files, claimed);
+        let ordered: Vec<_> = orders.into_iter().map(order).collect();
         passing = passing.and(follow_up(app, ordered).await);
     }
     passing.map(|()| started == wanted)
@@ -84,6 +91,7 @@ fn may_start(stored: &Job, known: &Job) -> bool {
         && stored.unreadable.is_none()
         && stored.ranks == known.ranks
         && device_for(&stored.spec) == device_for(&known.spec)
+        && stored.spec.data.dataset == known.spec.data.dataset
 }
 
 /// What attempts need before they are claimed; without those whose jobs have failed for want of it, or must be looked at again. Also the
@@ -91,7 +99,8 @@ fn may_start(stored: &Job, known: &Job) -> bool {
 async fn prepare_all(app: &App, starts: Vec<Start>) -> Result<(Vec<Prepared>, Result<()>)> {
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
-    let stored = app.store.jobs_of(&ids).await?;
+    let known = starts.iter().map(|start| &start.row.job);
+    let (stored, datasets) = tokio::try_join!(app.store.jobs_of(&ids), datasets(app, known))?;
     let mut stored: HashMap<JobId, JobRow> =
         stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
     let mut ready = Vec::with_capacity(starts.len());
@@ -107,7 +116,6 @@ async fn prepare_all(app: &App, starts: Vec<Start>) -> Result<(Vec<Prepared>, Re
             }
         }
     }
-    let datasets = datasets(app, ready.iter().map(|start| &start.row.job)).await?;
     let ids: Vec<_> = ready.iter().map(|start| start.row.job.id.clone()).collect();
     let prepared = join_all(ready.into_iter().map(|start| prepare(app, start, &datasets))).await;
     let (mut found, mut passing) = (Vec::with_capacity(prepared.len()), Ok(()));
@@ -136,8 +144,6 @@ async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -
             return fail(app, &job.id, NONE_LEFT.into()).await.map(|()| None);
         }
     }
-    let mut files = start_files(app, job).await;
-    files.pretrained.clone_from(&needs.pretrained);
     if let Some(ranks) = start.fewer.as_ref().and_then(|fewer| fewer.facts().ranks) {
         needs.spec = needs.spec.on_ranks(ranks);
     }
@@ -156,7 +162,7 @@ async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -
         fewer: start.fewer.clone(),
         at: crate::now(),
     };
-    Ok(Some(Prepared { start, needs, files, claim }))
+    Ok(Some(Prepared { start, needs, claim }))
 }
 
 /// Claims jobs: all in one transaction or, where one of them is refused for good, each by itself.
@@ -240,8 +246,8 @@ struct Ordered {
 }
 
 /// Notifies the agents of a job that was claimed: they start it.
-fn order(app: &App, prepared: Prepared, claimed: Claimed) -> Ordered {
-    let Prepared { start: Start { row, chosen, .. }, needs, files, claim: Claim { places, .. } } = prepared;
+fn order(app: &App, prepared: Prepared, files: StartFiles, claimed: Claimed) -> Ordered {
+    let Prepared { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     app.coming.forget(&job.id);
     app.reservations.forget(&job.id);
@@ -260,7 +266,7 @@ fn order(app: &App, prepared: Prepared, claimed: Claimed) -> Ordered {
         job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
         network: None,
-        files,
+        files: StartFiles { pretrained: needs.pretrained, ..files },
     };
     let meets_at_loopback = master_address(&chosen).is_none();
     let mut gone = None;
@@ -331,19 +337,26 @@ fn master_address(chosen: &[(Arc<Online>, Vec<u32>)]) -> Option<&str> {
     if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
 }
 
-/// What an agent needs to know that has not the server's disk. The mark tells it whether it has.
-async fn start_files(app: &App, job: &Job) -> StartFiles {
-    let folder = app.job_dir(&job.id);
+/// What agents need to know that have not the server's disk, of each of these jobs. The mark tells them whether they have.
+async fn start_files(app: &App, prepared: &[Prepared]) -> Vec<StartFiles> {
+    let folders: Vec<_> = prepared.iter().map(|prepared| app.job_dir(&prepared.claim.job)).collect();
+    let number = folders.len();
+    let files = |folder: PathBuf| StartFiles {
+        mark: mark(&folder),
+        dataset: artifacts::dataset_note(&folder),
+        pretrained: None,
+    };
+    let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
+    all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])
+}
+
+/// Writes a random word into a job's folder.
+fn mark(folder: &Path) -> Option<String> {
     let word = uuid::Uuid::new_v4().simple().to_string();
     // A data directory that was lost has no folders of its jobs.
-    let marked = match tokio::fs::create_dir_all(&folder).await {
-        Ok(()) => tokio::fs::write(folder.join(MARK), &word).await,
-        Err(error) => Err(error),
-    };
+    let marked = fs::create_dir_all(folder).and_then(|()| fs::write(folder.join(MARK), &word));
     if let Err(error) = &marked {
-        tracing::warn!(%error, job = %job.id, "the job's folder cannot be marked");
+        tracing::warn!(%error, folder = %folder.display(), "the job's folder cannot be marked");
     }
-    let mark = marked.is_ok().then_some(word);
-    let dataset = tokio::task::spawn_blocking(move || artifacts::dataset_note(&folder)).await;
-    StartFiles { mark, dataset: dataset.unwrap_or_default(), pretrained: None }
+    marked.is_ok().then_some(word)
 }

@@ -6,7 +6,7 @@
 //! or another one after a rank was lost, also after the attempt's end.
 
 use super::{
-    checkpoints,
+    checkpoint_files, checkpoints,
     extract::{Path, Query, job_id},
 };
 use crate::{
@@ -205,7 +205,7 @@ pub(crate) async fn file(
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
         artifacts::log_once(&app, &asking.attempt.job, attempt, "fetched", text).await;
     }
-    checkpoints::file(State(app), Path((id, file)), request).await
+    checkpoint_files::file(State(app), Path((id, file)), request).await
 }
 
 /// The dataset's fingerprint at a job's first start

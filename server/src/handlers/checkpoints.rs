@@ -1,7 +1,7 @@
-//! Checkpoints: their list, and their files with ranges and checksums.
+//! Checkpoints: their list, and what they are.
 
 use super::{
-    conditional::{self, CACHING, tagged},
+    conditional::tagged,
     extract::{Path, Query},
     list::{Elements, List, ListParams, Page},
 };
@@ -15,22 +15,16 @@ use crate::{
     regular,
     store::CheckpointRow,
 };
-use axum::{
-    Json,
-    body::Body,
-    extract::State,
-    http::{HeaderMap, HeaderValue, Request, StatusCode, header},
-    response::{IntoResponse, Response},
-};
+use axum::{Json, extract::State, http::HeaderMap, response::Response};
 use jiff::Timestamp;
 use lockstep_protocol::agent::CheckpointInfo;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tower_http::services::ServeFile;
+use std::fmt::Display;
 use utoipa::ToSchema;
 
 /// The files of a checkpoint; nothing else in its folder is served.
-const FILES: [&str; 5] =
+pub(super) const FILES: [&str; 5] =
     ["model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
 
 /// Which weights of a checkpoint.
@@ -66,7 +60,7 @@ impl Weights {
     }
 }
 
-fn no_average() -> Error {
+pub(super) fn no_average() -> Error {
     let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
                   were averaged; leave weights=ema out";
     Error::NotFound(detail.into())
@@ -182,73 +176,6 @@ pub(crate) async fn show(State(app): State<App>, Path(id): Path<String>) -> Resu
     Ok(Json(CheckpointDetail { job: row.job.to_string(), checkpoint: Checkpoint::of(&app, row), files }))
 }
 
-/// A file of a checkpoint
-///
-/// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
-/// manifest.
-#[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
-    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json")),
-    responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
-        (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
-        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 416, description = "There is no such range"),
-        (status = 422, body = Problem, description = "Its manifest is damaged, or this is no regular file")))]
-pub(crate) async fn file(
-    State(app): State<App>,
-    Path((id, file)): Path<(String, String)>,
-    mut request: Request<Body>,
-) -> Result<Response> {
-    let Some(name) = FILES.into_iter().find(|name| *name == file) else {
-        return Err(Error::NotFound(format!("a checkpoint has the files {}", FILES.join(", "))));
-    };
-    let row = find(&app, &id).await?;
-    let manifest = manifest(&app, &row).await?;
-    let checksum =
-        manifest.pointer(&format!("/files/{name}/sha256")).and_then(Value::as_str).map(str::to_owned);
-    let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
-    if let Some(tag) = &tag {
-        if conditional::is_known(request.headers(), tag) {
-            let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
-            return Ok((StatusCode::NOT_MODIFIED, about).into_response());
-        }
-        if !conditional::range_counts(request.headers(), tag) {
-            request.headers_mut().remove(header::RANGE);
-        }
-        // A client that sends a tag means that, and not the time.
-        if request.headers().contains_key(header::IF_NONE_MATCH) {
-            request.headers_mut().remove(header::IF_MODIFIED_SINCE);
-        }
-    }
-    if name == FILES[1] && checksum.is_none() {
-        return Err(no_average());
-    }
-    let path = folder(&app, &row).join(name);
-    check_regular(&path)?;
-    let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
-    if response.status() == StatusCode::NOT_FOUND {
-        return Err(removed());
-    }
-    let headers = response.headers_mut();
-    if let (Some(checksum), Some(tag)) = (checksum, tag) {
-        for (key, value) in
-            [("x-checksum-sha256", checksum), ("etag", tag), ("cache-control", CACHING.to_owned())]
-        {
-            let value = HeaderValue::from_str(&value).map_err(|e| Error::Internal(e.to_string()))?;
-            headers.insert(key, value);
-        }
-    }
-    let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    if !name.ends_with(".json") {
-        let attachment = format!("attachment; filename=\"{}-{}-{name}\"", row.info.epoch, row.info.step);
-        headers.insert(
-            header::CONTENT_DISPOSITION,
-            HeaderValue::from_str(&attachment).map_err(|e| Error::Internal(e.to_string()))?,
-        );
-    }
-    Ok(response)
-}
-
 pub(super) async fn find(app: &App, id: &str) -> Result<CheckpointRow> {
     app.store.checkpoint(id).await?.ok_or_else(|| Error::NotFound("no checkpoint has this id".into()))
 }
@@ -292,7 +219,7 @@ pub(super) async fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
         fetch => fetch,
     };
     match fetch {
-        Some(fetch) => fetched(app, fetch).await,
+        Some(fetch) => fetched(app, row, fetch).await,
         None => Ok(()),
     }
 }
@@ -301,11 +228,13 @@ pub(super) async fn check_here(app: &App, row: &CheckpointRow) -> Result<()> {
 ///
 /// # Errors
 /// It cannot be fetched, or takes long.
-pub(super) async fn fetched(app: &App, fetch: Fetch) -> Result<()> {
+pub(super) async fn fetched(app: &App, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, app.config.evaluation_wait).await {
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed()),
-        Some(Err(NotFetched::Damaged(how))) => Err(damaged(format!("{how}, as the object store has it"))),
+        Some(Err(NotFetched::Damaged(how))) => {
+            Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, as the object store has it")))
+        }
         Some(Err(NotFetched::Away(why))) => Err(Error::Unavailable(format!(
             "this checkpoint is in the object store, which cannot be asked now ({why}); try again later"
         ))),
@@ -329,12 +258,14 @@ pub(super) fn folder(app: &App, row: &CheckpointRow) -> std::path::PathBuf {
     app.job_dir(&row.job).join("checkpoints").join(format!("{}-{}", row.info.epoch, row.info.step))
 }
 
-async fn manifest(app: &App, row: &CheckpointRow) -> Result<Value> {
+pub(super) async fn manifest(app: &App, row: &CheckpointRow) -> Result<Value> {
     check_here(app, row).await?;
     let path = folder(app, row).join("MANIFEST.json");
     check_regular(&path)?;
     let text = regular::read(&path).await.map_err(|_| removed())?;
-    serde_json::from_slice(&text).map_err(|e| damaged(format!("its MANIFEST.json is no JSON ({e})")))
+    serde_json::from_slice(&text).map_err(|e| {
+        damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is no JSON ({e})"))
+    })
 }
 
 /// Whether a file of a checkpoint can be opened without waiting for anybody. One that is missing is found out later.
@@ -345,14 +276,14 @@ pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
     match path.metadata() {
         Ok(about) if !about.is_file() => {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            Err(damaged(format!("its {name} is no regular file")))
+            Err(damaged("this checkpoint", &format!("its {name} is no regular file")))
         }
         _ => Ok(()),
     }
 }
 
 /// `how`: what is wrong, as in `its state.json is missing`.
-pub(super) fn damaged(how: String) -> Error {
-    let detail = format!("this checkpoint is damaged: {how}; use another one");
+pub(super) fn damaged(which: impl Display, how: &str) -> Error {
+    let detail = format!("{which} is damaged: {how}; use another one");
     Error::Of(Code::CheckpointDamaged, detail)
 }

@@ -156,13 +156,14 @@ async fn make(
         && let Some((fetch, _)) = artifact_fetches::check(app, &from, None)
     {
         let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
-        checkpoints::fetched(app, fetch).await?;
+        checkpoints::fetched(app, &from, fetch).await?;
         done = copied().await;
     }
     if let Err(error) = done {
         let _ = tokio::fs::remove_dir_all(app.job_dir(&new)).await;
         if error.kind() == io::ErrorKind::InvalidData {
-            return Err(checkpoints::damaged(error.to_string()));
+            let which = format_args!("checkpoint {}", from.id);
+            return Err(checkpoints::damaged(which, &error.to_string()));
         }
         if error.kind() == io::ErrorKind::NotFound && !app.checkpoint_dir(&from).exists() {
             return Err(checkpoints::removed());

@@ -9,6 +9,7 @@ pub(crate) mod attempts;
 pub(crate) mod audit;
 mod bundle;
 pub(crate) mod bundled;
+pub(crate) mod checkpoint_files;
 pub(crate) mod checkpoints;
 mod conditional;
 pub(crate) mod dataset_files;

@@ -42,23 +42,35 @@ impl ObjectStorage {
         Ok(Some(marker.store.to_string()))
     }
 
-    /// Marks a store that nobody has marked; with what.
+    /// Marks a store, from now on known by `store`.
     ///
     /// # Errors
     /// The store.
-    pub(crate) async fn mark(&self) -> Result<String, Unusable> {
-        let store = Uuid::new_v4();
+    pub(crate) async fn mark(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
         within(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;
-        Ok(store.to_string())
+        Ok(())
+    }
+
+    /// The database is a restored one.
+    pub(crate) fn restored(&self) -> Unusable {
+        Unusable::for_good(format!(
+            "this database was restored from a backup, and {} is the store of the server that the backup was made of: each of the two would delete \
+             what the other needs. If that server is gone, or is not to use the store again, start this one with --artifacts-adopt: the store is \
+             then its alone. For a trial leave --artifacts out",
+            self.url
+        ))
     }
 
     /// It is another store than the one that the database knows.
     pub(crate) fn another(&self, found: Option<&str>, wanted: &str) -> Unusable {
-        let found = found.map_or_else(|| "is missing".to_owned(), |found| format!("names {found}"));
+        let found = found.map_or_else(
+            || "is missing".to_owned(),
+            |found| format!("names {found} (a server with a restored copy of this database may have adopted the store)"),
+        );
         Unusable::for_good(format!(
             "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{wanted}\"}}; \
-             {}. If that store is lost for good, name {} that was never used: what is still on the server's disk is copied there",
+             {} If that store is lost for good, name {} that was never used: what is still on the server's disk is copied there",
             self.url,
             self.hint(),
             if self.directory.is_some() { "a directory" } else { "a prefix" },

@@ -63,8 +63,9 @@ async fn a_store_is_known_by_its_marker() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
     assert_eq!(storage.marker().await, Ok(None));
-    let marker = storage.mark().await.unwrap();
-    assert_eq!(storage.marker().await, Ok(Some(marker)));
+    let own = uuid::Uuid::new_v4();
+    storage.mark(own).await.unwrap();
+    assert_eq!(storage.marker().await, Ok(Some(own.to_string())));
     std::fs::write(dir.path().join("LOCKSTEP.json"), "{}").unwrap();
     assert!(storage.marker().await.unwrap_err().why.contains("cannot be read"));
 }

@@ -116,6 +116,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
                 sqlite::copy::insert(&mut db, &table, row).await?;
             }
             sqlite::copy::hide_private_parents(&mut db).await?;
+            sqlite::copy::mark_restored(&mut db).await?;
             sqlite::copy::advance_counters(&mut db).await?;
             db.commit().await?;
             super::Store::close(&store).await;
@@ -131,6 +132,7 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
                 postgres::copy::insert(&mut db, &table, row).await?;
             }
             postgres::copy::hide_private_parents(&mut db).await?;
+            postgres::copy::mark_restored(&mut db).await?;
             postgres::copy::advance_counters(&mut db).await?;
             db.commit().await?;
             super::Store::close(&store).await;

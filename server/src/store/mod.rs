@@ -23,12 +23,12 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed,
-    Comparison, Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
-    ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored,
-    StoredCheckpoint, TokenRow, WaitingVersion,
+    AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow,
+    Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue,
+    HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter,
+    LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf,
+    PersonRow, Place, ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy,
+    SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -154,7 +154,9 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError::NotFound`]: the job was deleted meanwhile.
-    async fn claim(&self, claim: Claim) -> Result<Option<Claimed>>;
+    async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
+        Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
+    }
     /// As [`Store::claim`], of several jobs in one transaction: one commit for all.
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
     /// The attempts that may write, on any agent.
@@ -236,7 +238,11 @@ pub trait Store: Send + Sync + 'static {
     /// checkpoint (any more).
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
     /// By what the object store of this address is known again; none of one that is not known.
-    async fn artifact_marker(&self, store: &str) -> Result<Option<String>>;
+    async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>>;
+    /// Whether this marker, of whatever address, came with a backup.
+    async fn is_marker_restored(&self, marker: &str) -> Result<bool>;
+    /// In the place of a marker that came with a backup, this database's own.
+    async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores by what an object store is known again. One of another address that had this marker is the same store: what was there is
     /// at this address now.
     async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;

@@ -65,6 +65,15 @@ pub struct StoredCheckpoint {
     pub parts: Option<String>,
 }
 
+/// By what an object store is known again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArtifactMarker {
+    /// What its `LOCKSTEP.json` says.
+    pub marker: String,
+    /// It came with a backup: the server that this was made of may have the store yet.
+    pub is_restored: bool,
+}
+
 /// What people wrote on a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Annotation {

@@ -17,7 +17,7 @@ use std::{
 };
 use tokio::time::Instant;
 
-fn files_below(directory: &Path) -> Vec<PathBuf> {
+pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         match entry.path() {
@@ -29,7 +29,7 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
     found
 }
 
-async fn until(what: &str, condition: impl AsyncFn() -> bool) {
+pub(crate) async fn until(what: &str, condition: impl AsyncFn() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition().await {
         assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
@@ -37,13 +37,13 @@ async fn until(what: &str, condition: impl AsyncFn() -> bool) {
     }
 }
 
-async fn states(server: &TestServer, job: &str) -> Vec<Value> {
+pub(crate) async fn states(server: &TestServer, job: &str) -> Vec<Value> {
     let (_, listed) = server.get(&format!("/jobs/{job}/checkpoints")).await;
     listed["checkpoints"].as_array().unwrap().iter().map(|checkpoint| checkpoint["stored"].clone()).collect()
 }
 
 /// A checkpoint as a rank on the server's disk writes it, in the job's folder.
-fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
+pub(crate) fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
     let folder = job_dir.as_ref().join("checkpoints").join(format!("1-{step}"));
     fs::create_dir_all(&folder).unwrap();
     for (name, bytes) in FILES {

@@ -107,11 +107,12 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     let dir = folder.join("checkpoints/1-100");
     std::fs::create_dir_all(&dir).unwrap();
     std::fs::write(dir.join("model.safetensors"), b"hello world").unwrap();
-    let manifest = json!({"files": {"model.safetensors": {"size": 11, "sha256": "abc123"}}});
+    let sum = crate::uploads::sum(b"hello world");
+    let manifest = json!({"files": {"model.safetensors": {"size_bytes": 11, "sha256": sum}}});
     std::fs::write(dir.join("MANIFEST.json"), manifest.to_string()).unwrap();
     let url = server.url(&format!("/api/v1/checkpoints/{}/model.safetensors", ids[0]));
     let whole = server.http.get(&url).send().await.unwrap();
-    assert_eq!(whole.headers()["etag"], "\"abc123\"");
+    assert_eq!(whole.headers()["etag"], format!("\"{sum}\""));
     assert_eq!(whole.text().await.unwrap(), "hello world");
     let part = server.http.get(&url).header("range", "bytes=6-").send().await.unwrap();
     assert_eq!((part.status().as_u16(), part.text().await.unwrap().as_str()), (206, "world"));

@@ -11,6 +11,7 @@ mod test_server;
 mod access;
 mod artifacts;
 mod cursors;
+mod damaged_files;
 mod databases;
 mod dataset_files;
 mod dataset_roots;

@@ -10,8 +10,8 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        AgentRow, Annotation, Claim, Created, Ingested, JobFilter, MetricFilter, MinuteRow, NewJob, Place,
-        Report, Store, StoreError, postgres::PostgresStore, sqlite::SqliteStore,
+        AgentRow, Annotation, Change, Claim, Created, Ingested, JobFilter, MetricFilter, MinuteRow, NewJob,
+        Place, Report, Store, StoreError, postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
 
@@ -250,6 +250,103 @@ async fn many_at_once(store: &dyn Store) {
 fn machine() -> Machine {
     let FromAgent::Hello { machine, .. } = hello("a", 1, Vec::new()) else { unreachable!() };
     machine
+}
+
+/// More jobs than a statement has rows: each is claimed, reported on and edited as if it were alone.
+async fn more_than_a_statement_takes(store: &dyn Store) {
+    const JOBS: usize = 64 + 32 + 5;
+    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
+    store.add_dataset(&dataset(at)).await.unwrap();
+    let mut jobs = Vec::new();
+    for n in 0..JOBS {
+        let id = JobId::generate();
+        let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
+        let spec = spec(&format!("job {n}"));
+        store
+            .create_job(NewJob { id: id.clone(), spec, annotation, at, idempotency, fork, owner })
+            .await
+            .unwrap();
+        jobs.push(id);
+    }
+    // Twice the same job: the second edit finds what the first one left.
+    let waits = |job: &JobId, words: &str| -> (JobId, Change) {
+        let why = words.into();
+        (job.clone(), Box::new(move |row| lifecycle::waits(row, &why)))
+    };
+    let mut changes: Vec<_> = jobs.iter().map(|job| waits(job, "no slots")).collect();
+    changes.push(waits(&jobs[3], "no slots at all"));
+    changes.push(waits(&JobId::generate(), "nobody"));
+    let changed = store.change_jobs(&changes).await.unwrap();
+    assert!(changed[..=JOBS].iter().all(Option::is_some) && changed[JOBS + 1].is_none());
+    let seqs =
+        |n: usize| changed[n].as_ref().unwrap().events.iter().map(|event| event.seq).collect::<Vec<_>>();
+    assert_eq!((seqs(3), seqs(JOBS), seqs(JOBS - 1)), (vec![2], vec![3], vec![2]));
+    assert_eq!(store.job(&jobs[3]).await.unwrap().unwrap().job.reason.as_deref(), Some("no slots at all"));
+    assert_eq!(store.job(&jobs[4]).await.unwrap().unwrap().job.reason.as_deref(), Some("no slots"));
+
+    let claim = |(n, job): (usize, &JobId)| Claim {
+        job: job.clone(),
+        after_attempt: 0,
+        places: vec![Place { agent_id: format!("id {n}"), agent: format!("agent {n}"), ranks: vec![(0, 3)] }],
+        fewer: None,
+        at,
+    };
+    let claims: Vec<_> = jobs.iter().enumerate().map(claim).collect();
+    let claimed = store.claim_all(&claims).await.unwrap();
+    let attempts: Vec<_> = claimed.into_iter().map(|claimed| claimed.unwrap().attempt).collect();
+    assert!(attempts.is_sorted_by(|one, next| one.fencing_token < next.fencing_token));
+    assert!(attempts.iter().map(|attempt| &attempt.job).eq(&jobs));
+
+    // All but one run, half of them to their end; one is reported on by an agent that is not its own.
+    let report = |n: usize, source, events| Report {
+        agent_id: format!("id {}", if n == 7 { 8 } else { n }),
+        attempt: attempts[n].clone(),
+        source,
+        first: 0,
+        events,
+        at,
+        leaving: None,
+    };
+    let mut reports: Vec<_> =
+        (1..JOBS).map(|n| report(n, Source::Rank(0), vec![running(10, 0), losses(0, 1..=2)])).collect();
+    let end = AttemptEvent::Ended(Ending::Succeeded { step: 2 });
+    let ends = (1..JOBS).filter(|n| n % 2 == 0).map(|n| report(n, Source::Agent, vec![end.clone()]));
+    reports.extend(ends);
+    let answers = store.ingest(&reports).await.unwrap();
+    let stale: Vec<_> =
+        answers.iter().enumerate().filter(|(_, answer)| matches!(answer, Ingested::Stale)).collect();
+    assert_eq!((stale.len(), stale[0].0), (1, 6), "{stale:?}");
+    for (n, attempt) in attempts.iter().enumerate() {
+        let job = store.job(&attempt.job).await.unwrap().unwrap().job;
+        let state = match n {
+            0 | 7 => JobState::Starting,
+            n if n % 2 == 0 => JobState::Succeeded,
+            _ => JobState::Running,
+        };
+        let acknowledged = store.acknowledged(attempt, &format!("id {n}")).await.unwrap();
+        let sources = match state {
+            JobState::Starting => 0,
+            JobState::Running => 1,
+            _ => 2,
+        };
+        assert_eq!((job.state, acknowledged.len()), (state, sources), "job {n}");
+        let all = store.attempts(&attempt.job).await.unwrap();
+        assert_eq!(all[0].ended_at.is_some(), state == JobState::Succeeded, "job {n}");
+        let events = store.events(&attempt.job, 0, 100).await.unwrap();
+        assert_eq!(events.last().unwrap().seq, job.last_seq, "job {n}");
+    }
+    store.close().await;
+}
+
+#[tokio::test]
+async fn sqlite_takes_more_than_a_statement_does() {
+    let dir = tempfile::tempdir().unwrap();
+    more_than_a_statement_takes(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_takes_more_than_a_statement_does() {
+    more_than_a_statement_takes(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]

@@ -88,6 +88,21 @@ fn is_loopback(host: &str) -> bool {
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
+/// Whether those who listen where the server was are its account, or root: another account of this machine may have taken the port of a
+/// server that is away, and gets no token. Where nobody listens, somebody may begin to before the connection is there.
+pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
+    const ROOT: u32 = 0;
+    if listeners.is_empty() && !owners.is_empty() {
+        return Err("nothing listens there".into());
+    }
+    match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
+        None => Ok(()),
+        Some(uid) => {
+            Err(format!("another account (user id {uid}) listens there now, which is not sent the token"))
+        }
+    }
+}
+
 impl Address {
     /// Read for each connection: a new authority, or a renewed certificate, is known without a new start.
     pub(super) fn connector(&self) -> Result<Connector, String> {
@@ -129,7 +144,7 @@ impl Address {
 
     /// Whether nobody else has taken the server's port on this machine.
     pub(super) fn check_listeners(&self) -> Result<(), String> {
-        super::same_account(&self.listeners(), self.owners.get().map_or(&[], Vec::as_slice))
+        same_account(&self.listeners(), self.owners.get().map_or(&[], Vec::as_slice))
     }
 
     /// What keeps a request from being answered.

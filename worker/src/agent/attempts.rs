@@ -1,10 +1,11 @@
 //! The attempts of an agent: starts them, and drops them once the server has all of their records.
 
 use super::{
-    Agent,
+    Agent, Shutdown,
     attempt::{Attempt, Order, free_port},
     place,
     preflight::Refusal,
+    state_dir::StateDirError,
 };
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
@@ -51,13 +52,29 @@ impl Agent {
         }
         let (stored, made) = place::place(&self.state_dir, start);
         // Ranks that are not recorded on disk could not be adopted after this process ends.
-        let noted = made.and_then(|()| self.state_dir.store(&stored));
-        let refusal = noted.err().map(|e| format!("the agent cannot keep a note of them: {e}")).or(no_port);
-        let refusal = refusal.map(Refusal::other);
+        if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
+            return self.give_up(error);
+        }
+        let refusal = no_port.map(Refusal::other);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
         self.take(Attempt::start(stored, refusal, context));
+    }
+
+    /// Ends the agent in order because its folder cannot be written. Otherwise it would fail one job after the other, each of which another
+    /// agent can start. The server puts its jobs back into the queue.
+    fn give_up(&mut self, error: std::io::Error) {
+        self.leave(format!("its folder {} cannot be written", self.state_dir.dir().display()));
+        self.unwritable = Some(StateDirError::Unwritable { path: self.state_dir.dir().to_owned(), error });
+    }
+
+    /// Ends the agent in order: notifies the server, and ranks write a checkpoint.
+    pub(super) fn leave(&mut self, reason: String) {
+        self.leaving = Some(Shutdown { reason, announced: false, ranks_gone: None });
+        for attempt in self.attempts.values() {
+            attempt.order(Order::Leave);
+        }
     }
 
     /// A job is over or was deleted. An agent that serves only this job has nothing to wait for, also if it never ran an attempt of it.

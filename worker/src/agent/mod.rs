@@ -29,8 +29,8 @@ pub use options::{AgentError, Options};
 pub use place::Datasets;
 
 use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
-use address::Address;
-use attempt::{Attempt, AttemptContext, Order};
+use address::{Address, same_account};
+use attempt::{Attempt, AttemptContext};
 use dataset_copy::Copies;
 use lease::Lease;
 use lockstep_protocol::{
@@ -42,7 +42,7 @@ use remote::Remote;
 use session::{Outcome, Session};
 use signals::Signals;
 use slots::{nvlink_groups, slots};
-use state_dir::{StateDir, StoredAttempt};
+use state_dir::{StateDir, StateDirError, StoredAttempt};
 use std::{
     collections::BTreeMap,
     sync::Arc,
@@ -114,6 +114,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         context,
         attempts: BTreeMap::new(),
         leaving: None,
+        unwritable: None,
         spool_bytes: options.spool_bytes,
         measured: Instant::now(),
         samples,
@@ -154,22 +155,6 @@ fn dataset_copies(
 /// Distinct reasons for a failed connection that are logged until the next connection.
 const COMPLAINTS: usize = 16;
 
-/// Checks that only the server's account, or root, listens at the server's address on this machine: another account may have taken the
-/// port of a stopped server, and must not get the token. It is an error if nobody listens, because another account may start to before
-/// this agent connects.
-fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
-    const ROOT: u32 = 0;
-    if listeners.is_empty() && !owners.is_empty() {
-        return Err("nothing listens there".into());
-    }
-    match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
-        None => Ok(()),
-        Some(uid) => {
-            Err(format!("another account (user id {uid}) listens there now, which is not sent the token"))
-        }
-    }
-}
-
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
@@ -185,6 +170,8 @@ struct Agent {
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
     leaving: Option<Shutdown>,
+    /// Its folder took no note, and it ends for that.
+    unwritable: Option<StateDirError>,
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
@@ -209,6 +196,8 @@ struct Agent {
 type AttemptKey = (JobId, u32);
 
 struct Shutdown {
+    /// As the server is told it.
+    reason: String,
     announced: bool,
     ranks_gone: Option<Instant>,
 }
@@ -261,7 +250,10 @@ impl Agent {
                         }
                         Outcome::Lost { reason, welcomed } => {
                             if welcomed {
-                                pause = RETRY.0;
+                                // One that is cut off as soon as it is welcome is not in a hurry.
+                                if asked.elapsed() > RETRY.1 {
+                                    pause = RETRY.0;
+                                }
                                 if owners.is_empty() {
                                     request.note_owners(&listeners);
                                     owners = listeners;
@@ -291,7 +283,10 @@ impl Agent {
         }
     }
 
-    fn result(&self) -> Result<(), AgentError> {
+    fn result(&mut self) -> Result<(), AgentError> {
+        if let Some(unwritable) = self.unwritable.take() {
+            return Err(unwritable.into());
+        }
         if self.until_final && self.only_job_is_final.is_none() {
             return Err(AgentError::Signalled);
         }
@@ -333,10 +328,7 @@ impl Agent {
             return LoopControl::End;
         }
         tracing::info!("ending in order");
-        self.leaving = Some(Shutdown { announced: false, ranks_gone: None });
-        for attempt in self.attempts.values() {
-            attempt.order(Order::Leave);
-        }
+        self.leave("the agent was stopped".into());
         LoopControl::Continue
     }
 

@@ -247,7 +247,8 @@ impl Connected {
         if let Some(leaving) = &mut agent.leaving
             && !std::mem::replace(&mut leaving.announced, true)
         {
-            self.send(&FromAgent::Leaving { reason: "the agent was stopped".into() }).await?;
+            let reason = leaving.reason.clone();
+            self.send(&FromAgent::Leaving { reason }).await?;
         }
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {

@@ -56,6 +56,15 @@ pub enum StateDirError {
         /// What the system says.
         error: io::Error,
     },
+    /// It takes no note of an attempt.
+    #[error("the agent's folder {} cannot be written ({error}): this agent takes no jobs; make room there or make it writable, then start it \
+        again", path.display())]
+    Unwritable {
+        /// The folder.
+        path: PathBuf,
+        /// What the system says.
+        error: io::Error,
+    },
     /// Another agent runs on it.
     #[error("the agent's folder {} is in use by another agent{}; stop that one, or choose another folder with --data-dir",
         path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
@@ -109,6 +118,11 @@ impl StateDir {
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
         let agent_id = agent_id(&dir).map_err(failed(&dir.join("agent_id")))?;
+        // As a note of an attempt is written: an agent that cannot do that would only be given jobs to give them back.
+        let probe = dir.join("attempts").join("probe");
+        write_private(&probe, agent_id.as_bytes())
+            .and_then(|()| fs::remove_file(&probe))
+            .map_err(|error| StateDirError::Unwritable { path: dir.clone(), error })?;
         Ok(Self { dir, agent_id, _lock: lock })
     }
 

@@ -292,10 +292,11 @@ pub trait Engine: Send {
             loss_scaling: self.loss_scaling()?,
         })
     }
-    /// After a collective method has failed because another rank is gone: makes this rank's state that of the last step which
-    /// has returned its result. False: parts of it may be of two steps, or it cannot be had; nothing may be kept of it.
-    fn undo_step(&mut self) -> bool {
-        false
+    /// After a collective method has failed because another rank is gone: makes this rank's state, as [`Engine::own_state`] gives it, that
+    /// of the newest step that it has finished. Gives the results of finished steps that have not been returned, oldest first.
+    /// `None`: parts of it may be of two steps, or it cannot be had; nothing may be kept of it.
+    fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        None
     }
     /// Collective: continues from `state`, which is the same on every rank but for the average, which only rank 0 keeps. Where
     /// ranks share memory, none may use the old state any more when one calls this, nor the new one before all have: a

@@ -239,7 +239,11 @@ fn sort(text: &str) -> Result<JobSort> {
             SortBy::Tag(tag.to_owned())
         }
         _ => {
-            let names: Vec<_> = SORTS.iter().map(|(name, _)| *name).chain(metric::NAMES).collect();
+            let mut names: Vec<_> = SORTS.iter().map(|(name, _)| *name).collect();
+            // Of some metrics a job has the newest value as its own.
+            let metrics =
+                metric::NAMES.into_iter().filter(|metric| SORTS.iter().all(|(name, _)| name != metric));
+            names.extend(metrics);
             match list::known_name("sort", name, &names)? {
                 // The one speed that a job has.
                 "images_per_second" => SortBy::Speed,
@@ -383,5 +387,15 @@ mod tests {
         assert!(sort("tag:").is_err() && sort(&format!("tag:{}", "é".repeat(40))).is_ok());
         assert!(sort(&format!("tag:{}", "é".repeat(41))).is_err());
         assert!(sort("losss").is_err() && sort("").is_err() && sort("-").is_err());
+    }
+
+    #[test]
+    fn an_unknown_sort_names_each_one_once() {
+        let Err(Error::BadRequest(detail)) = sort("xxxxxxxxxxxx") else { panic!("it is refused") };
+        let names: Vec<_> = detail.split_once("there are ").expect("all names").1.split(", ").collect();
+        let mut once = names.clone();
+        once.sort_unstable();
+        once.dedup();
+        assert_eq!((names.len(), names.contains(&"grad_norm")), (once.len(), true), "{detail}");
     }
 }

@@ -2,7 +2,8 @@
 
 use super::{
     Connection, DbRow, SqlStore, events,
-    jobs::{change_row, load, read},
+    jobs::{append, load_all, read, save},
+    together,
 };
 use crate::{
     lifecycle,
@@ -19,6 +20,7 @@ use lockstep_protocol::{
     reason::{Reason, ReasonCode},
 };
 use sqlx::{AssertSqlSafe, Row};
+use std::collections::HashMap;
 
 /// Jobs whose slots somebody may count on. In these words the index `jobs_yielding` has it, which SQLite compares.
 pub(super) const YIELDS: &str =
@@ -49,11 +51,7 @@ impl SqlStore {
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         reached("claim.begin")?;
-        let (mut made, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
-        for claim in claims {
-            made.push(make_attempt(&mut db, claim, &mut new).await?);
-        }
-        events::insert(&mut db, &new).await?;
+        let made = make_attempts(&mut db, claims).await?;
         reached("claim.commit")?;
         db.commit().await?;
         reached("claim.committed")?;
@@ -111,74 +109,110 @@ impl SqlStore {
     }
 }
 
-/// Claims a job. Its events come behind `new`, still to be stored.
-async fn make_attempt(
-    db: &mut Connection,
-    claim: &Claim,
-    new: &mut Vec<events::New>,
-) -> Result<Option<Claimed>> {
-    // The one statement that decides: of two claims only one finds the job still waiting.
-    let claimed = sqlx::query(
-        "UPDATE jobs SET attempt = attempt + 1 WHERE id = $1 AND attempt = $2 \
-         AND state IN ('queued', 'restarting') RETURNING attempt",
-    )
-    .bind(claim.job.as_str())
-    .bind(i64::from(claim.after_attempt))
-    .fetch_optional(&mut *db)
-    .await?;
-    let Some(claimed) = claimed else { return Ok(None) };
-    let attempt = small(claimed.try_get("attempt")?);
-    let resume: Option<(i64, i64)> = sqlx::query_as(
-        "SELECT epoch, step FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC LIMIT 1",
-    )
-    .bind(claim.job.as_str())
-    .fetch_optional(&mut *db)
-    .await?;
-    let resume = resume.map(|(epoch, step)| format!("{epoch}-{step}"));
-    // Its number is the database's.
-    let unnumbered = new_fencing(0);
-    let number: i64 = sqlx::query_scalar(
-        "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) \
-         VALUES ($1, $2, $3, $4, $5, $6) RETURNING fencing_token",
-    )
-    .bind(claim.job.as_str())
-    .bind(i64::from(attempt))
-    .bind(json(&claim.places)?)
-    .bind(&resume)
-    .bind(claim.at.as_millisecond())
-    .bind(unnumbered.secret_text())
-    .fetch_one(&mut *db)
-    .await?;
-    let fencing_token = FencingToken { number: uint(number), ..unnumbered };
+/// What a job has when it is claimed: the attempt's number, and the checkpoint that it continues from.
+type Taken = (u32, Option<String>);
+
+/// Takes the jobs of claims that wait as their claims have them. These statements decide: of two claims only one finds a job still waiting.
+async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Taken>> {
+    let mut taken = HashMap::with_capacity(claims.len());
+    for claims in together::cut(claims) {
+        let text = format!(
+            "UPDATE jobs SET attempt = attempt + 1 FROM (VALUES {}) AS claims WHERE id = column1 AND attempt = column2 \
+             AND state IN ('queued', 'restarting') RETURNING id, attempt, (SELECT epoch || '-' || step FROM checkpoints \
+             WHERE job_id = jobs.id ORDER BY step DESC, epoch DESC LIMIT 1) AS resume",
+            together::values(claims.len(), 2)
+        );
+        let query = claims.iter().fold(sqlx::query(AssertSqlSafe(text)), |query, claim| {
+            query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt))
+        });
+        for row in query.fetch_all(&mut *db).await? {
+            let id: &str = row.try_get("id")?;
+            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            taken.insert(job, (small(row.try_get("attempt")?), row.try_get("resume")?));
+        }
+    }
+    Ok(taken)
+}
+
+/// Stores attempts, in the order of their fencing tokens, which are returned by job.
+async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<HashMap<JobId, FencingToken>> {
+    let mut tokens = HashMap::with_capacity(attempts.len());
+    for attempts in together::cut(attempts) {
+        let text = format!(
+            "INSERT INTO attempts (job_id, attempt, places, resume, started_at, fencing_secret) VALUES {} \
+             RETURNING job_id, fencing_token, fencing_secret",
+            together::values(attempts.len(), 6)
+        );
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for (claim, (attempt, resume)) in attempts {
+            query = query
+                .bind(claim.job.as_str())
+                .bind(i64::from(*attempt))
+                .bind(json(&claim.places)?)
+                .bind(resume.as_deref())
+                .bind(claim.at.as_millisecond())
+                // Its number is the database's.
+                .bind(new_fencing(0).secret_text());
+        }
+        for row in query.fetch_all(&mut *db).await? {
+            let id: &str = row.try_get("job_id")?;
+            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            tokens.insert(job, fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?));
+        }
+    }
+    Ok(tokens)
+}
+
+/// Claims jobs; none for a claim whose job does not wait as the claim has it.
+async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+    let mut taken = take(db, claims).await?;
+    // Each is the first claim's that names it.
+    let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
+    let made: Vec<_> = attempts.iter().flatten().cloned().collect();
+    let tokens = insert(db, &made).await?;
+    let ids: Vec<_> = made.iter().map(|(claim, _)| claim.job.clone()).collect();
+    let rows = load_all(db, &ids).await?;
+    let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+    let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
+    let mut changed = Vec::with_capacity(made.len());
+    for attempt in attempts {
+        let Some((claim, (attempt, resume))) = attempt else {
+            claimed.push(None);
+            continue;
+        };
+        let mut row = rows.remove(&claim.job).ok_or(StoreError::NotFound("job"))?;
+        let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
+        row.fencing_token = Some(fencing_token);
+        row.job.agents = agents(&claim.places);
+        let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
+        let its = append(db, &mut row, bodies, claim.at).await?;
+        let events = its.iter().map(|new| new.row.clone()).collect();
+        new.extend(its);
+        let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
+        claimed.push(Some(Claimed { attempt, resume, changed: Changed { job: row.job.clone(), events } }));
+        changed.push(row);
+    }
+    save(db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
+    events::insert(db, &new).await?;
+    Ok(claimed)
+}
+
+/// The names of the agents of an attempt, each once.
+fn agents(places: &[Place]) -> Vec<String> {
     let mut agents: Vec<String> = Vec::new();
-    for place in &claim.places {
+    for place in places {
         if !agents.contains(&place.agent) {
             agents.push(place.agent.clone());
         }
     }
-    let row = load(db, &claim.job).await?.ok_or(StoreError::NotFound("job"))?;
-    let (job, its) = change_row(db, row, claim.at, |row| {
-        row.fencing_token = Some(fencing_token);
-        row.job.agents = agents;
-        lifecycle::started(row, claim.fewer.clone(), claim.at)
-    })
-    .await?;
-    let changed = Changed { job, events: its.iter().map(|new| new.row.clone()).collect() };
-    new.extend(its);
-    let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
-    Ok(Some(Claimed { attempt, resume, changed }))
+    agents
 }
 
 /// An attempt as it is shown; the state of the one that may write follows from the job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
     let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
-    let mut agents: Vec<String> = Vec::new();
-    for place in places {
-        if !agents.contains(&place.agent) {
-            agents.push(place.agent);
-        }
-    }
+    let agents = agents(&places);
     let live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;

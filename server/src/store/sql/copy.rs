@@ -4,6 +4,7 @@
 use super::{
     super::dialect::{AFTER_COPY, SCHEMA},
     Connection, DbRow,
+    stored_checkpoints::RESTORED,
 };
 use crate::store::{
     backup_file::{BackupError, Writer},
@@ -98,6 +99,12 @@ const HIDE_PRIVATE_PARENTS: &str = "
 /// Hides what forks of an older backup tell of private jobs.
 pub(in crate::store) async fn hide_private_parents(db: &mut Connection) -> sqlx::Result<()> {
     sqlx::raw_sql(HIDE_PRIVATE_PARENTS).execute(db).await.map(drop)
+}
+
+/// Marks what object stores are known by as restored: their checkpoints may be another server's yet.
+pub(in crate::store) async fn mark_restored(db: &mut Connection) -> sqlx::Result<()> {
+    let query = "UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'";
+    sqlx::query(query).bind(RESTORED).execute(db).await.map(drop)
 }
 
 /// Counters over rows that were numbered elsewhere continue after them.

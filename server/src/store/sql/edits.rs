@@ -1,47 +1,63 @@
 //! Edits of stored jobs, by rules that the store does not know, and their removal.
 
 use super::{
-    Db, SqlStore, datasets,
-    jobs::{change, load},
+    Connection, SqlStore, datasets, events,
+    jobs::{append, load, load_all, save},
 };
 use crate::{
     lifecycle,
     store::{Change, Changed, Result, StoreError},
 };
 use lockstep_protocol::job::JobId;
-use sqlx::{AssertSqlSafe, Transaction};
+use sqlx::AssertSqlSafe;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// Edits a job; none where it is not there.
-async fn edit_one(db: &mut Transaction<'static, Db>, id: &JobId, edit: &Change) -> Result<Option<Changed>> {
-    let Some(row) = load(db, id).await? else { return Ok(None) };
-    if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
-        let detail =
-            format!("the job is {state:?}, a state of another version of lockstep; start that version");
-        return Err(lifecycle::Refused { state: row.job.state, detail }.into());
+/// Edits jobs, each with all of its edits in their order; none where one is not there.
+async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<Option<Changed>>> {
+    let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| *id).collect();
+    let rows = load_all(db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
+    let mut rows: BTreeMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+    let at = crate::now();
+    let (mut changed, mut new) = (Vec::with_capacity(changes.len()), Vec::new());
+    for (id, change) in changes {
+        let Some(row) = rows.get_mut(id) else {
+            changed.push(None);
+            continue;
+        };
+        if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
+            let detail =
+                format!("the job is {state:?}, a state of another version of lockstep; start that version");
+            return Err(lifecycle::Refused { state: row.job.state, detail }.into());
+        }
+        // Nobody removes the dataset of a job that is not over, so that one needs no check.
+        let over = row.job.state.is_final();
+        let bodies = change(row)?;
+        let its = append(db, row, bodies, at).await?;
+        if over && !row.job.state.is_final() {
+            datasets::require_dataset(db, &row.job.spec.data.dataset).await?;
+        }
+        let events = its.iter().map(|new| new.row.clone()).collect();
+        changed.push(Some(Changed { job: row.job.clone(), events }));
+        new.extend(its);
     }
-    // Nobody removes the dataset of a job that is not over, so that one needs no check.
-    let over = row.job.state.is_final();
-    let changed = change(db, row, crate::now(), |row| edit(row)).await?;
-    if over && !changed.job.state.is_final() {
-        datasets::require_dataset(db, &changed.job.spec.data.dataset).await?;
-    }
-    Ok(Some(changed))
+    save(db, &rows.values().collect::<Vec<_>>(), at).await?;
+    events::insert(db, &new).await?;
+    Ok(changed)
 }
 
 impl SqlStore {
-    pub(super) async fn edit_job(&self, id: &JobId, edit: Change) -> Result<Changed> {
+    pub(super) async fn edit_job(&self, id: &JobId, change: Change) -> Result<Changed> {
         let mut db = self.begin().await?;
-        let changed = edit_one(&mut db, id, &edit).await?.ok_or(StoreError::NotFound("job"))?;
+        let changed =
+            edit(&mut db, &[(id, &change)]).await?.pop().flatten().ok_or(StoreError::NotFound("job"))?;
         db.commit().await?;
         Ok(changed)
     }
 
     pub(super) async fn edit_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>> {
         let mut db = self.begin().await?;
-        let mut changed = Vec::with_capacity(changes.len());
-        for (id, edit) in changes {
-            changed.push(edit_one(&mut db, id, edit).await?);
-        }
+        let changes: Vec<_> = changes.iter().map(|(id, change)| (id, change)).collect();
+        let changed = edit(&mut db, &changes).await?;
         db.commit().await?;
         Ok(changed)
     }

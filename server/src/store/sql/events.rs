@@ -1,6 +1,6 @@
 //! Rows of events: made from a change, and inserted many at a time.
 
-use super::Connection;
+use super::{Connection, together};
 use crate::{
     store::points,
     store::{
@@ -11,10 +11,6 @@ use crate::{
 use jiff::Timestamp;
 use lockstep_protocol::{job::JobId, metric::MetricColumn, stream::EventBody};
 use sqlx::AssertSqlSafe;
-
-/// Rows of one statement, largest first: of each number there is one statement, which the driver keeps.
-const TOGETHER: [usize; 3] = [64, 8, 1];
-const COLUMNS: usize = 8;
 
 /// A row that is to be stored.
 pub(super) struct New {
@@ -81,38 +77,28 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
 
 /// Stores rows.
 pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
-    let mut rest = rows;
-    for size in TOGETHER {
-        while let Some((now, later)) = rest.split_at_checked(size) {
-            rest = later;
-            let places: Vec<_> = (0..size)
-                .map(|n| {
-                    let place: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
-                    format!("({})", place.join(", "))
-                })
-                .collect();
-            let text = format!(
-                "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
-                places.join(", ")
-            );
-            let mut query = sqlx::query(AssertSqlSafe(text));
-            for New { job, kind, attempt, rank, row } in now {
-                let (body, points) = match &row.stored {
-                    Stored::Body(body) => (body.as_str(), None),
-                    Stored::Points { data, .. } => ("", Some(&data[..])),
-                };
-                query = query
-                    .bind(job.as_str())
-                    .bind(int(row.seq))
-                    .bind(row.at.as_millisecond())
-                    .bind(*kind)
-                    .bind(i64::from(*attempt))
-                    .bind(rank.map(i64::from))
-                    .bind(body)
-                    .bind(points);
-            }
-            query.execute(&mut *db).await?;
+    for now in together::cut(rows) {
+        let text = format!(
+            "INSERT INTO events (job_id, seq, at, kind, attempt, rank, body, points) VALUES {}",
+            together::values(now.len(), 8)
+        );
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for New { job, kind, attempt, rank, row } in now {
+            let (body, points) = match &row.stored {
+                Stored::Body(body) => (body.as_str(), None),
+                Stored::Points { data, .. } => ("", Some(&data[..])),
+            };
+            query = query
+                .bind(job.as_str())
+                .bind(int(row.seq))
+                .bind(row.at.as_millisecond())
+                .bind(*kind)
+                .bind(i64::from(*attempt))
+                .bind(rank.map(i64::from))
+                .bind(body)
+                .bind(points);
         }
+        query.execute(&mut *db).await?;
     }
     Ok(())
 }

@@ -1,18 +1,18 @@
 //! Reports into events: every check against what is stored happens in the transaction that stores.
 
-use super::{Connection, SqlStore, events, jobs, layers};
+use super::{Connection, SqlStore, events, jobs, layers, together};
 use crate::{
     lifecycle,
     store::{
-        Changed, EventRow, Ingested, JobRow, Place, Report, Result,
-        values::{fencing, int, reached, uint},
+        Changed, EventRow, Ingested, JobRow, Place, Report, Result, StoreError,
+        values::{fencing, int, reached, small, uint},
     },
 };
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, FencingToken, Source},
     job::JobId,
 };
-use sqlx::AssertSqlSafe;
+use sqlx::{AssertSqlSafe, Row};
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
 
 /// A source as it is stored: ranks by their number; the agent of the attempt's first place is -1, that of the second -2.
@@ -33,32 +33,46 @@ fn source(stored: SourceNumber, place: usize) -> Option<Source> {
     }
 }
 
-/// What the server itself gave out with this attempt, however long ago: its fencing token, and the ids of its agents.
+/// What the server itself gave out with an attempt, however long ago: its fencing token, and the ids of its agents.
 type Given = (FencingToken, Vec<String>);
 
-async fn given(db: &mut Connection, job: &JobId, attempt: u32) -> Result<Option<Given>> {
-    let found: Option<(i64, Option<String>, String)> = sqlx::query_as(
-        "SELECT fencing_token, fencing_secret, places FROM attempts WHERE job_id = $1 AND attempt = $2",
-    )
-    .bind(job.as_str())
-    .bind(i64::from(attempt))
-    .fetch_optional(db)
-    .await?;
-    Ok(found.map(|(number, secret, places)| {
-        let places: Vec<Place> = jobs::read(job.as_str(), "places", &places);
-        (fencing(number, secret.as_deref()), places.into_iter().map(|place| place.agent_id).collect())
-    }))
-}
+/// How many records of each source are stored.
+type Records = HashMap<SourceNumber, u64>;
 
-/// How many records of each source of an attempt are stored.
-async fn records(db: &mut Connection, job: &JobId, attempt: u32) -> Result<HashMap<SourceNumber, u64>> {
-    let rows: Vec<(i64, i64)> =
-        sqlx::query_as("SELECT source, records FROM acknowledged WHERE job_id = $1 AND attempt = $2")
-            .bind(job.as_str())
-            .bind(i64::from(attempt))
-            .fetch_all(db)
-            .await?;
-    Ok(rows.into_iter().map(|(number, records)| (number, uint(records))).collect())
+/// An attempt that reports are about.
+type Named = (JobId, u32);
+
+/// What was given out with attempts, and how many records of each are stored; those that never were are left out.
+async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, (Given, Records)>> {
+    let mut found: HashMap<Named, (Given, Records)> = HashMap::with_capacity(attempts.len());
+    for attempts in together::cut(attempts) {
+        let text = format!(
+            "SELECT a.job_id, a.attempt, fencing_token, fencing_secret, places, source, records \
+             FROM (VALUES {}) AS wanted JOIN attempts a ON a.job_id = column1 AND a.attempt = column2 \
+             LEFT JOIN acknowledged k ON k.job_id = a.job_id AND k.attempt = a.attempt",
+            together::values(attempts.len(), 2)
+        );
+        let query = attempts.iter().fold(sqlx::query(AssertSqlSafe(text)), |query, (job, attempt)| {
+            query.bind(job.as_str()).bind(i64::from(*attempt))
+        });
+        for row in query.fetch_all(&mut *db).await? {
+            let id: &str = row.try_get("job_id")?;
+            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            let (_, records) = match found.entry((job, small(row.try_get("attempt")?))) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(unknown) => {
+                    let places: Vec<Place> = jobs::read(id, "places", row.try_get("places")?);
+                    let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+                    let agents = places.into_iter().map(|place| place.agent_id).collect();
+                    unknown.insert(((token, agents), Records::new()))
+                }
+            };
+            if let Some(source) = row.try_get("source")? {
+                records.insert(source, uint(row.try_get("records")?));
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// A transaction's copy of a job, so that each is read and written once, however many reports there are.
@@ -70,33 +84,26 @@ struct Loaded {
     first_report: Option<usize>,
 }
 
+#[derive(Default)]
 struct Attempt {
     given: Option<Given>,
-    records: HashMap<SourceNumber, u64>,
+    records: Records,
     /// Sources whose number has grown.
     grown: BTreeSet<SourceNumber>,
 }
 
-/// Rows of [`acknowledged`](records) of one statement, largest first.
-const TOGETHER: [usize; 3] = [64, 8, 1];
-
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
-    let mut rest = numbers;
-    for size in TOGETHER {
-        while let Some((now, later)) = rest.split_at_checked(size) {
-            rest = later;
-            let place = |n| format!("(${}, ${}, ${}, ${})", 4 * n + 1, 4 * n + 2, 4 * n + 3, 4 * n + 4);
-            let text = format!(
-                "INSERT INTO acknowledged VALUES {} \
-                 ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
-                (0..size).map(place).collect::<Vec<_>>().join(", ")
-            );
-            let mut query = sqlx::query(AssertSqlSafe(text));
-            for (job, attempt, source, records) in now {
-                query = query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records));
-            }
-            query.execute(&mut *db).await?;
+    for now in together::cut(numbers) {
+        let text = format!(
+            "INSERT INTO acknowledged VALUES {} \
+             ON CONFLICT (job_id, attempt, source) DO UPDATE SET records = excluded.records",
+            together::values(now.len(), 4)
+        );
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for (job, attempt, source, records) in now {
+            query = query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records));
         }
+        query.execute(&mut *db).await?;
     }
     Ok(())
 }
@@ -115,20 +122,15 @@ impl SqlStore {
     pub(super) async fn store_reports(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         let mut db = self.begin().await?;
         reached("ingest.begin")?;
-        let mut jobs: HashMap<JobId, Option<Loaded>> = HashMap::new();
+        let mut jobs = load(&mut db, reports).await?;
         let mut answers = Vec::with_capacity(reports.len());
         let mut new = Vec::new();
         let mut at = crate::now();
         for report in reports {
             at = report.at;
-            let id = report.attempt.job.clone();
-            if !jobs.contains_key(&id) {
-                let row = jobs::load(&mut db, &id).await?;
-                jobs.insert(id.clone(), row.map(Loaded::new));
-            }
             let before = new.len();
-            answers.push(match jobs.get_mut(&id) {
-                Some(Some(job)) => {
+            answers.push(match jobs.get_mut(&report.attempt.job) {
+                Some(job) => {
                     let (answer, is_new) = store_report(&mut db, job, report, &mut new).await?;
                     job.events.extend(new[before..].iter().map(|new| new.row.clone()));
                     if is_new {
@@ -136,22 +138,23 @@ impl SqlStore {
                     }
                     answer
                 }
-                _ => Ingested::Stale,
+                None => Ingested::Stale,
             });
         }
         events::insert(&mut db, &new).await?;
-        for (id, job) in jobs.iter().filter_map(|(id, job)| Some((id, job.as_ref()?))) {
-            jobs::save(&mut db, &job.row, at).await?;
-            let grown = job.attempts.iter().flat_map(|(attempt, Attempt { records, grown, .. })| {
-                grown.iter().map(|source| (id, *attempt, *source, records.get(source).copied().unwrap_or(0)))
-            });
-            acknowledge(&mut db, &grown.collect::<Vec<_>>()).await?;
-        }
+        jobs::save(&mut db, &jobs.values().map(|job| &job.row).collect::<Vec<_>>(), at).await?;
+        let grown = jobs.iter().flat_map(|(id, job)| {
+            job.attempts.iter().flat_map(move |(attempt, Attempt { records, grown, .. })| {
+                let records = |source| records.get(source).copied().unwrap_or(0);
+                grown.iter().map(move |source| (id, *attempt, *source, records(source)))
+            })
+        });
+        acknowledge(&mut db, &grown.collect::<Vec<_>>()).await?;
         reached("ingest.acknowledged")?;
         reached("ingest.commit")?;
         db.commit().await?;
         reached("ingest.committed")?;
-        for Loaded { row, events, first_report, .. } in jobs.into_values().flatten() {
+        for Loaded { row, events, first_report, .. } in jobs.into_values() {
             if let Some(Ingested::Stored { changed, .. }) = first_report.and_then(|n| answers.get_mut(n)) {
                 *changed = Some(Box::new(Changed { job: row.job, events }));
             }
@@ -165,15 +168,35 @@ impl SqlStore {
         agent_id: &str,
     ) -> Result<Vec<Acknowledged>> {
         let mut db = self.reader.acquire().await?;
-        let given = given(&mut db, &attempt.job, attempt.attempt).await?;
-        let Some((_, agents)) = given.filter(|(token, _)| *token == attempt.fencing_token) else {
+        let named = (attempt.job.clone(), attempt.attempt);
+        let known = known(&mut db, std::slice::from_ref(&named)).await?.remove(&named);
+        let Some(((_, agents), records)) = known.filter(|((token, _), _)| *token == attempt.fencing_token)
+        else {
             return Ok(Vec::new());
         };
         let Some(place) = agents.iter().position(|agent| agent == agent_id) else { return Ok(Vec::new()) };
-        let known = records(&mut db, &attempt.job, attempt.attempt).await?;
-        let known = known.into_iter().filter_map(|(number, records)| Some((source(number, place)?, records)));
+        let known =
+            records.into_iter().filter_map(|(number, records)| Some((source(number, place)?, records)));
         Ok(known.map(|(source, records)| acknowledgement(attempt.clone(), source, records)).collect())
     }
+}
+
+/// The jobs that reports are about, with what is known of the attempts; those that were deleted are left out.
+async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, Loaded>> {
+    let attempts: BTreeSet<Named> =
+        reports.iter().map(|report| (report.attempt.job.clone(), report.attempt.attempt)).collect();
+    let attempts: Vec<_> = attempts.into_iter().collect();
+    let mut ids: Vec<_> = attempts.iter().map(|(job, _)| job.clone()).collect();
+    ids.dedup();
+    let rows = jobs::load_all(db, &ids).await?;
+    let mut loaded: HashMap<_, _> =
+        rows.into_iter().map(|row| (row.job.id.clone(), Loaded::new(row))).collect();
+    for ((job, attempt), (given, records)) in known(db, &attempts).await? {
+        if let Some(job) = loaded.get_mut(&job) {
+            job.attempts.insert(attempt, Attempt { given: Some(given), records, grown: BTreeSet::new() });
+        }
+    }
+    Ok(loaded)
 }
 
 /// What a report does, and whether it said anything new.
@@ -186,14 +209,7 @@ async fn store_report(
     let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
     let Loaded { row, attempts, .. } = job;
-    let known = match attempts.entry(attempt.attempt) {
-        Entry::Occupied(known) => known.into_mut(),
-        Entry::Vacant(unknown) => unknown.insert(Attempt {
-            given: given(db, &attempt.job, attempt.attempt).await?,
-            records: records(db, &attempt.job, attempt.attempt).await?,
-            grown: BTreeSet::new(),
-        }),
-    };
+    let known = attempts.entry(attempt.attempt).or_default();
     let given = known.given.as_ref().filter(|(token, _)| *token == attempt.fencing_token);
     let agents = given.map_or(&[][..], |(_, agents)| agents);
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {

@@ -1,6 +1,6 @@
 //! Jobs: rows in and out, and changes.
 
-use super::{Connection, Db, DbRow, SqlStore, datasets, events};
+use super::{Connection, DbRow, SqlStore, datasets, events, together};
 use crate::{
     lifecycle,
     store::{
@@ -16,7 +16,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 use serde::de::DeserializeOwned;
-use sqlx::{AssertSqlSafe, Row, Transaction};
+use sqlx::{AssertSqlSafe, Row};
 
 /// Jobs with their tags. Their notes may be long, so what reads many jobs leaves them out.
 pub(super) const JOB: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs LEFT JOIN annotations ON annotations.job_id = jobs.id";
@@ -146,61 +146,109 @@ pub(super) fn stop_reason(text: &str) -> Reason {
 
 /// None for a job that was deleted, of which there may be rows yet.
 pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
-    let query = format!("{JOB_AND_NOTES} WHERE jobs.id = $1 AND jobs.deleted_at IS NULL");
-    let row = sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).fetch_optional(db).await?;
-    row.as_ref().map(job_row).transpose()
+    Ok(load_all(db, std::slice::from_ref(id)).await?.pop())
 }
 
-/// Writes what can change of a job. An attempt that may no longer write is marked as ended, with how and why.
-pub(super) async fn save(db: &mut Connection, row: &JobRow, at: Timestamp) -> Result<()> {
-    let job = &row.job;
-    sqlx::query(
-        "UPDATE jobs SET state = $2, reason = $3, attempt = $4, agents = $5, step = $6, epoch = $7, \
-         total_steps = $8, steps_per_epoch = $9, images_per_second = $10, eta_secs = $11, started_at = $12, \
-         finished_at = $13, best = $14, last = $15, last_seq = $16, progress = $17, stop = $18, restarts = $19, \
-         fencing_token = $20, cause = $21, fencing_secret = $22, waiting_since = $23 WHERE id = $1",
-    )
-    .bind(job.id.as_str())
-    .bind(match &row.unknown_state {
-        Some((state, stands_for)) if *stands_for == job.state => state.as_str(),
-        _ => job.state.as_str(),
-    })
-    .bind(job.reason.as_deref().map(plain))
-    .bind(i64::from(job.attempt))
-    .bind(json(&job.agents)?)
-    .bind(int(job.step))
-    .bind(i64::from(job.epoch))
-    .bind(int(job.total_steps))
-    .bind(int(job.steps_per_epoch))
-    .bind(job.images_per_second)
-    .bind(job.eta_secs)
-    .bind(job.started_at.map(|t| t.as_millisecond()))
-    .bind(job.finished_at.map(|t| t.as_millisecond()))
-    .bind(job.best.as_ref().map(json).transpose()?)
-    .bind(json(&job.last)?)
-    .bind(int(job.last_seq))
-    .bind(json(&row.progress)?)
-    .bind(row.stop.as_ref().map(json).transpose()?)
-    .bind(i64::from(row.restarts))
-    .bind(row.fencing_token.map(|token| int(token.number)))
-    .bind(job.cause.as_ref().map(json).transpose()?)
-    .bind(row.fencing_token.map(|token| token.secret_text()))
-    .bind(row.waiting_since.map(|t| t.as_millisecond()))
-    .execute(&mut *db)
-    .await?;
-    if row.fencing_token.is_none() {
-        let end = row.ended.as_ref();
-        sqlx::query(
-            "UPDATE attempts SET ended_at = $2, state = $3, reason = $4, step = $5 \
-             WHERE job_id = $1 AND ended_at IS NULL",
-        )
-        .bind(job.id.as_str())
-        .bind(at.as_millisecond())
-        .bind(end.map(|end| end.state.as_str()))
-        .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
-        .bind(end.filter(|end| end.trained).map(|_| int(job.step)))
-        .execute(db)
-        .await?;
+/// Jobs in any order, without those that were deleted.
+pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    let mut found = Vec::with_capacity(ids.len());
+    for ids in together::cut(ids) {
+        let places = together::values(ids.len(), 1);
+        let text = format!("{JOB_AND_NOTES} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
+        let query = sqlx::query(AssertSqlSafe(text));
+        let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
+        for row in query.fetch_all(&mut *db).await? {
+            found.push(job_row(&row)?);
+        }
+    }
+    Ok(found)
+}
+
+/// Columns that can change of a job.
+const COLUMNS: [&str; 22] = [
+    "state",
+    "reason",
+    "attempt",
+    "agents",
+    "step",
+    "epoch",
+    "total_steps",
+    "steps_per_epoch",
+    "images_per_second",
+    "eta_secs",
+    "started_at",
+    "finished_at",
+    "best",
+    "last",
+    "last_seq",
+    "progress",
+    "stop",
+    "restarts",
+    "fencing_token",
+    "cause",
+    "fencing_secret",
+    "waiting_since",
+];
+
+/// Writes what can change of jobs. Attempts that may no longer write are marked as ended, with how and why.
+pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -> Result<()> {
+    let columns = COLUMNS.iter().zip(2..).map(|(column, n)| format!("{column} = column{n}"));
+    let columns = columns.collect::<Vec<_>>().join(", ");
+    for rows in together::cut(rows) {
+        let values = together::values(rows.len(), 1 + COLUMNS.len());
+        let text = format!("UPDATE jobs SET {columns} FROM (VALUES {values}) AS new WHERE id = column1");
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for row in rows {
+            let job = &row.job;
+            query = query
+                .bind(job.id.as_str())
+                .bind(match &row.unknown_state {
+                    Some((state, stands_for)) if *stands_for == job.state => state.as_str(),
+                    _ => job.state.as_str(),
+                })
+                .bind(job.reason.as_deref().map(plain))
+                .bind(i64::from(job.attempt))
+                .bind(json(&job.agents)?)
+                .bind(int(job.step))
+                .bind(i64::from(job.epoch))
+                .bind(int(job.total_steps))
+                .bind(int(job.steps_per_epoch))
+                .bind(job.images_per_second)
+                .bind(job.eta_secs)
+                .bind(job.started_at.map(|t| t.as_millisecond()))
+                .bind(job.finished_at.map(|t| t.as_millisecond()))
+                .bind(job.best.as_ref().map(json).transpose()?)
+                .bind(json(&job.last)?)
+                .bind(int(job.last_seq))
+                .bind(json(&row.progress)?)
+                .bind(row.stop.as_ref().map(json).transpose()?)
+                .bind(i64::from(row.restarts))
+                .bind(row.fencing_token.map(|token| int(token.number)))
+                .bind(job.cause.as_ref().map(json).transpose()?)
+                .bind(row.fencing_token.map(|token| token.secret_text()))
+                .bind(row.waiting_since.map(|t| t.as_millisecond()));
+        }
+        query.execute(&mut *db).await?;
+    }
+    let is_over = |row: &&&JobRow| row.fencing_token.is_none() && row.job.attempt > 0;
+    let over: Vec<_> = rows.iter().filter(is_over).collect();
+    for rows in together::cut(&over) {
+        let text = format!(
+            "UPDATE attempts SET ended_at = column2, state = column3, reason = column4, step = column5 \
+             FROM (VALUES {}) AS new WHERE job_id = column1 AND ended_at IS NULL",
+            together::values(rows.len(), 5)
+        );
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for row in rows {
+            let end = row.ended.as_ref();
+            query = query
+                .bind(row.job.id.as_str())
+                .bind(at.as_millisecond())
+                .bind(end.map(|end| end.state.as_str()))
+                .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
+                .bind(end.filter(|end| end.trained).map(|_| int(row.job.step)));
+        }
+        query.execute(&mut *db).await?;
     }
     Ok(())
 }
@@ -253,27 +301,16 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
 }
 
 pub(super) async fn change(
-    db: &mut Transaction<'static, Db>,
-    row: JobRow,
-    at: Timestamp,
-    change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
-) -> Result<Changed> {
-    let (job, new) = change_row(db, row, at, change).await?;
-    events::insert(db, &new).await?;
-    Ok(Changed { job, events: new.into_iter().map(|new| new.row).collect() })
-}
-
-/// As [`change`], with its events, which the same transaction is still to store.
-pub(super) async fn change_row(
     db: &mut Connection,
     mut row: JobRow,
     at: Timestamp,
     change: impl FnOnce(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>,
-) -> Result<(Job, Vec<events::New>)> {
+) -> Result<Changed> {
     let bodies = change(&mut row)?;
     let new = append(db, &mut row, bodies, at).await?;
-    save(db, &row, at).await?;
-    Ok((row.job, new))
+    save(db, &[&row], at).await?;
+    events::insert(db, &new).await?;
+    Ok(Changed { job: row.job, events: new.into_iter().map(|new| new.row).collect() })
 }
 
 /// The job that a request made which came with this key.

@@ -1,9 +1,7 @@
-//! The queries, the same for every database: this folder is compiled once for each, by `sqlite.rs` and
-//! `postgres.rs`, which say in their module `dialect` what differs (the driver's types and how transactions
-//! begin). So there is one text of every query and no second one to drift. What both databases understand:
-//! `$1`, `ON CONFLICT ... DO UPDATE`, `RETURNING`, 64-bit integers for every whole number and truth value.
-//! sqlx's `Any` would hide the types that are bound and decoded here, and generic code over its traits
-//! needs a page of bounds on every function.
+//! The queries, the same for every database: this folder is compiled once for each, by `sqlite.rs` and `postgres.rs`, which say in their
+//! module `dialect` what differs (the driver's types and how transactions begin). So there is one text of every query and no second one to
+//! drift. What both understand: `$1`, `ON CONFLICT`, `RETURNING`, `FROM (VALUES ...)` with the columns `column1` and so on, 64-bit integers
+//! for whole numbers and truth values. sqlx's `Any` would hide the types, and generic code over its traits needs a page of bounds.
 
 mod access;
 mod agents;
@@ -27,17 +25,19 @@ mod purge;
 mod queue;
 mod reads;
 mod stored_checkpoints;
+mod together;
 
 use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim,
-    Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow,
-    HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
-    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report,
-    Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, WaitingVersion,
+    AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
+    CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter,
+    HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
+    MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
+    ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow,
+    WaitingVersion,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -147,9 +147,6 @@ impl Store for SqlStore {
     async fn purge_deleted(&self, id: &JobId) -> Result<()> {
         self.purge_some(id).await
     }
-    async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
-        Ok(self.make_attempts(std::slice::from_ref(&claim)).await?.pop().flatten())
-    }
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         self.make_attempts(claims).await
     }
@@ -240,8 +237,14 @@ impl Store for SqlStore {
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         self.upsert_stored(store, stored).await
     }
-    async fn artifact_marker(&self, store: &str) -> Result<Option<String>> {
+    async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>> {
         self.read_artifact_marker(store).await
+    }
+    async fn is_marker_restored(&self, marker: &str) -> Result<bool> {
+        self.has_restored_marker(marker).await
+    }
+    async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
+        self.write_own_marker(restored, own).await
     }
     async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
         self.upsert_artifact_marker(store, marker).await

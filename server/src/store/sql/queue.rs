@@ -3,6 +3,7 @@
 use super::{
     SqlStore,
     jobs::{JOB, job_row},
+    together,
 };
 use crate::{
     config::FairShare,
@@ -14,8 +15,6 @@ use std::collections::HashMap;
 
 /// Jobs of a page.
 const PAGE: i64 = 1000;
-/// Ids of one statement: of each number there is one statement, which the driver keeps.
-const TOGETHER: [usize; 3] = [1, 8, 64];
 
 impl SqlStore {
     pub(super) async fn list_waiting(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
@@ -43,17 +42,12 @@ impl SqlStore {
     }
 
     pub(super) async fn read_jobs(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
-        let [.., most] = TOGETHER;
         let mut found = Vec::with_capacity(ids.len());
-        for ids in ids.chunks(most) {
-            let size = TOGETHER.into_iter().find(|size| *size >= ids.len()).unwrap_or(most);
-            let places = (1..=size).map(|n| format!("${n}")).collect::<Vec<_>>().join(", ");
+        for ids in together::cut(ids) {
+            let places = together::values(ids.len(), 1);
             let text = format!("{JOB} WHERE jobs.id IN ({places}) AND jobs.deleted_at IS NULL");
-            let mut query = sqlx::query(AssertSqlSafe(text));
-            for n in 0..size {
-                // No job has the empty id.
-                query = query.bind(ids.get(n).map_or("", JobId::as_str));
-            }
+            let query = sqlx::query(AssertSqlSafe(text));
+            let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
             let rows = query.fetch_all(&self.reader).await?;
             found.extend(readable(rows.iter().map(job_row)));
         }

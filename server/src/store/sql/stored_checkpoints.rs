@@ -1,8 +1,11 @@
 //! What of checkpoints is in object stores.
 
 use super::{DbRow, SqlStore};
-use crate::store::{Result, StoredCheckpoint};
+use crate::store::{ArtifactMarker, Result, StoredCheckpoint};
 use sqlx::Row;
+
+/// Stands before a marker that came with a backup.
+pub(super) const RESTORED: &str = "restored ";
 
 fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
     Ok(StoredCheckpoint {
@@ -65,9 +68,29 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub(super) async fn read_artifact_marker(&self, store: &str) -> Result<Option<String>> {
+    pub(super) async fn read_artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>> {
         let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(store);
-        Ok(found.fetch_optional(&self.reader).await?)
+        let found: Option<String> = found.fetch_optional(&self.reader).await?;
+        Ok(found.map(|found| match found.strip_prefix(RESTORED) {
+            Some(marker) => ArtifactMarker { marker: marker.to_owned(), is_restored: true },
+            None => ArtifactMarker { marker: found, is_restored: false },
+        }))
+    }
+
+    pub(super) async fn has_restored_marker(&self, marker: &str) -> Result<bool> {
+        let found = sqlx::query("SELECT 1 FROM artifact_stores WHERE marker = $1");
+        let found = found.bind(format!("{RESTORED}{marker}")).fetch_optional(&self.reader).await?;
+        Ok(found.is_some())
+    }
+
+    pub(super) async fn write_own_marker(&self, restored: &str, own: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
+            .bind(format!("{RESTORED}{restored}"))
+            .bind(own)
+            .execute(&mut *db)
+            .await?;
+        Ok(db.commit().await?)
     }
 
     pub(super) async fn upsert_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
@@ -81,7 +104,11 @@ impl SqlStore {
         .bind(marker)
         .execute(&mut *db)
         .await?;
-        sqlx::query("DELETE FROM artifact_stores WHERE marker = $1").bind(marker).execute(&mut *db).await?;
+        sqlx::query("DELETE FROM artifact_stores WHERE marker = $1 OR store = $2")
+            .bind(marker)
+            .bind(store)
+            .execute(&mut *db)
+            .await?;
         sqlx::query("INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)")
             .bind(store)
             .bind(marker)

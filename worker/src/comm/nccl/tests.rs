@@ -15,7 +15,7 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
     let nccl = Nccl::connect(Exchange::Store(&store), "another", 0, patience).unwrap();
     nccl.async_error().unwrap();
     let began = Instant::now();
-    abort_all("enough");
+    nccl.abort("enough");
     assert!(matches!(nccl.async_error(), Err(CommError::Aborted { reason, .. }) if reason == "enough"));
     drop(nccl);
     assert!(wait_for_aborts(Duration::from_secs(10)));

@@ -227,8 +227,8 @@ impl Executor {
         Ok(square_sum)
     }
 
-    /// See [`crate::engine::Engine::undo_step`]. Ranks that share memory cannot undo: they update pieces of the weights while the
-    /// backward pass still runs.
+    /// See [`crate::engine::Engine::undo_unfinished_steps`]. Ranks that share memory cannot undo: they update pieces of the weights while
+    /// the backward pass still runs.
     pub(super) fn undo_step(&mut self) -> bool {
         if self.state.memory().is_some() {
             return false;

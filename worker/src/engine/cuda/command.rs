@@ -50,6 +50,9 @@ pub(super) enum Region {
     Accumulated,
     /// Batch norm's.
     RunningStatistics,
+    /// The same as the newest finished step has left them, while a step is under way; which step that is, by block.
+    KeptStatistics,
+    KeptOf,
     /// Moving averages of the weights and of the running statistics.
     AverageWeights,
     AverageStatistics,
@@ -117,6 +120,9 @@ impl Operand {
         self.offset.saturating_add(self.bytes)
     }
 }
+
+/// `u32`, of what follows from the gradients' norm: the GPU says there that an update may be under way.
+pub(super) const UPDATING: Operand = Operand::new(Region::LossScale, 32, size_of::<u32>());
 
 /// One argument of a kernel: a number, or memory and what the kernel does with it.
 #[derive(Debug, Clone, Copy, PartialEq)]

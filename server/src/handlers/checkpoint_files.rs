@@ -1,0 +1,129 @@
+//! Files of checkpoints, with ranges and checksums. What is sent as good was compared with its manifest.
+
+use super::{
+    checkpoints::{FILES, check_regular, damaged, fetched, find, folder, manifest, no_average, removed},
+    conditional::{self, CACHING},
+    extract::Path,
+};
+use crate::{
+    app::App,
+    artifact_fetches,
+    error::{Error, Problem, Result},
+    manifest::Written,
+    store::CheckpointRow,
+};
+use axum::{
+    body::Body,
+    extract::State,
+    http::{HeaderValue, Request, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use tower_http::services::ServeFile;
+
+/// How often a file is compared with its manifest before it counts as damaged: the checkpoint may be replaced meanwhile, and a better copy
+/// may be fetched.
+const CHECKS: u32 = 3;
+
+/// A file of a checkpoint
+///
+/// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
+/// manifest.
+#[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
+    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json")),
+    responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
+        (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
+        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 416, description = "There is no such range"),
+        (status = 422, body = Problem, description = "Its manifest or this file is damaged, or this is no regular file")))]
+pub(crate) async fn file(
+    State(app): State<App>,
+    Path((id, file)): Path<(String, String)>,
+    mut request: Request<Body>,
+) -> Result<Response> {
+    let Some(name) = FILES.into_iter().find(|name| *name == file) else {
+        return Err(Error::NotFound(format!("a checkpoint has the files {}", FILES.join(", "))));
+    };
+    let row = find(&app, &id).await?;
+    let checksum = whole(&app, &row, name).await?.map(|written| written.sha256);
+    let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
+    if let Some(tag) = &tag {
+        if conditional::is_known(request.headers(), tag) {
+            let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
+            return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+        }
+        if !conditional::range_counts(request.headers(), tag) {
+            request.headers_mut().remove(header::RANGE);
+        }
+        // A client that sends a tag means that, and not the time.
+        if request.headers().contains_key(header::IF_NONE_MATCH) {
+            request.headers_mut().remove(header::IF_MODIFIED_SINCE);
+        }
+    }
+    if name == FILES[1] && checksum.is_none() {
+        return Err(no_average());
+    }
+    let path = folder(&app, &row).join(name);
+    let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
+    if response.status() == StatusCode::NOT_FOUND {
+        return Err(removed());
+    }
+    let headers = response.headers_mut();
+    if let (Some(checksum), Some(tag)) = (checksum, tag) {
+        for (key, value) in
+            [("x-checksum-sha256", checksum), ("etag", tag), ("cache-control", CACHING.to_owned())]
+        {
+            let value = HeaderValue::from_str(&value).map_err(|e| Error::Internal(e.to_string()))?;
+            headers.insert(key, value);
+        }
+    }
+    let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    if !name.ends_with(".json") {
+        let attachment = format!("attachment; filename=\"{}-{}-{name}\"", row.info.epoch, row.info.step);
+        headers.insert(
+            header::CONTENT_DISPOSITION,
+            HeaderValue::from_str(&attachment).map_err(|e| Error::Internal(e.to_string()))?,
+        );
+    }
+    Ok(response)
+}
+
+/// What the manifest says of a file, whose bytes are that: a damaged one is fetched from the object store. None where the manifest does not
+/// name it.
+///
+/// # Errors
+/// It is damaged, and there is no better one.
+async fn whole(app: &App, row: &CheckpointRow, name: &str) -> Result<Option<Written>> {
+    let path = folder(app, row).join(name);
+    let mut tries = 0;
+    loop {
+        let about = manifest(app, row).await?;
+        check_regular(&path)?;
+        let written = about.pointer(&format!("/files/{name}")).cloned();
+        let Some(written) = written.and_then(|written| serde_json::from_value::<Written>(written).ok())
+        else {
+            return Ok(None);
+        };
+        // One that is missing or cannot be read is found out when it is sent.
+        if app.verified_files.is_whole(path.clone(), &written).await.unwrap_or(true) {
+            return Ok(Some(written));
+        }
+        tries += 1;
+        // Files of two moments are no damage.
+        if tries < CHECKS && manifest(app, row).await? != about {
+            continue;
+        }
+        match artifact_fetches::check(app, row, None) {
+            Some((fetch, _)) if tries < CHECKS => fetched(app, row, fetch).await?,
+            _ => {
+                let how = format!("the bytes of its {name} are not those that were written");
+                tracing::warn!(
+                    checkpoint = row.id,
+                    how,
+                    "a checkpoint on the disk is damaged; it is not sent"
+                );
+                return Err(damaged(format_args!("checkpoint {}", row.id), &how));
+            }
+        }
+    }
+}

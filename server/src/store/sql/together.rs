@@ -1,0 +1,39 @@
+//! Statements of many rows. Each statement is a message to the database and back, in which a transaction has the writer and the next one
+//! waits: a hundred attempts that end together are a few statements, not some hundred.
+
+/// Rows of one statement, largest first: of each number there is one statement, which the driver keeps. Any number is then few statements.
+const SIZES: [usize; 7] = [64, 32, 16, 8, 4, 2, 1];
+
+/// Cuts rows into those of one statement each.
+pub(super) fn cut<T>(rows: &[T]) -> impl Iterator<Item = &[T]> {
+    let mut rest = rows;
+    std::iter::from_fn(move || {
+        let size = SIZES.into_iter().find(|size| *size <= rest.len())?;
+        let (now, later) = rest.split_at(size);
+        rest = later;
+        Some(now)
+    })
+}
+
+/// The parameters of so many rows, as `VALUES` has them: `($1, $2), ($3, $4)`.
+pub(super) fn values(rows: usize, columns: usize) -> String {
+    let row = |n: usize| {
+        let columns: Vec<_> = (1..=columns).map(|c| format!("${}", n * columns + c)).collect();
+        format!("({})", columns.join(", "))
+    };
+    (0..rows).map(row).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_in_one_statement_in_order() {
+        let rows: Vec<_> = (0..205).collect();
+        assert_eq!(cut(&rows).map(<[_]>::len).collect::<Vec<_>>(), [64, 64, 64, 8, 4, 1]);
+        assert_eq!(cut(&rows).collect::<Vec<_>>().concat(), rows);
+        assert_eq!(cut::<u8>(&[]).count(), 0);
+        assert_eq!(values(2, 3), "($1, $2, $3), ($4, $5, $6)");
+    }
+}

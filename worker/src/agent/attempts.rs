@@ -1,4 +1,4 @@
-//! The attempts of an agent: they start, and are forgotten once the server has everything of them.
+//! The attempts of an agent: starts them, and drops them once the server has all of their records.
 
 use super::{
     Agent, Shutdown,
@@ -35,7 +35,7 @@ impl Agent {
             return;
         }
         let mut no_port = None;
-        // With other machines it is found when all of them are ready.
+        // With several machines the port is chosen when all of them are ready.
         if start.master_port == 0 && !start.is_shared() {
             match free_port(&start.master_addr) {
                 Ok(port) => start.master_port = port,
@@ -47,11 +47,11 @@ impl Agent {
         let mut context = self.context.clone();
         if let Some(here) = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path) {
             start.dataset_path = here.to_string_lossy().into_owned();
-            // Whoever said where it is wants no copy of it.
+            // An option says where the dataset is, so it is not copied.
             context.copies = None;
         }
         let (stored, made) = place::place(&self.state_dir, start);
-        // Ranks that are not noted on disk would be lost with this process.
+        // Ranks that are not recorded on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
             return self.give_up(error);
         }
@@ -62,14 +62,14 @@ impl Agent {
         self.take(Attempt::start(stored, refusal, context));
     }
 
-    /// Its folder takes no note of an attempt. It would fail one job after the other, each of which another agent can start: it ends in order,
-    /// and the server puts what it was given back into the queue.
+    /// Ends the agent in order because its folder cannot be written. Otherwise it would fail one job after the other, each of which another
+    /// agent can start. The server puts its jobs back into the queue.
     fn give_up(&mut self, error: std::io::Error) {
         self.leave(format!("its folder {} cannot be written", self.state_dir.dir().display()));
         self.unwritable = Some(StateDirError::Unwritable { path: self.state_dir.dir().to_owned(), error });
     }
 
-    /// Ends in order: the server hears of it, and ranks keep a checkpoint.
+    /// Ends the agent in order: notifies the server, and ranks write a checkpoint.
     pub(super) fn leave(&mut self, reason: String) {
         self.leaving = Some(Shutdown { reason, announced: false, ranks_gone: None });
         for attempt in self.attempts.values() {
@@ -77,14 +77,14 @@ impl Agent {
         }
     }
 
-    /// A job is over, or was deleted. An agent that serves it alone has nothing to wait for, also if it never ran an attempt of it.
+    /// A job is over or was deleted. An agent that serves only this job has nothing to wait for, also if it never ran an attempt of it.
     pub(super) fn job_is_final(&mut self, job: &JobId) {
         if self.only_job.as_ref() == Some(job) {
             self.only_job_is_final.get_or_insert_with(Instant::now);
         }
     }
 
-    /// The server has everything of an attempt that is over, or wants none of it.
+    /// Drops an attempt that is over, once the server has all of its records or refuses them.
     pub(super) fn forget(&mut self, attempt: &AttemptRef) {
         let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {

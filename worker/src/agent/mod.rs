@@ -55,7 +55,7 @@ use uploads::Progress;
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
 /// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// For the last checkpoint to be uploaded from a disk of its own; the next agent on the folder uploads the rest.
+/// Time to upload the last checkpoint from a disk of its own during an orderly stop; the next agent on the folder uploads the rest.
 const UPLOAD_FAREWELL: Duration = Duration::from_secs(30);
 
 /// The same, once the one job that the agent serves is over: a large checkpoint over a slow line takes a while.
@@ -70,7 +70,7 @@ const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 /// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
-    // A certificate is bound to the first agent of its name, so that is the name to have.
+    // A certificate is bound to the first agent of its name, so its name is the default.
     let certified =
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
@@ -152,7 +152,7 @@ fn dataset_copies(
     copies.map(|copies| Some(Arc::new(copies))).map_err(|error| AgentError::Wrong(error.to_string()))
 }
 
-/// Reasons for which there is no connection that are logged until there is one again.
+/// Distinct reasons for a failed connection that are logged until the next connection.
 const COMPLAINTS: usize = 16;
 
 /// The state of the agent, connected or not.
@@ -161,12 +161,12 @@ struct Agent {
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,
-    /// End when that job is over, not with an attempt of it.
+    /// End when the one job that is served is over, not with an attempt of it.
     until_final: bool,
     network: Network,
     state_dir: StateDir,
     context: AttemptContext,
-    /// By fencing token: the order of their starts.
+    /// Ordered by fencing token, which is the order of their starts.
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
     leaving: Option<Shutdown>,
@@ -175,11 +175,11 @@ struct Agent {
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
-    /// What the machine is doing.
+    /// The newest sample of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
-    /// What is not in order on the machine, once that was looked for.
+    /// The findings of `doctor`'s quick checks, once they have run.
     findings: Arc<OnceCell<Vec<MachineWarning>>>,
-    /// The process that started this one, when its end is to be followed.
+    /// The parent process, if this agent ends with it.
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,
     /// Since when the one job that is served has no attempt here.
@@ -187,7 +187,7 @@ struct Agent {
     datasets: Datasets,
     /// How far checkpoints on a disk of this agent's own have been uploaded.
     uploaded: Arc<Progress>,
-    /// Since when the server says that nothing more of it comes.
+    /// Since when the server has said that the job is over.
     only_job_is_final: Option<Instant>,
     /// Its last attempt had ranks on other machines, too.
     only_job_is_shared: bool,
@@ -202,7 +202,7 @@ struct Shutdown {
     ranks_gone: Option<Instant>,
 }
 
-/// What a signal or the state asks for.
+/// What to do after a signal or a check of the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LoopControl {
     Continue,
@@ -214,9 +214,9 @@ impl Agent {
     async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut pause = RETRY.0;
-        // Why there is no connection, each reason once.
+        // Reasons for failed connections that were logged: each once.
         let mut complaints = Vec::new();
-        // Of the server that first accepted this agent, where it is on this machine.
+        // The account of the server that first accepted this agent, if it is on this machine.
         let mut owners = Vec::new();
         loop {
             let asked = Instant::now();
@@ -225,7 +225,7 @@ impl Agent {
                 let is_safe = |listeners: &[u32]| same_account(listeners, &owners);
                 is_safe(&listeners)?;
                 let stream = socket::reach(request).await?;
-                // Who listens may have changed meanwhile. Nothing is sent yet to the one whom this reached.
+                // The listener may have changed since the first check. Nothing was sent on this connection yet.
                 listeners = request.listeners();
                 is_safe(&listeners)?;
                 Session::connect(request, stream).await
@@ -293,7 +293,7 @@ impl Agent {
         if self.only_job_failed { Err(AgentError::JobFailed) } else { Ok(()) }
     }
 
-    /// Waits without a connection, still listening.
+    /// Waits without a connection, and still handles signals.
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> LoopControl {
         let until = tokio::time::Instant::now() + pause;
         loop {
@@ -332,7 +332,7 @@ impl Agent {
         LoopControl::Continue
     }
 
-    /// Whether everything that was written before `moment` is where the server has it.
+    /// Whether all checkpoints that were written before `moment` are on the server.
     fn is_uploaded(&self, moment: Instant) -> bool {
         self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
     }

@@ -8,14 +8,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Reports of a source (each at most about a mebibyte) that may be under way at once.
+/// Reports of a source (each at most about a mebibyte) that may be in flight.
 const UNDER_WAY: usize = 8;
-/// Bytes of records of an attempt that may be under way at once: what the server would have to hold of them.
+/// Bytes of records of an attempt that may be in flight, which the server has to hold.
 const UNDER_WAY_BYTES: u64 = 16 << 20;
 /// How long points are collected while nobody watches the job, so that short steps give few reports of many points. Longer
 /// steps are reported at once, and so is everything of a job that somebody watches.
 const GATHER: Duration = Duration::from_millis(250);
-/// How long a file that cannot be read (a disk that comes and goes) holds up the end of its attempt.
+/// How long an unreadable file (an unreliable disk) may delay the end of its attempt.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One attempt's reports on one connection.
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) struct Outbox {
     ranks: Vec<Stream>,
     agent: Stream,
-    /// Somebody watched the job when the server last acknowledged something.
+    /// Whether somebody watched the job at the time of the server's last acknowledgement.
     watched: bool,
 }
 
@@ -34,13 +34,13 @@ struct Stream {
     tail: Tail,
     /// Records below this number are stored by the server.
     acknowledged: u64,
-    /// The record after the last of each report that is sent and not acknowledged, and the report's bytes.
+    /// For each unacknowledged report: the number after its last record, and its bytes.
     under_way: VecDeque<(u64, u64)>,
     /// When the last report was sent.
     sent: Option<Instant>,
     /// Since when the file cannot be read.
     failing: Option<Instant>,
-    /// The file cannot be read any further: nothing is sent beyond what was.
+    /// The file is given up as unreadable: nothing more of it is sent.
     broken: bool,
 }
 
@@ -64,7 +64,7 @@ impl Stream {
         }
     }
 
-    /// The next records, when there are some and the server keeps up.
+    /// The next records to send, if there are any and the limit in flight allows it.
     fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
         if self.broken || self.under_way.len() >= UNDER_WAY {
             return None;
@@ -111,7 +111,7 @@ impl Stream {
 }
 
 impl Outbox {
-    /// Begins after what the server has stored of this attempt.
+    /// Starts after the records that the server has stored of this attempt.
     pub(super) fn new(held: &StoredAttempt, stored: &[Acknowledged]) -> Self {
         let rank = |(rank, _): &(u32, u32)| Stream::new(held, Source::Rank(*rank), stored);
         Self {
@@ -159,7 +159,7 @@ impl Outbox {
         }
     }
 
-    /// The server has stored records.
+    /// Handles an acknowledgement of the server.
     pub(super) fn acknowledge(&mut self, acknowledged: &Acknowledged) {
         self.watched = acknowledged.watched;
         let streams = self.ranks.iter_mut().chain([&mut self.agent]);

@@ -26,9 +26,9 @@ use tokio_tungstenite::tungstenite::{self, Message};
 
 /// How often the ranks' files are read: a point is sent at most this long after it was written.
 const PUMP_EVERY: Duration = Duration::from_millis(10);
-/// For the system to take a message that the server does not read.
+/// How long sending a message may block while the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// Silence after which a connection is taken for dead: three heartbeats, but never less than this.
+/// The shortest silence after which a connection counts as dead; otherwise three heartbeats.
 const SILENCE: Duration = Duration::from_secs(5);
 
 /// Acknowledgements that crossed a `Stop` have arrived after this long.
@@ -39,9 +39,9 @@ const CROSSING: Duration = Duration::from_secs(5);
 pub(super) enum Outcome {
     /// The agent is to end.
     End,
-    /// The server does not want this agent.
+    /// The server has refused this agent for good.
     Refused(String),
-    /// The connection is gone.
+    /// The connection was lost.
     Lost { reason: String, welcomed: bool },
 }
 
@@ -150,7 +150,7 @@ struct Connected {
     outboxes: HashMap<AttemptRef, Outbox>,
     /// The acknowledged records in `Welcome`.
     stored: Vec<Acknowledged>,
-    /// The server has given them to other agents: ended here and not mentioned again.
+    /// Attempts that the server has given to other agents: they are ended here and no longer reported.
     unwanted: HashSet<AttemptRef>,
     /// Attempts that were over already when the server ordered their end: either the order crossed their last report, or the server
     /// takes no more of them.
@@ -162,7 +162,7 @@ struct Connected {
     /// When the server last sent anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
-    /// What the machine is doing, for a server that takes it.
+    /// Samples of the machine's usage, if the server accepts them.
     samples: Option<watch::Receiver<Option<MachineSample>>>,
     /// Messages that arrive in parts.
     unfinished: Unfinished,
@@ -205,7 +205,7 @@ impl Connected {
                     }
                     Err(outcome) => Err(outcome),
                 },
-                // Sent below, because a message that was begun must not be dropped half way.
+                // Sent below and not in this branch, because `select!` could drop a half-sent message.
                 () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
                     Some(part) => self.send_bytes(part).await,
                     None => Ok(()),
@@ -218,7 +218,7 @@ impl Connected {
             };
             if let Err(outcome) = outcome {
                 if matches!(outcome, Outcome::End) {
-                    // The server need not wait for the lease to learn that this agent is gone.
+                    // Closing the connection shows the server that this agent is gone, before the lease runs out.
                     let _ = time::timeout(Duration::from_secs(1), self.socket.close(None)).await;
                 }
                 return outcome;
@@ -234,7 +234,7 @@ impl Connected {
         if self.heard.elapsed() > limit {
             return Err(Outcome::lost(format!("the server was silent for {} s", limit.as_secs())));
         }
-        // One at a time, so that an answer belongs to a known moment.
+        // One heartbeat at a time, so that it is known which one an answer is for.
         if self.heartbeat_sent.is_none() {
             self.heartbeat_sent = Some(Instant::now());
             self.send(&FromAgent::Heartbeat { attempts: agent.attempt_refs() }).await?;
@@ -242,7 +242,7 @@ impl Connected {
         Ok(())
     }
 
-    /// Sends what the ranks have recorded since, and drops attempts whose end is reported.
+    /// Sends new records of the ranks, and drops attempts whose end the server has acknowledged.
     async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if let Some(leaving) = &mut agent.leaving
             && !std::mem::replace(&mut leaving.announced, true)
@@ -253,7 +253,7 @@ impl Connected {
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {
             let name = attempt.attempt();
-            // Checked before the files are read: what is written before the end is read before it.
+            // Checked before the files are read, so that all records from before the end are read.
             let over = attempt.is_over();
             if self.unwanted.contains(name) {
                 if over {
@@ -324,7 +324,7 @@ impl Connected {
             }
             ToAgent::Request { id, request } => self.request(agent, id, request),
             ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
-            // A part is no message before the last has come.
+            // A message is complete when its last part has arrived.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
         }
         Ok(())
@@ -336,7 +336,7 @@ impl Connected {
         }
     }
 
-    /// Has the machine checked, once in the agent's life, and reports to each server that it connects to.
+    /// Runs the quick checks once in the agent's life, and reports the findings on each connection.
     fn check_machine(&mut self, agent: &Agent) {
         let (cell, program) = (agent.findings.clone(), agent.context.program.clone());
         let (dir, idle) = (agent.state_dir.dir().to_owned(), agent.attempts.is_empty());

@@ -1,8 +1,8 @@
-//! Checkpoints on a disk that the server does not have are uploaded while training continues, and removed here when they are needed no more.
+//! Uploads checkpoints from a disk that the server does not have, while training continues, and removes them when they are no longer needed.
 //!
-//! What is to be done follows from the disk alone: `jobs/<job>/here.json` names the attempt that was here last, and `checkpoints/` what it
-//! has written. So an agent that starts again continues where the one before it was ended. The newest checkpoint goes first, as it is the
-//! one that another machine would continue from.
+//! The work follows from the disk alone: `jobs/<job>/here.json` names the last attempt on this machine, and `checkpoints/` has what it has
+//! written. So an agent that is restarted continues where the one before it ended. The newest checkpoint goes first, because another
+//! machine would continue from it.
 
 use super::{
     place::OwnDiskNote,
@@ -21,13 +21,13 @@ use std::{
 };
 use tokio::io::{AsyncReadExt, AsyncSeekExt};
 
-/// How often folders are looked at.
+/// How often folders are checked.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// How much of a file goes in one request. The server takes 8 MiB.
+/// Bytes of a file per request. The server accepts 8 MiB.
 const PIECE_BYTES: u64 = 4 << 20;
 /// Pauses after a failure, the first and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Where nothing is to be done, the server is asked this often whether a job's folder may go.
+/// How often to ask the server whether a job's folder may be removed, when there is nothing to upload.
 const ASK_EVERY: Duration = Duration::from_secs(5);
 
 /// When everything that was on the disk at some moment had been uploaded.
@@ -35,7 +35,7 @@ const ASK_EVERY: Duration = Duration::from_secs(5);
 pub(super) struct Progress(Mutex<Option<Instant>>);
 
 impl Progress {
-    /// Whether all that was written before `moment` is on the server, or not wanted there.
+    /// Whether all checkpoints from before `moment` are on the server, or the server does not want them.
     pub(super) fn is_done_since(&self, moment: Instant) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|done| done > moment)
     }
@@ -45,7 +45,7 @@ impl Progress {
     }
 }
 
-/// Whether no job is on a disk of this agent's own: nothing is to be waited for.
+/// Whether no job is on a disk of this agent's own, so that there is nothing to wait for.
 pub(super) fn is_empty(dir: &Path) -> bool {
     let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
     entries.flatten().all(|entry| OwnDiskNote::read(&entry.path()).is_none())
@@ -79,12 +79,12 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progres
     }
 }
 
-/// What became of one checkpoint.
+/// The result of uploading one checkpoint.
 #[derive(Debug, PartialEq, Eq)]
 enum Sent {
-    /// The server has it, or will never take it.
+    /// The server has it, or has refused it for good.
     Done,
-    /// The server has not heard of it yet.
+    /// The server has not got the report about it yet.
     NotYet,
 }
 
@@ -122,21 +122,21 @@ impl Uploads {
         all_done
     }
 
-    /// Whether ranks of the attempt are here, or reports of it that the server has not taken.
+    /// Whether ranks of the attempt run here, or the server has not acknowledged all of its reports.
     fn is_held(&self, here: &OwnDiskNote) -> bool {
         let name = format!("{}-{}.json", here.attempt.job, here.attempt.attempt);
         self.dir.join("attempts").join(name).exists()
     }
 
-    /// Uploads what the server has not yet of one job, and removes the job's folder once the server needs it no more. Whether
-    /// nothing is left to do.
+    /// Uploads what the server lacks of one job, and removes the job's folder once the server no longer needs it. Returns whether nothing is
+    /// left to do.
     async fn upload_job(
         &self,
         here: &OwnDiskNote,
         job_dir: &Path,
         known: &mut Known,
     ) -> Result<bool, Failed> {
-        // Before the folder is read: what is reported later is written earlier.
+        // Read before the folder is: checkpoints are written before they are reported.
         let is_held = self.is_held(here);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
@@ -146,7 +146,7 @@ impl Uploads {
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
-            // Where rank 0 is not, what was there before this attempt is no business of it.
+            // On a machine without rank 0, earlier checkpoints are of earlier attempts and not uploaded again.
             if !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE)) {
                 continue;
             }
@@ -167,7 +167,7 @@ impl Uploads {
         }
         known.asked = Some(Instant::now());
         let keep = match self.remote.client(&here.attempt)?.needed().await {
-            // Only the server's own word removes anything.
+            // Files are removed only on the server's own answer.
             Ok(needed) => needed.keep,
             Err(failed) => return Err(failed),
         };
@@ -189,7 +189,7 @@ fn is_older(path: &Path, other: &Path) -> bool {
     written(path).zip(written(other)).is_some_and(|(path, other)| path < other)
 }
 
-/// Sends what the server has not yet of one checkpoint.
+/// Sends what the server lacks of one checkpoint.
 async fn upload(
     client: &AttemptClient<'_>,
     folder: &Path,
@@ -216,7 +216,7 @@ async fn upload(
         let mut offset = received.get(file).copied().unwrap_or(0);
         while offset < wanted.size_bytes {
             let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
-            // Removed by retention meanwhile, or taken by a newer one of the same step: the next round looks again.
+            // Removed by retention meanwhile, or replaced by a newer one of the same step: the next round checks again.
             let Ok(piece) = read(&folder.join(file), offset, size).await else { return Ok(Sent::NotYet) };
             client.piece(name, file, offset, piece).await.map_err(later)?;
             offset += size;
@@ -231,8 +231,8 @@ async fn upload(
     Ok(Sent::Done)
 }
 
-/// What follows when the server does not say what it has of a checkpoint. `is_held`: reports of the attempt may be on their way, of which
-/// one may tell of this checkpoint, or another may end the attempt. Only afterwards is the server's refusal its last word.
+/// What follows when the server refuses to say what it has of a checkpoint. `is_held`: reports of the attempt may still be in flight, one of
+/// which may report this checkpoint or end the attempt. The refusal is final only after these.
 fn refused(failed: Failed, name: &str, is_held: bool) -> Result<Sent, Failed> {
     match failed {
         Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if is_held => Ok(Sent::NotYet),

@@ -13,10 +13,9 @@ use std::{
     path::Path,
 };
 
-/// Writes a checkpoint under `directory` (the job's `checkpoints`, made if need be); gives the size
-/// of all its files; `best` is the best one so far, this one included. A whole one of the same name stays as it is: it
-/// is of the same step of the same job. Only where it was written before the evaluation and the new one after it the new
-/// one takes its place.
+/// Writes a checkpoint under `directory` (the job's `checkpoints`, created if needed) and returns the size of all its files in bytes. `best`
+/// is the best checkpoint so far, this one included. A complete checkpoint of the same name is of the same step of the same job and stays,
+/// unless it was written before the evaluation and the new one after it: then the new one replaces it.
 ///
 /// # Errors
 /// The disk is full or not writable, or a checkpoint of this name cannot be read; nothing incomplete is left under the
@@ -57,16 +56,15 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     written
 }
 
-/// Whether a whole checkpoint says how its step was evaluated.
+/// Whether a complete checkpoint has the evaluation of its step.
 fn is_measured(folder: &Path) -> bool {
     let state =
         fs::read(folder.join(STATE)).ok().and_then(|text| serde_json::from_slice::<State>(&text).ok());
     state.is_some_and(|state| state.val_accuracy.is_some())
 }
 
-/// Gives a whole folder its name. Where one has that name, the two change places at once, so that a crash finds one or the
-/// other; false where the file system cannot do that (NFS), and the one that was there stays: all it lacks is how its step
-/// was evaluated.
+/// Renames a complete folder to its final name. If a folder has that name, the two are exchanged atomically, so that a crash leaves one or the
+/// other. False if the file system cannot do that (NFS): the old folder stays, which lacks only the evaluation of its step.
 fn put(temporary: &Path, place: &Path) -> io::Result<bool> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     if !place.exists() {

@@ -16,7 +16,7 @@ pub fn folder_name(epoch: u32, step: u64) -> String {
 pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
     let (epoch, step) = name.split_once('-')?;
     let parsed = (epoch.parse().ok()?, step.parse().ok()?);
-    // Only as this module writes it: no signs, no leading zeros.
+    // Only in the form that this module writes: no signs, no leading zeros.
     (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
 }
 
@@ -39,7 +39,7 @@ pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
     Ok(found)
 }
 
-/// The newest checkpoint that is whole, and what is wrong with each newer one.
+/// The newest complete checkpoint, and what is wrong with each newer one.
 ///
 /// # Errors
 /// The directory cannot be read, or a file of a checkpoint.
@@ -70,7 +70,7 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     fs::rename(folder, &aside).map_err(at(folder))
 }
 
-/// Whether there is one that is not whole yet: being written, or left by a writer that was killed.
+/// Whether there is an incomplete checkpoint: one that is being written, or that a killed writer has left.
 pub fn is_being_written(directory: &Path) -> bool {
     let unfinished = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
     fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(unfinished))
@@ -91,7 +91,7 @@ pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Removes a checkpoint: first its name, so that no half of it is ever seen.
+/// Removes a checkpoint. It is renamed first, so that a partly removed one is never seen.
 ///
 /// # Errors
 /// It cannot be removed.

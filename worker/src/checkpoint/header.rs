@@ -11,7 +11,7 @@ use std::{
 
 /// Headers are a few kilobytes.
 pub(super) const HEADER_BYTES: u64 = 16 << 20;
-/// What stands before it.
+/// Bytes of the length before the header.
 const LENGTH_BYTES: u64 = 8;
 
 /// A tensor as the header has it.
@@ -19,12 +19,12 @@ const LENGTH_BYTES: u64 = 8;
 pub(super) struct Entry {
     pub(super) dtype: String,
     pub(super) shape: Vec<usize>,
-    /// Begin and end in what follows the header.
+    /// Begin and end, relative to the end of the header.
     data_offsets: [u64; 2],
 }
 
 impl Entry {
-    /// Bytes that type and shape ask for; none where that is no whole number, or the type is unknown.
+    /// Bytes that its type and shape take; `None` if that is no whole number, or the type is unknown.
     fn bytes(&self) -> Option<u64> {
         let dtype: Dtype = serde_json::from_value(Value::String(self.dtype.clone())).ok()?;
         let mut bits = u64::try_from(dtype.bitsize()).ok()?;
@@ -39,9 +39,9 @@ impl Entry {
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, Entry>,
-    /// What the file says of itself.
+    /// The file's metadata.
     pub(super) metadata: HashMap<String, String>,
-    /// What follows it, by the file's length.
+    /// Bytes after the header, by the file's length.
     data_bytes: u64,
 }
 
@@ -63,7 +63,7 @@ fn is_pickled(bytes: &[u8]) -> bool {
 /// Reads the header of a file of `has` bytes.
 ///
 /// # Errors
-/// What it is instead.
+/// It is no safetensors file; what it is instead.
 pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
     let mut first = Vec::new();
     let begun = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
@@ -75,7 +75,7 @@ pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
     }
 }
 
-/// `first`: what the file begins with, [`LENGTH_BYTES`] where it is long enough.
+/// `first`: the file's first bytes, [`LENGTH_BYTES`] if it is long enough.
 fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeader> {
     let other = |detail: String| NoHeader::Other(detail);
     let after = has.saturating_sub(LENGTH_BYTES);

@@ -29,7 +29,7 @@ enum Data<'a> {
     Int64(i64),
 }
 
-/// A file that was written and made to last.
+/// A file that was written and synced.
 pub(super) struct Written {
     pub(super) size_bytes: u64,
     /// Hexadecimal.
@@ -190,7 +190,7 @@ pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
     Ok(shapes)
 }
 
-/// A file's own words about itself, read from its header alone.
+/// A file's metadata, read from its header alone.
 ///
 /// # Errors
 /// The file cannot be read, or is no safetensors file; a sentence.

@@ -17,19 +17,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What became of a snapshot.
+/// Events of the checkpoint writer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CheckpointEvent {
     /// It is on disk, complete.
     Written(CheckpointInfo),
-    /// An older one is gone, as `keep` says.
+    /// An older checkpoint was removed, as `checkpoint.keep` says.
     Removed {
         /// Its epoch.
         epoch: u32,
         /// Its step.
         step: u64,
     },
-    /// It could not be written (the disk is full): the one before it stands.
+    /// It could not be written (the disk is full). The one before it stays.
     Failed {
         /// Its epoch.
         epoch: u32,
@@ -37,7 +37,7 @@ pub enum CheckpointEvent {
         step: u64,
         /// What the system said.
         reason: String,
-        /// It is tried again until it is written, as it is the newest there will be.
+        /// Whether it is tried again until it is written, because no newer one will follow.
         again: bool,
     },
 }
@@ -45,14 +45,14 @@ pub enum CheckpointEvent {
 /// Between two tries to write the last snapshot on a full disk.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A thread that takes snapshots and keeps the newest and the best.
+/// A thread that writes snapshots, and keeps the newest and the best.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     directory: PathBuf,
     snapshots: Option<SyncSender<Snapshot>>,
     events: Receiver<CheckpointEvent>,
     thread: Option<JoinHandle<()>>,
-    /// Nobody waits for a disk that is full any more.
+    /// Set when nobody waits for a full disk any more.
     give_up: Arc<AtomicBool>,
     /// How long the newest one took, in milliseconds.
     took_ms: Arc<AtomicU64>,
@@ -64,7 +64,7 @@ impl CheckpointWriter {
     /// # Errors
     /// No thread can be had.
     pub fn start(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> std::io::Result<Self> {
-        // One may wait while another is being written; a third holds up training, rather than memory.
+        // One snapshot may wait while another is being written. A third one blocks training, so that memory does not grow.
         let (snapshots, incoming) = sync_channel::<Snapshot>(1);
         let (outgoing, events) = channel();
         let give_up = Arc::new(AtomicBool::new(false));
@@ -102,13 +102,13 @@ impl CheckpointWriter {
         })
     }
 
-    /// Hands over a snapshot; its `state.best` is filled in here. Waits while two are not written yet.
+    /// Queues a snapshot and fills in its `state.best`. Blocks while two are not written yet.
     ///
     /// # Errors
     /// Its values are not finite ([`CheckpointError::NotFinite`]): nothing of it is written, and what was written
     /// before stands. The thread is gone.
     pub fn save(&self, snapshot: Snapshot) -> Result<(), CheckpointError> {
-        // Looked at here, not by the thread: training must end before it says or does anything on top of it.
+        // Checked here and not by the thread, so that training ends before it continues from these values.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(CheckpointError::NotFinite { name, detail });
@@ -121,7 +121,7 @@ impl CheckpointWriter {
         Err(CheckpointError::Io { path: self.directory.join(name), error })
     }
 
-    /// What has become of snapshots since the last call.
+    /// The events since the last call.
     pub fn events(&self) -> Vec<CheckpointEvent> {
         self.events.try_iter().collect()
     }
@@ -131,8 +131,8 @@ impl CheckpointWriter {
         Duration::from_millis(self.took_ms.load(Ordering::Relaxed))
     }
 
-    /// No snapshot follows; `None` when all are on disk and reported, else the next events, if any came within a
-    /// while. A full disk is waited for: dropping the writer gives up.
+    /// Ends the queue of snapshots. Returns `None` when all are on disk and reported, else the events that came within a while. A full disk is
+    /// retried; drop the writer to give up.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
         self.snapshots = None;
         match self.events.recv_timeout(Duration::from_millis(500)) {
@@ -144,7 +144,7 @@ impl CheckpointWriter {
 }
 
 impl Drop for CheckpointWriter {
-    /// A process that ends because of another's failure still finishes the snapshot in hand.
+    /// A process that ends because of another's failure still finishes the snapshot that is being written.
     fn drop(&mut self) {
         self.give_up.store(true, Ordering::Relaxed);
         self.snapshots = None;
@@ -175,7 +175,7 @@ impl Retention {
         let before = self.best.clone();
         let result = self.write(&snapshot, &mut news);
         let unwritten = news.is_empty();
-        // Nobody listens any more: then what is on disk is all that counts.
+        // If nobody receives events any more, only what is on disk counts.
         let _ = news.into_iter().try_for_each(|item| events.send(item));
         match result {
             Ok(()) => None,
@@ -207,7 +207,7 @@ impl Retention {
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.took_ms.store(took_ms, Ordering::Relaxed);
         events.push(CheckpointEvent::Written(snapshot.info(self.best.as_ref(), size_bytes)));
-        // Newest by step; there may be later ones than this, of an attempt that went further.
+        // Newest by step. An earlier attempt may have left later ones than this.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));
         others.retain(|other| *other != (epoch, step));

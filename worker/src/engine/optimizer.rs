@@ -124,7 +124,7 @@ pub(in crate::engine) fn tensor_name(parameter: &str, kept: Option<&str>) -> Str
     kept.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }
 
-/// Whether a parameter is what [`Optimizer::treatment`] calls a weight.
+/// Whether a parameter is what [`Optimizer::policy`] calls a weight.
 pub(in crate::engine) fn is_weight(role: Role) -> bool {
     matches!(role, Role::ConvWeight | Role::LinearWeight)
 }

@@ -1,7 +1,7 @@
 use super::*;
 use lockstep_worker::doctor::Facts;
 
-fn way(gigabits: f64, round_trip_ms: f64) -> LinkMeasurement {
+fn link(gigabits: f64, round_trip_ms: f64) -> LinkMeasurement {
     LinkMeasurement {
         connect_ms: 0.1,
         round_trip_ms,
@@ -34,25 +34,26 @@ fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
 
 #[test]
 fn a_good_pair_has_nothing_to_be_done() {
-    assert_eq!(found(&pair(Ok(way(9.4, 0.1)), Ok(way(9.3, 0.1))), 9.4), []);
+    assert_eq!(found(&pair(Ok(link(9.4, 0.1)), Ok(link(9.3, 0.1))), 9.4), []);
     // A gigabit less TCP's headers.
-    assert_eq!(found(&pair(Ok(way(0.94, 0.2)), Ok(way(0.94, 0.2))), 0.94), []);
+    assert_eq!(found(&pair(Ok(link(0.94, 0.2)), Ok(link(0.94, 0.2))), 0.94), []);
 }
 
 #[test]
 fn who_does_not_reach_whom_is_said_for_each_direction() {
-    let said = found(&pair(Err("connecting to 10.0.0.2:4: no answer in 5 s".into()), Ok(way(9.4, 0.1))), 9.4);
+    let said =
+        found(&pair(Err("connecting to 10.0.0.2:4: no answer in 5 s".into()), Ok(link(9.4, 0.1))), 9.4);
     assert_eq!(said.len(), 1);
     assert_eq!((said[0].0.as_str(), said[0].1), ("reach", Grade::Problem));
     assert!(said[0].2.starts_with("a does not reach b: connecting"), "{said:?}");
-    let pair = pair(Ok(way(9.4, 0.1)), Err("nothing came for 5 s when many bytes were to come".into()));
+    let pair = pair(Ok(link(9.4, 0.1)), Err("nothing came for 5 s when many bytes were to come".into()));
     assert!(of_pair(&pair, 1e9)[0].advice.as_ref().unwrap().contains("MTU"));
 }
 
 #[test]
 fn slow_ways_are_told_apart() {
     let of = |there: f64, back: f64, fastest: f64| {
-        let said = found(&pair(Ok(way(there, 0.1)), Ok(way(back, 0.1))), fastest);
+        let said = found(&pair(Ok(link(there, 0.1)), Ok(link(back, 0.1))), fastest);
         assert!(said.len() <= 1, "{said:?}");
         said.into_iter().next().map(|(_, grade, found)| (grade, found))
     };
@@ -71,14 +72,14 @@ fn slow_ways_are_told_apart() {
         "{said}"
     );
     assert_eq!(of(4.0, 9.0, 9.0), None, "less than 2.5 times");
-    let far = found(&pair(Ok(way(9.4, 10.0)), Ok(way(9.4, 10.1))), 9.4);
+    let far = found(&pair(Ok(link(9.4, 10.0)), Ok(link(9.4, 10.1))), 9.4);
     assert!(far.len() == 1 && far[0].2.starts_with("10.0 ms"), "{far:?}");
 }
 
 #[test]
 fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
     let with = |ahead: f64, within: f64| {
-        let mut pair = pair(Ok(way(9.4, 0.1)), Ok(way(9.4, 0.1)));
+        let mut pair = pair(Ok(link(9.4, 0.1)), Ok(link(9.4, 0.1)));
         (pair.clock_ahead_ms, pair.clock_within_ms) = (Some(ahead), Some(within));
         found(&pair, 9.4).into_iter().next().map(|(what, grade, found)| {
             assert_eq!(what, "clocks");
@@ -91,7 +92,7 @@ fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
     assert!(with(-59_000.0, 0.0).unwrap() == (Grade::Note, "that of a is 59.0 s ahead of that of b".into()));
     assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
     // The other direction knows it more exactly.
-    let mut uneven = pair(Ok(way(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..way(1.0, 0.2) }));
+    let mut uneven = pair(Ok(link(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..link(1.0, 0.2) }));
     assert_eq!(clocks(&uneven), Some((-7.0, 0.1)));
     uneven.to_a = Err("no".into());
     assert_eq!(clocks(&uneven), Some((0.0, 2.0)));

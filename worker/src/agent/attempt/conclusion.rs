@@ -17,7 +17,7 @@ use lockstep_protocol::{
 use std::{fs, io, time::Duration};
 
 impl Watch {
-    /// Every rank has ended: writes the remaining records, how the attempt ended last.
+    /// Writes the remaining records after every rank has ended; the last one says how the attempt ended.
     pub(super) async fn conclude(self, mut ranks: RankGroup<RecordSummary>) {
         for rank in &mut ranks.ranks {
             // Damage is reported below.
@@ -73,19 +73,19 @@ impl Watch {
         self.write(&events).await;
     }
 
-    /// Whole checkpoints of this attempt that no rank lived to report.
+    /// Complete checkpoints of this attempt that no rank has reported.
     async fn unreported_checkpoints(&self, ranks: &RankGroup<RecordSummary>) -> Vec<CheckpointInfo> {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
         let reported = first.notes.reported.clone();
         let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
         let directory = self.stored.job_dir.join("checkpoints");
-        // Large ones take a while to check.
+        // Checking large checkpoints takes a while.
         tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
             .await
             .unwrap_or_default()
     }
 
-    /// Adds facts to the reason that only the machine knows.
+    /// Adds facts to the reason that only this machine knows, such as an out-of-memory kill.
     fn labelled(&self, ending: Ending, ends: &[RankEnd], left: Option<String>) -> Ending {
         // A rank that has reported its failure ends itself by a signal.
         let killed =

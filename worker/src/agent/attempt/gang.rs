@@ -1,6 +1,6 @@
-//! The start of an attempt that other agents have ranks of, too: when the check before it is done here, the agent says so, and waits for
-//! the others. So no rank waits at the rendezvous for a machine that still examines its dataset, and none is started where another
-//! machine's check fails.
+//! The start of an attempt with ranks on several agents. When its preflight check is done, an agent reports this and waits for the others.
+//! So no rank waits at the rendezvous for a machine that still examines its dataset, and none is started if the check of another machine
+//! fails.
 
 use super::super::preflight::Refusal;
 use lockstep_protocol::agent::StartAttempt;
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 /// Longest wait for other machines' checks: one may have to copy a large dataset first.
 const OTHERS: Duration = Duration::from_secs(12 * 3600);
 
-/// What the agent's session and an attempt's task say to each other before the start.
+/// What the agent's session and an attempt's task share before the start.
 #[derive(Debug, Clone)]
 pub(in crate::agent) struct Gang {
     /// The check is done; on rank 0's machine with the port where it will listen.
@@ -36,11 +36,11 @@ impl Gang {
 
     /// All machines are ready.
     pub(in crate::agent) fn launch(&self, master_port: u16) {
-        // The first order stands.
+        // Only the first `Launch` counts.
         self.launch.send_if_modified(|port| port.is_none() && port.replace(master_port).is_none());
     }
 
-    /// The check is done here: waits for the other machines, and gives the port where rank 0 listens.
+    /// Reports that the preflight check is done here, waits for the other machines, and returns the port where rank 0 listens.
     ///
     /// # Errors
     /// Why the ranks cannot be started.

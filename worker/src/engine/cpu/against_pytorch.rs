@@ -276,7 +276,7 @@ fn adamw_and_lamb_step_by_step() {
     for (name, way) in ways {
         let Implementation { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = way;
         let optimizer = Optimizer { kind, weight_decay, beta1, beta2, epsilon, ..Optimizer::default() };
-        let treatment = optimizer.policy(true);
+        let policy = optimizer.policy(true);
         let mut w = values(&format!("{name}.w"), 16);
         let [mut m, mut v] = [(); 2].map(|()| vec![0.0; 16]);
         assert_eq!(way.weights.len(), 20);
@@ -288,9 +288,9 @@ fn adamw_and_lamb_step_by_step() {
             let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
             let update = Update::new(&optimizer, lr, step as u64 + 1);
             if optimizer.needs_norms() {
-                update.prepare(treatment.decay, &w, [&mut m, &mut v], &mut g);
+                update.prepare(policy.decay, &w, [&mut m, &mut v], &mut g);
             }
-            let (rate, decay) = update.rates(treatment, || [norm(&g), norm(&w)]);
+            let (rate, decay) = update.rates(policy, || [norm(&g), norm(&w)]);
             update.apply(rate, decay, &mut w, [&mut m, &mut v], &g);
             let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
             for (ours, theirs) in w.iter().zip(wanted) {

@@ -80,7 +80,7 @@ pub(super) struct State {
     /// The update of this step.
     update: Update,
     /// For each parameter.
-    treatments: Vec<ParameterPolicy>,
+    policies: Vec<ParameterPolicy>,
     /// The pieces of each parameter.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
@@ -184,7 +184,7 @@ impl State {
             true => ParameterPolicy::FROZEN,
             false => optimizer.policy(slot.is_weight),
         };
-        let treatments = layout.slots.iter().map(policy).collect();
+        let policies = layout.slots.iter().map(policy).collect();
         let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
@@ -199,7 +199,7 @@ impl State {
             keeps_gradients: false,
             optimizer,
             update: Update::new(&optimizer, 0.0, 1),
-            treatments,
+            policies,
             slot_pieces,
             pieces,
             tasks,
@@ -329,7 +329,7 @@ impl State {
             Some(reduced) if self.keeps_gradients => unsafe { reduced.part(piece.range.clone()) },
             _ => &mut [],
         };
-        let policy = self.treatments[piece.slot];
+        let policy = self.policies[piece.slot];
         let (rate, decay) = match work {
             Work::Sum => (0.0, policy.decay),
             _ => self.update.rates(policy, || self.norms(piece.slot)),

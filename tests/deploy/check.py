@@ -24,12 +24,12 @@ KUBERNETES = "1.37"
 
 
 def documents():
-    """All objects, and those with options that stand in comments: those keys and items that would be one if they were not there."""
+    """All objects, and those of them that have options in comments once more with these."""
     for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml")):
         text = path.read_text()
         for document in yaml.safe_load_all(text):
             yield path.name, document
-        with_options = re.sub(r"^( {4,})# (?=envFrom:|  - secretRef:|kueue)", r"\1", text, flags=re.MULTILINE)
+        with_options = re.sub(r"^( {4,})# (?=envFrom:$|  - |kueue)", r"\1", text, flags=re.MULTILINE)
         if with_options != text:
             for document in yaml.safe_load_all(with_options):
                 yield f"{path.name} with its options", document

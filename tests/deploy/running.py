@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 
 import yaml
 
@@ -47,7 +46,7 @@ class Containers:
         for name in ("data", "datasets"):
             pathlib.Path(self.folder, container, name).mkdir(parents=True, exist_ok=True)
         arguments = [self.here(argument, container) for argument in arguments]
-        environment = clean(self.program) | {name: self.here(value, container) for name, value in environment.items()}
+        environment = clean() | {name: self.here(value, container) for name, value in environment.items()}
         log = open(self.folder / f"{container}.log", "w")
         self.processes.append(subprocess.Popen([self.program, *arguments], env=environment, stdout=log, stderr=log, cwd=self.folder))
         return self.processes[-1]
@@ -63,7 +62,7 @@ class Containers:
         work = self.folder / "work"
         work.mkdir(exist_ok=True)
         variables = {"PATH": f"{stubs}:{os.environ['PATH']}", "DEPLOY_PORT": str(self.port), "DEPLOY_PROGRAM": self.program}
-        done = subprocess.run(["sh", "-ec", script], env=clean(self.program) | variables, cwd=work, capture_output=True, text=True)
+        done = subprocess.run(["sh", "-ec", script], env=clean() | variables, cwd=work, capture_output=True, text=True)
         assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -88,9 +87,7 @@ class Containers:
 
     def online(self, server, agent):
         status, body = self.get(server, "/api/v1/agents")
-        agents = json.loads(body)
-        agents = agents.get("agents", agents) if isinstance(agents, dict) else agents
-        return status == 200 and any(each["name"] == agent and each["online"] for each in agents)
+        return status == 200 and any(each["name"] == agent and each["online"] for each in json.loads(body)["agents"])
 
     def logs(self):
         return "\n".join(log.read_text() for log in sorted(self.folder.glob("*.log")))
@@ -102,7 +99,7 @@ class Containers:
         self.processes = []
 
 
-def clean(program):
+def clean():
     """This environment without what would lead commands elsewhere."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "AWS_"))}
 
@@ -119,11 +116,15 @@ def containers(program):
                 process.kill()
 
 
-def script(path, program):
-    """The commands in the comments of a file: indented lines of a shell."""
-    begins = rf"{program} |for |done"
-    lines = [found[1] for found in re.finditer(rf"^#   +(.*)$", path.read_text(), re.MULTILINE)]
-    return "\n".join(line for line in lines if re.match(begins, line.strip()))
+def script(path, begins):
+    """The commands in the comments of a file: indented lines that begin so, or are part of a shell's loop."""
+    lines = re.findall(r"^#   +(.*)$", path.read_text(), re.MULTILINE)
+    return "\n".join(line for line in lines if re.match(rf"({begins}|for|done)\b", line))
+
+
+def plain(value):
+    """What Compose makes of a value when no variable is set."""
+    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", value).replace("$$", "$")
 
 
 def stateful_set(name):
@@ -140,7 +141,7 @@ def check_kubernetes(program):
         running.until("server", server, lambda: running.get("lockstep-0", probe["path"])[0] == 200)
         # By the name of its service, for which its certificate has to be.
         assert running.get("lockstep-0", probe["path"], "lockstep")[0] == 200
-        (running.folder / "lockstep-0/datasets/flowers").mkdir()
+        write_pictures(running.folder / "lockstep-0/datasets/flowers")
         commands = script(folder / "server.yaml", "kubectl")
         (running.folder / "work").mkdir()
         (running.folder / "work/server.env").write_text("LOCKSTEP_DATABASE=postgres://lockstep@postgres/lockstep\n")
@@ -152,7 +153,7 @@ def check_kubernetes(program):
             running.shell(script(folder / file, "kubectl"))
             pod = stateful_set(file)
             volumes = {each["name"]: each for each in pod["volumes"]}
-            name = ("lockstep-agent-0", "lockstep-gpu-agent-0")[file == "agents-gpu.yaml"]
+            name = f"{pod['serviceAccountName']}-0"
             objects = {
                 "ca": running.folder / "work/configmap" / volumes["ca"]["configMap"]["name"],
                 "tokens": running.folder / "work/secret" / volumes["tokens"]["secret"]["secretName"],
@@ -164,35 +165,26 @@ def check_kubernetes(program):
             environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
             agent = running.start(name, arguments, environment)
             running.until(name, agent, lambda name=name: running.online("lockstep-0", name))
-        classes = running.folder / "lockstep-0/datasets/flowers"
-        write_pictures(classes)
         assert "2 classes" in running.shell(dataset)
 
 
 def write_pictures(folder):
-    """Two classes of two pictures each."""
+    """Two classes of two pictures each, of one pixel."""
     for split in ("train", "val"):
         for each in ("rose", "tulip"):
             (folder / split / each).mkdir(parents=True)
             for number in range(2):
-                # 1x1 pixel.
-                (folder / split / each / f"{number}.png").write_bytes(bytes.fromhex(PICTURE))
-
-
-PICTURE = (
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
-)
+                (folder / split / each / f"{number}.ppm").write_bytes(b"P6 1 1 255 abc")
 
 
 def check_compose(program):
     """The cluster, with SQLite in place of Postgres."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    plain = lambda text: re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", text).replace("$$", "$")
     with containers(program) as running:
         server = running.start("server", [plain(each) for each in services["server"]["command"]], {})
         health = [running.here(each, "server") for each in services["server"]["healthcheck"]["test"][1:]]
-        is_healthy = lambda: subprocess.run([program, *health[1:]], env=clean(program), capture_output=True).returncode == 0
-        running.until("server", server, is_healthy)
+        assert health[0] == "lockstep", health
+        running.until("server", server, lambda: subprocess.run([program, *health[1:]], env=clean(), capture_output=True).returncode == 0)
         # What `join` and an agent have as /agent is one volume; its /data is the server's.
         (running.folder / "server/agent").mkdir()
         join = services["join"]
@@ -202,7 +194,7 @@ def check_compose(program):
         (stubs / "lockstep").symlink_to(running.program)
         tokens = []
         for _ in range(2):
-            subprocess.run([*join["entrypoint"], text], env=clean(program) | {"PATH": f"{stubs}:{os.environ['PATH']}"}, check=True, capture_output=True)
+            subprocess.run([*join["entrypoint"], text], env=clean() | {"PATH": f"{stubs}:{os.environ['PATH']}"}, check=True, capture_output=True)
             tokens.append((running.folder / "server/agent/cpu-agent").read_text())
         assert tokens[0] and tokens[0] == tokens[1], "a token is made once"
         (running.folder / "cpu-agent").mkdir()
@@ -211,7 +203,7 @@ def check_compose(program):
         agent = running.start("cpu-agent", services["cpu-agent"]["command"], environment)
         running.until("cpu-agent", agent, lambda: running.online("server", "cpu-agent"))
         # Another machine's agent, by the comment's commands; the comment names it node-2.
-        commands = script(ROOT / "docker-compose.yml", "(?:docker compose --profile cluster exec|mkdir)")
+        commands = script(ROOT / "docker-compose.yml", "docker compose --profile cluster exec|mkdir")
         assert f"https://127.0.0.1:{running.port}/login?code=" in running.shell(commands)
         (running.folder / "agent").mkdir()
         shutil.copytree(running.folder / "work/agent", running.folder / "agent/agent")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes`: Kubernetes' published schemas and the Compose
-specification, and that the commands in them are ones that the program has. Run by tests/run, which installs what this imports (into target/schemas).
+specification, and that the commands in them, in their comments and in the pages are ones that the program has. Then it runs them. Run by tests/run, which installs what this imports (into target/schemas).
 
     PYTHONPATH=target/schemas python3 tests/deploy/check.py target/release/lockstep
 """
@@ -8,6 +8,7 @@ specification, and that the commands in them are ones that the program has. Run 
 import copy
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,27 +16,23 @@ import tempfile
 import kubernetes_validate
 import yaml
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+import commands
+import running
+from commands import ROOT
+
 KUBERNETES = "1.37"
 
 
 def documents():
+    """All objects, and those of them that have options in comments once more with these."""
     for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml")):
-        for document in yaml.safe_load_all(path.read_text()):
+        text = path.read_text()
+        for document in yaml.safe_load_all(text):
             yield path.name, document
-
-
-def options(program, command):
-    """The options of a command, by its help."""
-    text = subprocess.run([program, command, "--help"], check=True, capture_output=True, text=True).stdout
-    return {word.strip(",").split("=")[0] for word in text.split() if word.startswith("--")}
-
-
-def check_command(program, where, arguments):
-    known = options(program, arguments[0])
-    for argument in arguments[1:]:
-        if argument.startswith("--"):
-            assert argument.split("=")[0] in known, f"{where}: lockstep {arguments[0]} has no {argument}"
+        with_options = re.sub(r"^( {4,})# (?=envFrom:$|  - |kueue)", r"\1", text, flags=re.MULTILINE)
+        if with_options != text:
+            for document in yaml.safe_load_all(with_options):
+                yield f"{path.name} with its options", document
 
 
 def is_valid(document):
@@ -58,11 +55,12 @@ def check_kubernetes(program):
             pod = document["spec"]["template"]["spec"]
             assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"], name
             container = pod["containers"][0]
-            check_command(program, name, container["args"])
+            commands.check_command(program, name, container["args"])
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", [])}
             assert mounted == {volume["name"] for volume in pod["volumes"]} | claims, f"{name}: {mounted}"
-    assert kinds.count("StatefulSet") == 3, kinds
+    # The server twice: also with its options.
+    assert kinds.count("StatefulSet") == 4, kinds
     assert set(roles) == {"launch-role.yaml"}, f"nothing else here needs a role: {roles}"
     check_role()
     # The schemas find what is wrong.
@@ -110,8 +108,10 @@ def check_compose(program):
     targets = {line.split()[-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if " AS " in line}
     for name, service in compose["services"].items():
         assert service.get("profiles"), f"{name} has no profile"
-        if "command" in service:
-            check_command(program, name, service["command"])
+        if "entrypoint" in service:
+            assert commands.check_text(program, name, "\n".join(service["command"])), f"{name} runs nothing"
+        elif "command" in service:
+            commands.check_command(program, name, service["command"])
         if "build" in service:
             assert service["build"]["target"] in targets, f"{name}: {targets}"
 
@@ -120,4 +120,6 @@ if __name__ == "__main__":
     check_kubernetes(sys.argv[1])
     check_launch(sys.argv[1])
     check_compose(sys.argv[1])
-    print("deploy/ and docker-compose.yml are valid")
+    commands.check_all(sys.argv[1])
+    running.check_running(sys.argv[1])
+    print("deploy/ and docker-compose.yml are valid, and their commands work")

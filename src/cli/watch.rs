@@ -8,6 +8,7 @@ use super::{
 };
 use lockstep_protocol::{
     Job, JobState,
+    numbers::percent,
     stream::{Event, EventBody, Frame},
 };
 use progress::Progress;
@@ -182,19 +183,24 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     api.get(&format!("/jobs/{}", job.id)).await
 }
 
-/// `succeeded: validation accuracy 84.2 % in 41 s`.
+/// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % (best 86.0 % at 3-162)`, `failed after 0 s: <reason>`. The best is
+/// named, as the checkpoint of its step is called, where it is not the last.
 pub(crate) fn summary(job: &Job) -> String {
-    let mut line = job.state.to_string();
-    match (&job.reason, job.state) {
-        (Some(reason), state) if state != JobState::Succeeded => line += &format!(": {reason}"),
-        _ => {
-            if let Some(accuracy) = job.last.val_accuracy.or(job.best.map(|best| best.value)) {
-                line += &format!(": validation accuracy {}", lockstep_protocol::numbers::percent(accuracy));
-            }
+    let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
+    let how = match &job.reason {
+        Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),
+        _ => accuracy(job),
+    };
+    let how = how.map(|how| format!(": {how}")).unwrap_or_default();
+    format!("{}{after}{how}", job.state)
+}
+
+fn accuracy(job: &Job) -> Option<String> {
+    let best = job.best.map(|best| (percent(best.value), format!("{}-{}", best.epoch, best.step)));
+    match (job.last.val_accuracy.map(percent), best) {
+        (Some(last), Some((best, at))) if best != last => {
+            Some(format!("validation accuracy {last} (best {best} at {at})"))
         }
+        (last, best) => last.or(best.map(|(best, _)| best)).map(|last| format!("validation accuracy {last}")),
     }
-    if let Some(secs) = job.ran_secs {
-        line += &format!(" in {secs:.0} s");
-    }
-    line
 }

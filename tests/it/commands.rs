@@ -51,7 +51,10 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let watched =
         server.cli(&["submit", file, "--set", "train.steps=12", "--set", "name=watched", "--watch"]);
     let last = watched.ok().lines().last().expect("a last line");
-    assert!(last.starts_with("succeeded: validation accuracy "), "{last}");
+    assert!(
+        last.starts_with("succeeded after ") && last.contains(" s: validation accuracy ") && last.ends_with('%'),
+        "{last}"
+    );
 
     let listed = server.cli(&["list"]);
     assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);
@@ -109,7 +112,8 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     server.cli(&["cancel", &left]).wrong(&["cancelled"]);
     let watched = server.cli(&["watch", &left]);
     watched.fails(1, &[]);
-    assert!(watched.stdout.contains("cancelled"), "{}", watched.stdout);
+    assert!(watched.stdout.starts_with("cancelled after "), "{}", watched.stdout);
+    assert!(watched.stdout.trim_end().ends_with(" s: cancelled on request"), "{}", watched.stdout);
     // A terminal is asked, and takes no answer for an answer; a script says yes itself.
     for (answer, status, words) in [("\n", 2, "stays as it is"), ("no\n", 2, "stays as it is")] {
         let (code, said) = on_a_terminal(&server, &["delete", &left], answer);
@@ -275,8 +279,8 @@ async fn the_demo_trains_on_bundled_pictures_and_succeeds() {
     let last = rest.last().expect("a last line");
     eprintln!("demo: {last}; {:.1} s with all", began.elapsed().as_secs_f64());
     let accuracy = last
-        .strip_prefix("succeeded: validation accuracy ")
-        .and_then(|l| l.split(' ').next()?.parse::<f64>().ok())
+        .split_once(" s: validation accuracy ")
+        .and_then(|(_, l)| l.split(' ').next()?.parse::<f64>().ok())
         .unwrap_or_else(|| panic!("{last}"));
     assert!(accuracy >= 80.0, "{last}");
     let left = crate::server::processes_of(folder.path());

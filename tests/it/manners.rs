@@ -54,7 +54,7 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     // Its path becomes the name of a dataset, once.
     for round in 0..2 {
         let sent = server.cli(&[&["submit", "lockstep.toml", "--watch"][..], &QUICK].concat());
-        assert!(sent.ok().contains("succeeded: "), "{}", sent.stdout);
+        assert!(sent.ok().contains("succeeded after "), "{}", sent.stdout);
         assert_eq!(sent.stderr.contains("registering"), round == 0, "{}", sent.stderr);
         for words in ["Ctrl-C ends this display and not the job", "lockstep cancel j"] {
             assert!(sent.stderr.contains(words), "{}", sent.stderr);
@@ -64,7 +64,7 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     // On a terminal it is shown without being asked for.
     let file = file.to_str().expect("UTF-8");
     let (status, said) = on_a_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
-    assert!(status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded: "), "{status}: {said}");
+    assert!(status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded after "), "{status}: {said}");
     let (status, said) = on_a_terminal(&server, &["dataset", "remove", "folder"], "n\n");
     assert!(
         status == 2 && said.contains("Remove folder?") && said.contains("dataset folder stays as it is"),

@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// The job's id, the start of its id, or its name; the newest job with a checkpoint when absent
     #[arg(long)]
     job: Option<String>,
-    /// best, latest, or a step
+    /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best", conflicts_with = "model")]
     checkpoint: String,
     /// Which of the checkpoint's weights
@@ -164,7 +164,7 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(M
         predictions.extend(found);
     }
     let best = checkpoint.info.best;
-    let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
+    let checkpoint = checkpoint.name();
     Ok((ModelUsed { job: job.name, job_id: job.id, checkpoint, best }, predictions))
 }
 

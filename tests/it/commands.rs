@@ -92,11 +92,14 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     server.cli(&["evaluate", id, "--weights", "ema"]).wrong(&["averag"]);
 
     let model = server.folder().path().join("model.safetensors");
-    for which in ["latest", "best", "12"] {
+    for which in ["latest", "best", "12", "1-12"] {
         server.cli(&["download", id, "--checkpoint", which, "-o", model.to_str().expect("UTF-8")]).ok();
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
-    server.cli(&["download", id, "--checkpoint", "11", "-o", "x"]).wrong(&["11", "12"]);
+    for which in ["11", "2-12"] {
+        server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "there are 1-12"]);
+    }
+    server.cli(&["download", id, "--checkpoint", "newest", "-o", "x"]).wrong(&["best, latest", "such as 2-54"]);
 
     // One that is left behind, and cancelled.
     let submitted =

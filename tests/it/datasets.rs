@@ -64,7 +64,7 @@ async fn training_without_a_server_is_measured_by_the_split_that_there_is() {
     let mut command = lockstep();
     command.arg("train").arg(file).arg("--out").arg(&out).current_dir(folder.path());
     let finished = Finished::of(&mut command);
-    assert!(finished.ok().contains(" s: validation accuracy "), "{}", finished.stdout);
+    assert!(finished.ok().contains("succeeded: validation accuracy "), "{}", finished.stdout);
     let spec = fs::read(out.join("spec.json")).expect("the job as it was trained");
     let spec: Value = serde_json::from_slice(&spec).expect("JSON");
     assert_eq!(spec["data"]["validation"], "validation");

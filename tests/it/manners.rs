@@ -97,6 +97,39 @@ async fn init_writes_a_file_that_train_and_submit_take() {
 }
 
 #[tokio::test]
+async fn a_prediction_without_a_job_is_by_the_newest_that_was_measured() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let root = pictures::image_folder(server.folder().path(), 1);
+    let picture = fs::read_dir(root.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let picture = picture.to_str().expect("UTF-8");
+    // One that was cancelled in its first epoch leaves a checkpoint of its last step, which nobody has measured.
+    let cancelled = async |name: &str| {
+        let keep = json!({"checkpoint": {"every_epochs": null, "every_steps": 2}});
+        let id = server.submit(&specs::with(specs::short(name, "fashion", 1, 1_000_000), keep)).await;
+        server.until("it has a checkpoint", async |s: &Server| {
+            let all = s.get(&format!("/jobs/{id}/checkpoints")).await;
+            all["checkpoints"].as_array().is_some_and(|all| !all.is_empty())
+        })
+        .await;
+        server.cli(&["cancel", &id]).ok();
+        server.ended(&id).await;
+        id
+    };
+    let first = cancelled("first").await;
+    server.cli(&["predict", picture]).wrong(&["no job has a validated checkpoint yet", "--job", &first]);
+    server.cli(&["predict", picture, "--job", &first]).ok();
+    let evaluated = json!({"evaluate": {"every_epochs": 1}});
+    let measured = server.submit(&specs::with(specs::short("measured", "fashion", 1, 4), evaluated)).await;
+    server.succeeded(&measured).await;
+    cancelled("second").await;
+    let answered = server.cli(&["predict", "--json", picture]).json();
+    assert_eq!(answered[0]["job_id"], json!(measured));
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_submission_names_all_that_is_wrong_at_once() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;

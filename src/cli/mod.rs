@@ -1,6 +1,7 @@
 //! One command a file, each `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and what they share.
 
 pub(crate) mod access;
+mod age;
 pub(crate) mod agent;
 pub(crate) mod api;
 pub(crate) mod bench;

@@ -58,6 +58,9 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
 
     let listed = server.cli(&["list"]);
     assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);
+    assert!(listed.stdout.lines().next().is_some_and(|header| header.ends_with("AGE")), "{}", listed.stdout);
+    let age = listed.stdout.lines().nth(1).map(|row| row.split("  ").last().unwrap_or_default());
+    assert!(age.is_some_and(|age| age.ends_with(" s") || age.ends_with(" min")), "{}", listed.stdout);
     let job = server.cli(&["show", "watched", "--json"]).json();
     assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
     let id = job["id"].as_str().expect("an id");

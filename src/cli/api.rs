@@ -1,5 +1,6 @@
 //! The server's REST interface and its streams, as the client commands use them.
 
+mod away;
 mod named;
 mod requests;
 mod stream;
@@ -9,6 +10,7 @@ use super::{
     output, wrong,
 };
 use anyhow::{Context, anyhow};
+pub(crate) use away::Away;
 use lockstep_protocol::Job;
 use lockstep_worker::tls;
 use reqwest::{

@@ -3,7 +3,7 @@
 mod progress;
 
 use super::{
-    api::{Api, PATIENCE, ServerArgs},
+    api::{Api, Away, PATIENCE, ServerArgs},
     block_on, output, sentence, wrong,
 };
 use lockstep_protocol::{
@@ -118,6 +118,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     let mut over = job.state.is_final();
     let mut pause = RETRY.0;
     let mut away_since: Option<Instant> = None;
+    let mut away = Away::default();
     while !over {
         let lost = match api.stream(&job, since).await {
             Err(error) => Some(error),
@@ -140,6 +141,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
                         away_since = None;
+                        away.answered(|text| progress.aside(text));
                         pause = RETRY.0;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
@@ -163,8 +165,8 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             },
         };
         if !over {
-            let away = *away_since.get_or_insert_with(Instant::now);
-            if away.elapsed() > PATIENCE {
+            let since_when = *away_since.get_or_insert_with(Instant::now);
+            if since_when.elapsed() > PATIENCE {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
                 anyhow::bail!("lost the server: {why}; `lockstep watch {}` continues from here", job.id);
             }
@@ -174,7 +176,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(wrong(format!("{}: {error}", job.id)));
                 }
-                Err(_) => {}
+                Err(_) => away.silent(|text| progress.aside(text)),
             }
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(RETRY.1);

@@ -187,6 +187,14 @@ impl Progress {
         Ok(())
     }
 
+    /// A line on standard error.
+    pub(super) fn aside(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::warn(text)),
+            None => output::warn(text),
+        }
+    }
+
     fn moved(&mut self) -> anyhow::Result<()> {
         if let Some(bar) = &self.bar {
             bar.set_position(self.step);

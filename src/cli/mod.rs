@@ -33,6 +33,7 @@ pub(crate) mod local_agent;
 pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod metrics;
+pub(crate) mod mistyped;
 pub(crate) mod oidc;
 pub(crate) mod output;
 pub(crate) mod predict;

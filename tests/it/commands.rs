@@ -52,7 +52,9 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
         server.cli(&["submit", file, "--set", "train.steps=12", "--set", "name=watched", "--watch"]);
     let last = watched.ok().lines().last().expect("a last line");
     assert!(
-        last.starts_with("succeeded after ") && last.contains(" s: validation accuracy ") && last.ends_with('%'),
+        last.starts_with("succeeded after ")
+            && last.contains(" s: validation accuracy ")
+            && last.ends_with('%'),
         "{last}"
     );
 
@@ -102,7 +104,9 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     for which in ["11", "2-12"] {
         server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "there are 1-12"]);
     }
-    server.cli(&["download", id, "--checkpoint", "newest", "-o", "x"]).wrong(&["best, latest", "such as 2-54"]);
+    server
+        .cli(&["download", id, "--checkpoint", "newest", "-o", "x"])
+        .wrong(&["best, latest", "such as 2-54"]);
 
     // One that is left behind, and cancelled.
     let submitted =

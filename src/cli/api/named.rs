@@ -24,7 +24,9 @@ pub(super) fn ambiguous(jobs: &[Value], name: &str) -> String {
     let mut said = match jobs.iter().filter(|job| text(job, "name") == name).count() {
         0 => format!("{count} ids begin with {name}; give more of one:"),
         same if same == count => format!("{count} jobs are called {name}; name one by its id:"),
-        _ => format!("{count} jobs are called {name} or have an id that begins so; name one by its whole id:"),
+        _ => {
+            format!("{count} jobs are called {name} or have an id that begins so; name one by its whole id:")
+        }
     };
     for job in jobs.iter().take(MOST) {
         let created = text(job, "created_at").parse().map(|at| format!(", {} ago", age(at)));
@@ -56,7 +58,10 @@ mod tests {
             "2 jobs are called pics; name one by its id:\n  j0002  running, 1 h ago\n  j0001  failed, 3 d ago"
         );
         let said = ambiguous(&jobs, "j000");
-        assert!(said.starts_with("2 ids begin with j000; give more of one:\n  j0002  pics, running"), "{said}");
+        assert!(
+            said.starts_with("2 ids begin with j000; give more of one:\n  j0002  pics, running"),
+            "{said}"
+        );
         let many: Vec<_> = (0..12).map(|n| job(&format!("j00{n}"), "x", "succeeded", n)).collect();
         assert!(ambiguous(&many, "j00").ends_with("\n  and 2 more"));
         assert!(fits(&jobs[0], "pics") && fits(&jobs[0], "j000") && !fits(&jobs[0], "j00"));

@@ -2,6 +2,7 @@
 
 use clap::{
     Command, Error,
+    builder::StyledStr,
     error::{ContextKind, ContextValue, ErrorKind},
 };
 use std::ffi::OsString;
@@ -41,15 +42,18 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
     }
     if error.get(ContextKind::Usage).is_some() {
         program.build();
-        let mut command = &mut program;
-        for name in arguments.iter().skip(1).map_while(|argument| argument.to_str()) {
-            if command.find_subcommand(name).is_none() {
-                break;
-            }
-            let Some(below) = command.find_subcommand_mut(name) else { break };
-            command = below;
-        }
-        error.insert(ContextKind::Usage, ContextValue::StyledStr(command.render_usage()));
+        let names: Vec<_> = arguments.iter().skip(1).map_while(|argument| argument.to_str()).collect();
+        error.insert(ContextKind::Usage, ContextValue::StyledStr(usage(&mut program, &names)));
     }
     error
+}
+
+/// The usage line of the command that `names` begins with.
+fn usage(command: &mut Command, names: &[&str]) -> StyledStr {
+    if let [name, rest @ ..] = names
+        && let Some(below) = command.find_subcommand_mut(name)
+    {
+        return usage(below, rest);
+    }
+    command.render_usage()
 }

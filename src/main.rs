@@ -66,7 +66,10 @@ enum Command {
 fn main() -> ExitCode {
     let command = match Program::try_parse() {
         Ok(program) => program.command,
-        Err(error) => error.exit(),
+        Err(error) => {
+            let arguments: Vec<_> = std::env::args_os().collect();
+            cli::mistyped::explain(error, Program::command(), &arguments).exit()
+        }
     };
     cli::exit_code(match command {
         Command::Serve(args) => cli::serve::run(*args),

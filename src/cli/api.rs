@@ -1,5 +1,7 @@
 //! The server's REST interface and its streams, as the client commands use them.
 
+mod away;
+mod named;
 mod requests;
 mod stream;
 
@@ -8,6 +10,7 @@ use super::{
     output, wrong,
 };
 use anyhow::{Context, anyhow};
+pub(crate) use away::Away;
 use lockstep_protocol::Job;
 use lockstep_worker::tls;
 use reqwest::{
@@ -28,12 +31,8 @@ use std::{
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
-/// The shortest prefix of an id that is accepted: ids made at about the same time begin alike.
-const SHORTEST_START: usize = 4;
 /// Elements of a list per request.
 const PAGE: usize = 200;
-/// Jobs that a message names where a name fits several.
-const NAMED: usize = 10;
 
 /// The server that a command talks to, and how it prints.
 #[derive(Debug, Clone, clap::Args)]
@@ -113,21 +112,13 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return self.get(&format!("/jobs/{id}")).await;
         }
+        let mut all = self.all_jobs().await?;
         // Jobs that this version cannot read count, too: a name that two jobs have is not unique.
-        let text =
-            |job: &Value, key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
-        let begins = |job: &Value| id.len() >= SHORTEST_START && text(job, "id").starts_with(id);
-        let called = |job: &Value| begins(job) || text(job, "name") == id;
-        let ids: Vec<_> =
-            self.all_jobs().await?.iter().filter(|job| called(job)).map(|job| text(job, "id")).collect();
-        match &ids[..] {
-            [id] => self.get(&format!("/jobs/{id}")).await,
+        all.retain(|job| named::fits(job, id));
+        match &all[..] {
+            [job] => self.get(&format!("/jobs/{}", named::text(job, "id"))).await,
             [] => Err(wrong(format!("no job is called {id}; `lockstep list` shows those there are"))),
-            _ => {
-                let named = ids[..ids.len().min(NAMED)].join(", ");
-                let more = if ids.len() > NAMED { " and others" } else { "" };
-                Err(wrong(format!("{} jobs are called {id}: {named}{more}; name one by its id", ids.len())))
-            }
+            _ => Err(wrong(named::ambiguous(&all, id))),
         }
     }
 

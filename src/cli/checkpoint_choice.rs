@@ -32,7 +32,7 @@ impl Weights {
 pub(crate) struct CheckpointArgs {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// best, latest, or a step
+    /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best")]
     checkpoint: String,
     /// Which of the checkpoint's weights
@@ -60,7 +60,22 @@ pub(crate) struct Listed {
     pub(crate) info: CheckpointInfo,
 }
 
-/// The checkpoint of `job` that is called `wanted`: best, latest, or a step.
+impl Listed {
+    /// As every command prints it: epoch and step.
+    pub(crate) fn name(&self) -> String {
+        format!("{}-{}", self.info.epoch, self.info.step)
+    }
+}
+
+/// The step that `54` or `2-54` names, and the epoch if it is given.
+fn parse(name: &str) -> Option<(Option<u32>, u64)> {
+    match name.split_once('-') {
+        Some((epoch, step)) => Some((Some(epoch.parse().ok()?), step.parse().ok()?)),
+        None => Some((None, name.parse().ok()?)),
+    }
+}
+
+/// The checkpoint of `job` that is called `wanted`: best, latest, a step, or epoch and step as they are printed.
 ///
 /// # Errors
 /// Exit status 2 when there is no such checkpoint.
@@ -72,22 +87,20 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         "latest" => newest(),
         // A job without validation has no best checkpoint: take the newest.
         "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
-        step => {
-            let step: u64 = step.parse().map_err(|_| {
-                wrong(format!("--checkpoint {step}: it is best, latest, or the number of a step"))
+        name => {
+            let (epoch, step) = parse(name).ok_or_else(|| {
+                wrong(format!(
+                    "--checkpoint {name}: it is best, latest, the number of a step, or epoch and step such as 2-54"
+                ))
             })?;
-            all.iter().find(|c| c.info.step == step)
+            all.iter().find(|c| c.info.step == step && epoch.is_none_or(|epoch| c.info.epoch == epoch))
         }
     };
     found.cloned().ok_or_else(|| match all.len() {
         0 => wrong(format!("{} has no checkpoint yet", job.id)),
         _ => {
-            let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
-            wrong(format!(
-                "{} has no checkpoint {wanted}; there are those of steps {}",
-                job.id,
-                steps.join(", ")
-            ))
+            let names: Vec<_> = all.iter().map(Listed::name).collect();
+            wrong(format!("{} has no checkpoint {wanted}; there are {}", job.id, names.join(", ")))
         }
     })
 }

@@ -53,6 +53,9 @@ pub(crate) struct BackupArgs {
     /// Where to write it
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    /// Replace the file if it is there
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     which: DatabaseArgs,
 }
@@ -97,6 +100,13 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
         let (path, database) = (args.output.display(), database.display());
         return Err(wrong(format!(
             "{path} is the database {database} itself, or a file of it; name another file"
+        )));
+    }
+    // An older backup may be the only one of what was deleted since.
+    if !args.force && args.output.symlink_metadata().is_ok() {
+        return Err(wrong(format!(
+            "{} is there already: name another file, or replace it with --force",
+            args.output.display()
         )));
     }
     let done = block_on(async { backup(&location, &args.output).await.map_err(with_exit_status) })?;

@@ -58,7 +58,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let query = reqwest::Url::parse_with_params("http://none/", &query)?;
         let path = format!("/jobs/{}/evaluation?{}", job.id, query.query().unwrap_or_default());
         let found = wait(&api, &path).await?;
-        let checkpoint = format!("{}-{}", chosen.info.epoch, chosen.info.step);
+        let checkpoint = chosen.name();
         if args.server.json {
             return output::json(&Evaluated { job: job.id.to_string(), checkpoint, found });
         }

@@ -1,6 +1,6 @@
 //! `lockstep fork`: a new job from a checkpoint of another.
 
-use super::{api::ServerArgs, block_on, output, watch, wrong};
+use super::{api::ServerArgs, block_on, checkpoint_choice::choose, output, watch, wrong};
 use lockstep_protocol::{
     Job,
     spec::{apply_set, shortened},
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// best, latest, or a step
+    /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "latest")]
     checkpoint: String,
     /// Change a key of its specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated)
@@ -37,7 +37,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let source = api.find_job(&args.job).await?;
-        let request = json!({"checkpoint": args.checkpoint, "set": set});
+        let chosen = choose(&api, &source, &args.checkpoint).await?;
+        let request = json!({"checkpoint": chosen.id, "set": set});
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         if args.watch {

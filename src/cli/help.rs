@@ -1,6 +1,6 @@
 //! `lockstep help`: how a command is used, and the keys of a job file.
 
-use super::{output, reference::job_file, wrong};
+use super::{mistyped, output, reference::job_file, wrong};
 use clap::{Command, error::ErrorKind};
 use lockstep_protocol::spec::nearest;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -51,7 +51,9 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
 }
 
 fn unknown(name: &str, known: &[String]) -> String {
-    let near = nearest(name, known.iter().map(String::as_str).chain(["job"]))
+    let meant = mistyped::meant(name).filter(|meant| known.iter().any(|known| known == meant));
+    let near = meant
+        .or_else(|| nearest(name, known.iter().map(String::as_str).chain(["job"])))
         .map_or_else(|| "`lockstep help` lists them".to_owned(), |near| format!("did you mean {near:?}?"));
     format!("there is no command {name:?} to help with; {near}")
 }

@@ -104,7 +104,8 @@ fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
     text += "\n[parallel]\n";
     comment(
         &mut text,
-        "One rank a GPU, or a share of the CPU's cores. The result is the same with more; train.global_batch_size is divided over them.",
+        "One rank a GPU, or a share of the CPU's cores. train.global_batch_size is divided over them, and the result is the same with more; \
+         for the CIFAR family even the bits are, where each rank's part is a multiple of 8.",
     );
     text += "ranks = 1\n";
     Ok(text)

@@ -16,8 +16,9 @@ mod tokens;
 mod uploads;
 
 use super::{
+    WrongRequest,
     api::{Api, ServerArgs},
-    block_on, job_file, output, wrong,
+    block_on, job_file, output, sentence, wrong,
 };
 use bundle::Bundle;
 pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
@@ -292,13 +293,33 @@ impl Launch {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
             }
         }
+        // Agents that are not of this launch have taken the job: those that it has started, if any, have nothing to do.
+        let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
         // An agent that still uploads a checkpoint needs its token, which expires by itself.
         let is_over = job.state.is_final()
             && !matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
-        if never_started || is_over {
+        if never_started || is_over || elsewhere.is_some() {
             self.revoke().await;
         }
-        done
+        match (done, elsewhere) {
+            (Err(error), Some(agents)) => {
+                let twice = if self.is_ours { "; to repeat this command would train it twice" } else { "" };
+                let text = format!(
+                    "{}\njob {} runs on {agents} all the same, without this launch{twice}; `lockstep watch {1}` shows it",
+                    sentence(&error),
+                    job.id
+                );
+                Err(if error.is::<WrongRequest>() { wrong(text) } else { anyhow::anyhow!(text) })
+            }
+            (done, _) => done,
+        }
+    }
+
+    /// The agents that run the job, if none of them is of this launch.
+    fn elsewhere(&self, job: &Job) -> Option<String> {
+        let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
+        let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(own);
+        is_elsewhere.then(|| job.agents.join(", "))
     }
 
     /// This launch's folder on this machine: logs, and with Slurm what the agents need.

@@ -3,6 +3,7 @@
 mod groups;
 
 use super::{
+    age::age,
     api::{ServerArgs, given, list},
     block_on, output,
 };
@@ -89,11 +90,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::line("no jobs; submit one with `lockstep submit JOB.toml`");
     }
     let rows: Vec<_> = jobs.iter().map(row).collect();
-    let header = ["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST"];
+    let header = ["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST", "AGE"];
     output::table_of_names(header, &["NAME"], &rows)
 }
 
-fn row(job: &Job) -> [String; 8] {
+fn row(job: &Job) -> [String; 9] {
     let progress = match (&job.queue, job.step, job.total_steps) {
         (Some(queue), ..) => format!("place {}", queue.place),
         (None, _, 0) => String::new(),
@@ -108,5 +109,6 @@ fn row(job: &Job) -> [String; 8] {
         job.images_per_second.map(|v| format!("{v:.0}")).unwrap_or_default(),
         job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),
         job.best.map(|best| lockstep_protocol::numbers::percent(best.value)).unwrap_or_default(),
+        age(job.created_at),
     ]
 }

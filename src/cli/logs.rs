@@ -1,7 +1,7 @@
 //! `lockstep logs`: what the ranks of a job print.
 
 use super::{
-    api::{Api, PATIENCE, ServerArgs, list},
+    api::{Api, Away, PATIENCE, ServerArgs, list},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -57,9 +57,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         print_history(&api, &job, &mut printer).await?;
         let mut over = !args.follow || job.state.is_final();
         let mut away_since = None;
+        let mut away = Away::default();
+        let say = |text: &str| output::warn(text);
         while !over {
             if let Ok(mut stream) = api.stream(&job, since).await {
                 while let Ok(Some(frame)) = stream.next().await {
+                    away_since = None;
+                    away.answered(say);
                     let (seq, body) = match frame {
                         Frame::Event(Event { seq, body, .. }) => (seq, body),
                         Frame::Hello { last_seq, .. } if last_seq < since => {
@@ -88,6 +92,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 over = match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                     Ok(now) => {
                         away_since = None;
+                        away.answered(say);
                         now.state.is_final() && now.last_seq <= since
                     }
                     // A server that restarts is back in a moment.
@@ -95,6 +100,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                         if !error.is::<super::WrongRequest>()
                             && away_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
                     {
+                        away.silent(say);
                         false
                     }
                     Err(error) => return Err(error),

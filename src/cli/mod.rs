@@ -1,6 +1,7 @@
 //! One command a file, each `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and what they share.
 
 pub(crate) mod access;
+mod age;
 pub(crate) mod agent;
 pub(crate) mod api;
 pub(crate) mod bench;
@@ -32,6 +33,7 @@ pub(crate) mod local_agent;
 pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod metrics;
+pub(crate) mod mistyped;
 pub(crate) mod oidc;
 pub(crate) mod output;
 pub(crate) mod predict;

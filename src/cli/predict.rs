@@ -22,10 +22,10 @@ pub(crate) struct Args {
     /// The pictures
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// The job's id, the start of its id, or its name; the newest job with a checkpoint when absent
+    /// The job's id, the start of its id, or its name; the newest job with a validated checkpoint when absent
     #[arg(long)]
     job: Option<String>,
-    /// best, latest, or a step
+    /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best", conflicts_with = "model")]
     checkpoint: String,
     /// Which of the checkpoint's weights
@@ -128,20 +128,32 @@ struct PredictionLine<'a> {
     by: &'a ModelUsed,
 }
 
-/// The newest job with a checkpoint, and which of its checkpoints is wanted.
+/// The newest job with a validated checkpoint, and which of its checkpoints is wanted. What was cancelled or has failed before its first
+/// validation says little about a picture.
 async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
+    let mut newest_unmeasured = None;
     for job in api.jobs().await? {
         // None of a job that has not taken a step.
         if job.step == 0 && job.best.is_none() {
             continue;
         }
         let answer: serde_json::Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
-        if !super::api::list::<Listed>(&answer, "checkpoints")?.is_empty() {
+        let checkpoints = super::api::list::<Listed>(&answer, "checkpoints")?;
+        if checkpoints.iter().any(|checkpoint| checkpoint.info.val_accuracy.is_some()) {
             let checkpoint = choose(api, &job, wanted).await?;
             return Ok((job, checkpoint));
         }
+        if !checkpoints.is_empty() {
+            newest_unmeasured.get_or_insert(job);
+        }
     }
-    Err(wrong("no job has a checkpoint yet; `lockstep list` shows how far they are"))
+    Err(wrong(match newest_unmeasured {
+        Some(job) => format!(
+            "no job has a validated checkpoint yet; --job {} takes the newest of {}, which was never measured",
+            job.id, job.name
+        ),
+        None => "no job has a checkpoint yet; `lockstep list` shows how far they are".into(),
+    }))
 }
 
 async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
@@ -164,7 +176,7 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(M
         predictions.extend(found);
     }
     let best = checkpoint.info.best;
-    let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
+    let checkpoint = checkpoint.name();
     Ok((ModelUsed { job: job.name, job_id: job.id, checkpoint, best }, predictions))
 }
 

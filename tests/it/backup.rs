@@ -24,6 +24,12 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
     }
     let response = server.cli(&[&["backup", "-o", file], &which[..]].concat());
     assert!(response.ok().contains("backed up 1 job"), "{}", response.stdout);
+    // An older backup is replaced by whoever says so.
+    let again = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &which[..]].concat());
+    let kept = std::fs::read(file).expect("a backup");
+    again(&[]).wrong(&[file, "is there already", "--force"]);
+    assert_eq!(std::fs::read(file).expect("a backup"), kept);
+    again(&["--force"]).ok();
     if server.database.is_none() {
         std::os::unix::fs::symlink(data.join("lockstep.db"), server.folder().path().join("link"))
             .expect("a link");

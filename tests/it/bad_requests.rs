@@ -33,6 +33,8 @@ async fn every_mistake_of_a_specification_is_named_at_once() {
     mistakes(json!({"train": {"batchsize": 8}}), &[("/train/batchsize", &["batch_size"])]).await;
     mistakes(json!({"modle": {}}), &[("/modle", &["model"])]).await;
     mistakes(json!({"model": {"arch": "resnet51"}}), &[("/model/arch", &["resnet50", "resnet18"])]).await;
+    let sgd = ["\"momentum\" is SGD with momentum", "train.momentum = 0"];
+    mistakes(json!({"train": {"optimizer": "sgd"}}), &[("/train/optimizer", &sgd)]).await;
     mistakes(json!({"train": {"lr": "fast"}}), &[("/train/lr", &["number", "fast"])]).await;
     mistakes(json!({"parallel": {"ranks": 2.5}}), &[("/parallel/ranks", &["whole number"])]).await;
     mistakes(json!({"data": 7}), &[("/data", &["table"]), ("/data/dataset", &["missing"])]).await;

@@ -51,10 +51,18 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let watched =
         server.cli(&["submit", file, "--set", "train.steps=12", "--set", "name=watched", "--watch"]);
     let last = watched.ok().lines().last().expect("a last line");
-    assert!(last.starts_with("succeeded: validation accuracy "), "{last}");
+    assert!(
+        last.starts_with("succeeded after ")
+            && last.contains(" s: validation accuracy ")
+            && last.ends_with('%'),
+        "{last}"
+    );
 
     let listed = server.cli(&["list"]);
     assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);
+    assert!(listed.stdout.lines().next().is_some_and(|header| header.ends_with("AGE")), "{}", listed.stdout);
+    let age = listed.stdout.lines().nth(1).map(|row| row.split("  ").last().unwrap_or_default());
+    assert!(age.is_some_and(|age| age.ends_with(" s") || age.ends_with(" min")), "{}", listed.stdout);
     let job = server.cli(&["show", "watched", "--json"]).json();
     assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
     let id = job["id"].as_str().expect("an id");
@@ -89,11 +97,16 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     server.cli(&["evaluate", id, "--weights", "ema"]).wrong(&["averag"]);
 
     let model = server.folder().path().join("model.safetensors");
-    for which in ["latest", "best", "12"] {
+    for which in ["latest", "best", "12", "1-12"] {
         server.cli(&["download", id, "--checkpoint", which, "-o", model.to_str().expect("UTF-8")]).ok();
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
-    server.cli(&["download", id, "--checkpoint", "11", "-o", "x"]).wrong(&["11", "12"]);
+    for which in ["11", "2-12"] {
+        server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "there are 1-12"]);
+    }
+    server
+        .cli(&["download", id, "--checkpoint", "newest", "-o", "x"])
+        .wrong(&["best, latest", "such as 2-54"]);
 
     // One that is left behind, and cancelled.
     let submitted =
@@ -109,7 +122,8 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     server.cli(&["cancel", &left]).wrong(&["cancelled"]);
     let watched = server.cli(&["watch", &left]);
     watched.fails(1, &[]);
-    assert!(watched.stdout.contains("cancelled"), "{}", watched.stdout);
+    assert!(watched.stdout.starts_with("cancelled after "), "{}", watched.stdout);
+    assert!(watched.stdout.trim_end().ends_with(" s: cancelled on request"), "{}", watched.stdout);
     // A terminal is asked, and takes no answer for an answer; a script says yes itself.
     for (answer, status, words) in [("\n", 2, "stays as it is"), ("no\n", 2, "stays as it is")] {
         let (code, said) = on_a_terminal(&server, &["delete", &left], answer);
@@ -275,8 +289,8 @@ async fn the_demo_trains_on_bundled_pictures_and_succeeds() {
     let last = rest.last().expect("a last line");
     eprintln!("demo: {last}; {:.1} s with all", began.elapsed().as_secs_f64());
     let accuracy = last
-        .strip_prefix("succeeded: validation accuracy ")
-        .and_then(|l| l.split(' ').next()?.parse::<f64>().ok())
+        .split_once(" s: validation accuracy ")
+        .and_then(|(_, l)| l.split(' ').next()?.parse::<f64>().ok())
         .unwrap_or_else(|| panic!("{last}"));
     assert!(accuracy >= 80.0, "{last}");
     let left = crate::server::processes_of(folder.path());

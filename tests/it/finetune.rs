@@ -104,7 +104,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     }
     let watched = server.cli(&[&["submit", job, "--watch"][..], &small].concat());
     let last = watched.ok().lines().last().expect("a last line");
-    assert!(last.starts_with("succeeded: validation accuracy "), "{last}");
+    assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
     let asked = folder.join("train/flower 042/1.jpg");
     let answer = server.cli(&["predict", asked.to_str().expect("UTF-8")]);
     let (_, classes) = answer.ok().split_once("1.jpg: ").expect("the picture's name");

@@ -238,3 +238,40 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
     fs::write(&path, script).expect("a script");
     assert!(Command::new("bash").arg("-n").arg(&path).status().expect("bash").success(), "{script}");
 }
+
+#[tokio::test]
+async fn a_launch_that_fails_names_the_agent_that_runs_the_job_all_the_same() {
+    let _turn = turn().await;
+    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let toml = "name = \"taken\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
+                steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
+    let file = server.folder().write("job.toml", toml);
+    // The connection breaks off once the server's own agent trains.
+    let trains = server.folder().path().join("trains");
+    let proxy = format!("ProxyCommand=sh -c 'until [ -e {} ]; do sleep 0.1; done; exit 1'", trains.display());
+    let args = [file.to_str().expect("a path"), "--with", "ssh", "-H", "127.0.0.1:2"];
+    let mut command = launch(&server, &args, &["-o".into(), proxy]);
+    let done = tokio::task::spawn_blocking(move || Finished::of(&mut command));
+    server
+        .until("it trains", async |s: &Server| s.get("/jobs").await["jobs"][0]["step"].as_u64() > Some(0))
+        .await;
+    fs::write(&trains, "").expect("a file");
+    let done = done.await.expect("it ends");
+    let job = server.get("/jobs").await["jobs"][0].clone();
+    let id = job["id"].as_str().expect("an id");
+    done.fails(
+        1,
+        &[
+            "127.0.0.1 cannot be reached by ssh",
+            &format!("job {id} runs on local all the same"),
+            "to repeat this command would train it twice",
+        ],
+    );
+    assert!(!done.stderr.contains("starts agents for it again"), "{}", done.stderr);
+    assert_eq!(job["state"], "running", "it is left alone");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "its tokens are revoked");
+    server.cli(&["cancel", id]).ok();
+    server.ended(id).await;
+    server.stop().await;
+}

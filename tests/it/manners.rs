@@ -54,7 +54,7 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     // Its path becomes the name of a dataset, once.
     for round in 0..2 {
         let sent = server.cli(&[&["submit", "lockstep.toml", "--watch"][..], &QUICK].concat());
-        assert!(sent.ok().contains("succeeded: "), "{}", sent.stdout);
+        assert!(sent.ok().contains("succeeded after "), "{}", sent.stdout);
         assert_eq!(sent.stderr.contains("registering"), round == 0, "{}", sent.stderr);
         for words in ["Ctrl-C ends this display and not the job", "lockstep cancel j"] {
             assert!(sent.stderr.contains(words), "{}", sent.stderr);
@@ -64,7 +64,10 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     // On a terminal it is shown without being asked for.
     let file = file.to_str().expect("UTF-8");
     let (status, said) = on_a_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
-    assert!(status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded: "), "{status}: {said}");
+    assert!(
+        status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded after "),
+        "{status}: {said}"
+    );
     let (status, said) = on_a_terminal(&server, &["dataset", "remove", "folder"], "n\n");
     assert!(
         status == 2 && said.contains("Remove folder?") && said.contains("dataset folder stays as it is"),
@@ -93,6 +96,41 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     }
     let answered = server.cli(&["predict", "--json", picture]).json();
     assert_eq!((&answered[0]["job_id"], &answered[0]["checkpoint"]), (&json!(id), &json!("1-3")));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_prediction_without_a_job_is_by_the_newest_that_was_measured() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let root = pictures::image_folder(server.folder().path(), 1);
+    let picture =
+        fs::read_dir(root.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let picture = picture.to_str().expect("UTF-8");
+    // One that was cancelled in its first epoch leaves a checkpoint of its last step, which nobody has measured.
+    let cancelled = async |name: &str| {
+        let keep = json!({"checkpoint": {"every_epochs": null, "every_steps": 2}});
+        let id = server.submit(&specs::with(specs::short(name, "fashion", 1, 1_000_000), keep)).await;
+        server
+            .until("it has a checkpoint", async |s: &Server| {
+                let all = s.get(&format!("/jobs/{id}/checkpoints")).await;
+                all["checkpoints"].as_array().is_some_and(|all| !all.is_empty())
+            })
+            .await;
+        server.cli(&["cancel", &id]).ok();
+        server.ended(&id).await;
+        id
+    };
+    let first = cancelled("first").await;
+    server.cli(&["predict", picture]).wrong(&["no job has a validated checkpoint yet", "--job", &first]);
+    server.cli(&["predict", picture, "--job", &first]).ok();
+    let evaluated = json!({"evaluate": {"every_epochs": 1}});
+    let measured = server.submit(&specs::with(specs::short("measured", "fashion", 1, 4), evaluated)).await;
+    server.succeeded(&measured).await;
+    cancelled("second").await;
+    let answered = server.cli(&["predict", "--json", picture]).json();
+    assert_eq!(answered[0]["job_id"], json!(measured));
     server.stop().await;
 }
 
@@ -210,4 +248,27 @@ async fn a_public_dataset_that_is_there_is_registered() {
     let alone = server.cli(&["dataset", "get", "fashion-mnist", "--no-register"]);
     assert!(alone.ok().contains("lockstep dataset add fashion-mnist "), "{}", alone.stdout);
     server.stop().await;
+}
+
+#[test]
+fn a_command_of_another_tool_leads_to_ours_and_its_usage_asks_for_no_option() {
+    let said = |args: &[&str]| {
+        let mut command = lockstep();
+        command.args(args).env("LOCKSTEP_SERVER", "http://127.0.0.1:1").env("LOCKSTEP_TOKEN_FILE", "token");
+        Finished::of(&mut command)
+    };
+    for (typed, meant) in [
+        ("stop", "cancel"),
+        ("status", "list"),
+        ("ps", "list"),
+        ("compare", "list"),
+        ("log", "logs"),
+        ("rm", "delete"),
+    ] {
+        said(&[typed, "x"]).wrong(&[&format!("'{typed}'"), &format!("'{meant}'")]);
+        said(&["help", typed]).wrong(&[&format!("did you mean \"{meant}\"?")]);
+    }
+    said(&["lst"]).wrong(&["'list'"]);
+    said(&["watch"]).wrong(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);
+    said(&["dataset", "inspect"]).wrong(&["Usage: lockstep dataset inspect [OPTIONS] "]);
 }

@@ -83,7 +83,7 @@ async fn a_job_that_waits_says_where_it_stands_and_why_again_when_that_changes()
         Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
     printed(&late, &["paused: paused on request"]).await;
     post(&server, &id, "cancel").await;
-    let lines = printed(&out, &["paused on request", "cancelled: cancelled on request"]).await;
+    let lines = printed(&out, &["paused on request", ": cancelled on request"]).await;
     let mut all: Vec<_> = lines.lines().collect();
     let count = all.len();
     all.dedup();
@@ -123,5 +123,39 @@ async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole
     assert!(before <= 150, "{before} columns before the reason: {narrow}");
     assert!(shown(400).contains(&long), "there is room for it");
     post(&server, &holder, "cancel").await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_away_is_said_once_and_so_is_that_it_is_back() {
+    let _turn = turn().await;
+    let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let id = server.submit(&specs::short("long", "fashion", 1, 1_000_000)).await;
+    server.job_when(&id, "it trains", |job| job["step"].as_u64() > Some(0)).await;
+    let folder = Folder::new();
+    let follow = |name: &str, args: &[&str]| {
+        let file = folder.path().join(name);
+        let mut command = lockstep();
+        command.args(args).envs(server.for_clients());
+        command.stdout(fs::File::create(folder.path().join(format!("{name}.out"))).expect("a file"));
+        let child = command.stderr(fs::File::create(&file).expect("a file")).spawn().expect("lockstep");
+        (file, folder.path().join(format!("{name}.out")), Watching(child))
+    };
+    let all = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
+    for (_, out, _) in &all {
+        printed(out, &["loss"]).await;
+    }
+    server.kill_serve();
+    for (said, ..) in &all {
+        printed(said, &["no connection to the server; trying again"]).await;
+    }
+    server.serve_again().await;
+    for (said, ..) in &all {
+        let said = printed(said, &["trying again", "the server answers again"]).await;
+        assert_eq!(said.matches("no connection").count(), 1, "{said}");
+    }
+    post(&server, &id, "cancel").await;
+    server.ended(&id).await;
     server.stop().await;
 }

@@ -207,6 +207,9 @@ pub const KEYS: &[Section] = &[
     },
 ];
 
+/// SGD has another name here, which is not like it.
+const SGD: &str = "; \"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0";
+
 impl Kind {
     /// # Errors
     /// What the value must be and what it is.
@@ -240,8 +243,11 @@ impl Kind {
             Kind::Word(words) => match value.as_str() {
                 Some(word) if words.contains(&word) => Ok(()),
                 Some(word) => {
-                    let near = nearest(word, words.iter().copied())
-                        .map_or_else(String::new, |n| format!("; did you mean {n:?}?"));
+                    let near = match nearest(word, words.iter().copied()) {
+                        _ if words == OptimizerKind::NAMES && word.eq_ignore_ascii_case("sgd") => SGD.into(),
+                        Some(near) => format!("; did you mean {near:?}?"),
+                        None => String::new(),
+                    };
                     Err(format!("must be {}, is {}{near}", one_of(words), shown(value)))
                 }
                 None => is(&one_of(words)),

@@ -144,10 +144,13 @@ fn network(samples: u64, side: Option<u32>, is_small: bool) -> Lines {
     (why.into(), format!("arch = {arch:?}"))
 }
 
-/// Pictures a step: a power of two, at least some 20 steps an epoch.
+/// Two ranks with the 8 pictures of each that give the same bits as one rank's 16.
+const LEAST_BATCH: u64 = 16;
+
+/// Pictures a step: a power of two that leaves an epoch some 20 steps, but [`LEAST_BATCH`] at least where there are so many.
 fn batch(train_on: u64, is_small: bool) -> u64 {
     let most = if is_small { 256 } else { 128 };
-    let wanted = (train_on / 20).clamp(8, most).min(train_on);
+    let wanted = (train_on / 20).clamp(LEAST_BATCH, most).min(train_on);
     1 << wanted.ilog2()
 }
 
@@ -220,6 +223,8 @@ mod tests {
                     let held_out =
                         if splits.len() == 1 { ((samples as f64 * 0.1).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
+                    let has_two_ranks = spec.global_batch_size() % 16 == 0;
+                    assert!(has_two_ranks || samples - held_out < 16, "{side} {samples}: {text}");
                     assert_eq!(
                         text.lines().find(|line| line.chars().count() > 200 && line.starts_with('#')),
                         None

@@ -122,6 +122,10 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
             if !status.success() && never_ran(&job) {
                 return anyhow::anyhow!(what);
             }
+            if is_last && launch.elsewhere(&job).is_some() {
+                // What has become of the job is said at the end.
+                return anyhow::anyhow!(what);
+            }
             if is_last {
                 return anyhow::anyhow!(
                     "no agent of this launch is left, and the job is {}: {what}. `lockstep launch {}` starts agents for it again",

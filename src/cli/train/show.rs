@@ -19,12 +19,16 @@ pub(super) struct Show {
     pub(super) step: u64,
 }
 
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
 impl Show {
     pub(super) fn new(spec: &JobSpec) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
-            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            // Nothing to show before the run's length is known.
+            bar.set_style(style(""));
             bar
         });
         Self {
@@ -47,6 +51,7 @@ impl Show {
                     self.steps_per_epoch = steps_per_epoch;
                     self.step = self.step.max(start_step);
                     if let Some(bar) = &self.bar {
+                        bar.set_style(style("{bar:30} {pos}/{len}"));
                         bar.set_length(total_steps);
                         bar.set_position(start_step);
                         bar.reset_eta();
@@ -88,6 +93,7 @@ impl Show {
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         bar.set_position(self.step);
+        // Nobody knows the time left before a step.
         if self.losses.is_empty() || self.steps_per_epoch == 0 {
             return;
         }
@@ -98,6 +104,7 @@ impl Show {
             .map(|a| format!(", accuracy {}", lockstep_protocol::numbers::percent(a)))
             .unwrap_or_default();
         let speed = self.speed.images_per_second().map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
+        bar.set_style(style("{bar:30} {pos}/{len} {msg}, {eta} left"));
         bar.set_message(format!("epoch {epoch}, loss {loss:.4}{accuracy}{speed}"));
     }
 

@@ -1,6 +1,6 @@
 //! What `lockstep watch` shows while a job waits and trains.
 
-use crate::cli::output;
+use crate::cli::{age::span, output};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::{
     Job, JobState,
@@ -30,6 +30,8 @@ pub(super) struct Progress {
     /// The newest loss of each rank.
     losses: BTreeMap<u32, f32>,
     images_per_second: Option<f64>,
+    /// As the server computes it; a bar's own estimate would start anew with each connection and count validations as slow steps.
+    eta_secs: Option<f64>,
     last_line: Option<Instant>,
 }
 
@@ -45,6 +47,7 @@ impl Progress {
             step: job.step,
             losses: BTreeMap::new(),
             images_per_second: job.images_per_second,
+            eta_secs: job.eta_secs,
             last_line: None,
         };
         this.plan(job.total_steps, job.steps_per_epoch, job.step);
@@ -60,20 +63,33 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.set_length(total_steps);
             bar.set_position(step);
-            bar.reset_eta();
         }
         self.name_state();
     }
 
-    /// At the beginning of the bar; only what trains comes to its end.
+    /// At the beginning of the bar.
     fn name_state(&self) {
         let Some(bar) = &self.bar else { return };
-        let left = if self.state == JobState::Running { " {eta} left" } else { "" };
-        let template = format!("{{prefix:.bold}} {{wide_bar}} {{pos}}/{{len}} {{msg}}{left}");
-        if let Ok(style) = ProgressStyle::with_template(&template) {
+        if let Ok(style) = ProgressStyle::with_template("{prefix:.bold} {wide_bar} {pos}/{len} {msg}") {
             bar.set_style(style);
         }
         bar.set_prefix(self.state.as_str());
+        bar.set_message(self.words());
+    }
+
+    /// The loss, the speed and the time left, as far as they are known; only what trains comes to its end.
+    fn words(&self) -> String {
+        let loss = self.loss().map(|loss| format!("loss {loss:.4}"));
+        let speed = self.images_per_second.map(|v| format!("{v:.0} images/s"));
+        let left = self.eta_secs.filter(|_| self.state == JobState::Running);
+        let left = left.map(|secs| format!("{} left", span(secs.round() as i64)));
+        [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+
+    /// The mean of the ranks' newest losses.
+    fn loss(&self) -> Option<f32> {
+        let count = self.losses.len();
+        (count > 0).then(|| self.losses.values().sum::<f32>() / count as f32)
     }
 
     /// Whether its place in the queue is to be asked for.
@@ -110,7 +126,13 @@ impl Progress {
         let event = match frame {
             Frame::Event(event) => event,
             Frame::Progress(pace) => {
-                self.images_per_second = pace.images_per_second;
+                (self.images_per_second, self.eta_secs) = (pace.images_per_second, pace.eta_secs);
+                self.name_state();
+                return Ok(());
+            }
+            Frame::Hello { job, .. } => {
+                (self.images_per_second, self.eta_secs) = (job.images_per_second, job.eta_secs);
+                self.name_state();
                 return Ok(());
             }
             _ => return Ok(()),
@@ -119,6 +141,10 @@ impl Progress {
             EventBody::State { state, reason, .. } => {
                 // Why it waits for something else now is said with its place, by `show_place`.
                 let still_waits = self.state == *state && state.is_waiting();
+                if self.state != *state {
+                    // The server tells it anew of what trains.
+                    self.eta_secs = None;
+                }
                 self.state = *state;
                 self.name_state();
                 if !state.is_final() && !still_waits {
@@ -161,18 +187,26 @@ impl Progress {
         Ok(())
     }
 
+    /// A line on standard error.
+    pub(super) fn aside(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::warn(text)),
+            None => output::warn(text),
+        }
+    }
+
     fn moved(&mut self) -> anyhow::Result<()> {
-        let loss = self.losses.values().sum::<f32>() / self.losses.len().max(1) as f32;
-        let speed = self.images_per_second.map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
         if let Some(bar) = &self.bar {
             bar.set_position(self.step);
-            bar.set_message(format!("loss {loss:.4}{speed}"));
+            bar.set_message(self.words());
         } else if self.last_line.is_none_or(|at| at.elapsed() >= LINE_EVERY) {
             self.last_line = Some(Instant::now());
             let epoch = self.step.saturating_sub(1).checked_div(self.steps_per_epoch).map_or(1, |e| e + 1);
             output::line(format_args!(
-                "epoch {epoch}, step {} of {}: loss {loss:.4}{speed}",
-                self.step, self.total_steps
+                "epoch {epoch}, step {} of {}: {}",
+                self.step,
+                self.total_steps,
+                self.words()
             ))?;
         }
         Ok(())
@@ -182,5 +216,34 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::stream::Pace;
+
+    #[test]
+    fn the_time_left_is_the_servers_and_nothing_before_it_is_known() {
+        let mut progress = Progress {
+            json: false,
+            bar: None,
+            state: JobState::Running,
+            said: String::new(),
+            steps_per_epoch: 10,
+            total_steps: 100,
+            step: 1,
+            losses: BTreeMap::from([(0, 2.0), (1, 3.0)]),
+            images_per_second: None,
+            eta_secs: None,
+            last_line: None,
+        };
+        assert_eq!(progress.words(), "loss 2.5000");
+        let pace = Pace { step: 2, images_per_second: Some(99.6), eta_secs: Some(1020.0) };
+        progress.show(&Frame::Progress(pace)).unwrap();
+        assert_eq!(progress.words(), "loss 2.5000, 100 images/s, 17 min left");
+        progress.state = JobState::Paused;
+        assert_eq!(progress.words(), "loss 2.5000, 100 images/s");
     }
 }

@@ -1,0 +1,39 @@
+//! Times as people read them in a terminal.
+
+use jiff::Timestamp;
+
+const MINUTE: i64 = 60;
+const HOUR: i64 = 60 * MINUTE;
+const DAY: i64 = 24 * HOUR;
+const TWO_DAYS: i64 = 2 * DAY;
+
+/// How long ago `then` was, coarsely: `40 s`, `12 min`, `3 h`, `5 d`. Hours are counted up to two days.
+pub(crate) fn age(then: Timestamp) -> String {
+    // Clocks of two machines may disagree.
+    span(Timestamp::now().as_second().saturating_sub(then.as_second()).max(0))
+}
+
+/// As [`age`], of a number of seconds.
+pub(crate) fn span(secs: i64) -> String {
+    match secs {
+        ..MINUTE => format!("{secs} s"),
+        MINUTE..HOUR => format!("{} min", secs / MINUTE),
+        HOUR..TWO_DAYS => format!("{} h", secs / HOUR),
+        _ => format!("{} d", secs / DAY),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_grow_coarser() {
+        for (secs, shown) in
+            [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (2 * DAY - 1, "47 h"), (2 * DAY, "2 d")]
+        {
+            assert_eq!(span(secs), shown);
+        }
+        assert_eq!(age(Timestamp::now() + jiff::SignedDuration::from_hours(1)), "0 s");
+    }
+}

@@ -56,49 +56,87 @@ pub(crate) fn one_line(text: &str) -> String {
 /// # Errors
 /// As [`line`].
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> anyhow::Result<()> {
-    table_of_names(header, &[], rows)
+    Table { header, names: &[], spare: &[] }.print(rows)
 }
 
-/// As [`table`], with columns of `names` that are cut in the middle where the table is wider than the terminal. A pipe gets them whole.
-///
-/// # Errors
-/// As [`line`].
-pub(crate) fn table_of_names<const N: usize>(
-    header: [&str; N],
-    names: &[&str],
-    rows: &[[String; N]],
-) -> anyhow::Result<()> {
-    // A row is a line, whatever is in it.
-    let mut rows: Vec<[String; N]> =
-        rows.iter().map(|row| row.each_ref().map(|cell| one_line(cell))).collect();
-    let mut widths = widths(&header, &rows);
-    if let Some(columns) = terminal_columns() {
-        fit(&header, names, &mut widths, columns);
-        for row in &mut rows {
-            for (cell, width) in row.iter_mut().zip(widths) {
-                if cell.chars().count() > width {
-                    *cell = middle(cell, width);
-                }
+/// A table that is fitted to the terminal. A pipe gets all columns whole.
+pub(crate) struct Table<'a, const N: usize> {
+    pub(crate) header: [&'a str; N],
+    /// Columns that are cut in the middle where the table is wider than the terminal.
+    pub(crate) names: &'a [&'a str],
+    /// Columns that are left out, the first of these first, where cutting names is not enough.
+    pub(crate) spare: &'a [&'a str],
+}
+
+impl<const N: usize> Table<'_, N> {
+    /// Prints it with these rows.
+    ///
+    /// # Errors
+    /// As [`line`].
+    pub(crate) fn print(&self, rows: &[[String; N]]) -> anyhow::Result<()> {
+        self.lines(rows, terminal_columns()).into_iter().try_for_each(line)
+    }
+
+    fn lines(&self, rows: &[[String; N]], columns: Option<usize>) -> Vec<String> {
+        // A row is a line, whatever is in it.
+        let rows: Vec<[String; N]> =
+            rows.iter().map(|row| row.each_ref().map(|cell| one_line(cell))).collect();
+        let mut widths = self.header.map(|header| header.chars().count());
+        for row in &rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
             }
         }
+        let shown = match columns {
+            Some(columns) => self.fit(&mut widths, columns),
+            None => (0..N).collect(),
+        };
+        let row = |cells: [&str; N]| {
+            let padded = shown.iter().map(|&column| {
+                let width = widths[column];
+                format!("{:<width$}", middle(cells[column], width))
+            });
+            padded.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+        };
+        let header = row(self.header);
+        [header]
+            .into_iter()
+            .chain(rows.iter().map(|cells| row(cells.each_ref().map(String::as_str))))
+            .collect()
     }
-    let print = |cells: Vec<&str>| {
-        let padded: Vec<_> =
-            cells.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        line(padded.join("  ").trim_end())
-    };
-    print(header.to_vec())?;
-    rows.iter().try_for_each(|row| print(row.iter().map(String::as_str).collect()))
-}
 
-fn widths<const N: usize>(header: &[&str; N], rows: &[[String; N]]) -> [usize; N] {
-    let mut widths = header.map(|h| h.chars().count());
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
+    /// Leaves spare columns out and narrows names, the widest first, until the table has at most `columns` characters a line.
+    /// Returns the columns that stay.
+    fn fit(&self, widths: &mut [usize; N], columns: usize) -> Vec<usize> {
+        let is_name = |column: &usize| self.names.contains(&self.header[*column]);
+        let narrowest = |column: usize| NAME.max(self.header[column].chars().count());
+        let total = |shown: &[usize], width: &dyn Fn(usize) -> usize| {
+            let sentence = |column: usize| match column + 1 == N && !is_name(&column) {
+                true => width(column).min(columns / SENTENCE),
+                false => width(column),
+            };
+            shown.iter().map(|&column| sentence(column)).sum::<usize>() + 2 * shown.len().saturating_sub(1)
+        };
+        let mut shown: Vec<usize> = (0..N).collect();
+        for spare in self.spare {
+            let least = |column: usize| match is_name(&column) {
+                true => widths[column].min(narrowest(column)),
+                false => widths[column],
+            };
+            if total(&shown, &least) <= columns {
+                break;
+            }
+            shown.retain(|&column| self.header[column] != *spare);
         }
+        while total(&shown, &|column| widths[column]) > columns {
+            let names = shown.iter().copied().filter(is_name);
+            match names.filter(|&name| widths[name] > narrowest(name)).max_by_key(|&name| widths[name]) {
+                Some(widest) => widths[widest] -= 1,
+                None => break,
+            }
+        }
+        shown
     }
-    widths
 }
 
 /// Of the terminal that standard output is, if it is one that says so.
@@ -113,40 +151,53 @@ const NAME: usize = 12;
 /// Of the terminal's width, what the last column has at least: sentences, which go on in the next line.
 const SENTENCE: usize = 3;
 
-/// Narrows columns of `names`, the widest first, until the table has at most `columns` characters a line.
-fn fit<const N: usize>(header: &[&str; N], names: &[&str], widths: &mut [usize; N], columns: usize) {
-    let last = widths.last().copied().unwrap_or_default();
-    let sentence =
-        if names.contains(header.last().unwrap_or(&"")) { last } else { last.min(columns / SENTENCE) };
-    let mut total = widths.iter().sum::<usize>() + 2 * N.saturating_sub(1) - (last - sentence);
-    while total > columns {
-        let is_name = |column: &usize| names.contains(&header[*column]);
-        let Some(widest) = (0..N).filter(is_name).max_by_key(|column| widths[*column]) else { return };
-        if widths[widest] <= NAME.max(header[widest].chars().count()) {
-            return;
-        }
-        widths[widest] -= 1;
-        total -= 1;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const HEADER: [&str; 6] = ["PLACE", "JOB", "NAME", "OWNER", "SLOTS", "WAITS FOR"];
+    const TABLE: Table<6> = Table { header: HEADER, names: &["NAME", "OWNER"], spare: &["OWNER", "SLOTS"] };
+
+    fn rows(reason: usize) -> [[String; 6]; 1] {
+        let text = |of: &str, length: usize| of.repeat(length);
+        [["1".into(), text("j", 27), text("n", 200), text("o", 30), "2".into(), text("r", reason)]]
+    }
+
     #[test]
-    fn a_table_is_narrowed_to_the_terminal_by_its_longest_names() {
-        let header = ["JOB", "NAME", "OWNER", "WAITS FOR"];
-        let narrowed = |widths: [usize; 4], columns| {
-            let mut widths = widths;
-            fit(&header, &["NAME", "OWNER"], &mut widths, columns);
-            widths
+    fn a_table_has_the_width_of_the_terminal_and_a_pipe_gets_it_whole() {
+        for columns in [60, 66, 79, 80, 96, 100, 120, 200] {
+            for line in TABLE.lines(&rows(20), Some(columns)) {
+                let length = line.chars().count();
+                assert!(length <= columns, "{length} in {columns}: {line}");
+            }
+        }
+        let header = |columns| TABLE.lines(&rows(20), columns).remove(0);
+        let words = |columns| {
+            header(columns)
+                .split("  ")
+                .map(str::trim)
+                .filter(|w| !w.is_empty())
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
         };
-        assert_eq!(narrowed([27, 40, 10, 30], 113), [27, 40, 10, 30], "it has just the room");
-        assert_eq!(narrowed([27, 40, 10, 30], 112), [27, 39, 10, 30], "one more would not");
-        assert_eq!(narrowed([27, 200, 30, 30], 120), [27, 29, 28, 30]);
-        // A long sentence goes on in the next line, and ids stay whole.
-        assert_eq!(narrowed([27, 200, 30, 300], 120), [27, 24, 23, 300]);
-        assert_eq!(narrowed([27, 200, 30, 300], 20), [27, 12, 12, 300], "it does not get narrower");
+        assert_eq!(words(Some(120)), HEADER);
+        assert_eq!(words(Some(85)), ["PLACE", "JOB", "NAME", "SLOTS", "WAITS FOR"]);
+        assert_eq!(words(Some(70)), ["PLACE", "JOB", "NAME", "WAITS FOR"]);
+        assert_eq!(words(Some(20)), words(Some(70)), "what a row is about stays");
+        let [whole] = rows(300);
+        let lines = TABLE.lines(&rows(300), None);
+        assert!(whole.iter().all(|cell| lines[1].contains(cell)), "{lines:?}");
+    }
+
+    #[test]
+    fn names_take_the_room_that_there_is_and_ids_and_sentences_are_whole() {
+        let cells = |reason, columns| {
+            let line = TABLE.lines(&rows(reason), Some(columns)).remove(1);
+            line.split_whitespace().map(|cell| cell.chars().count()).collect::<Vec<_>>()
+        };
+        assert_eq!(cells(20, 300), [1, 27, 200, 30, 1, 20], "it has the room");
+        assert_eq!(cells(20, 120), [1, 27, 27, 26, 1, 20]);
+        // A sentence goes on in the next line.
+        assert_eq!(cells(300, 140), [1, 27, 22, 25, 1, 300]);
     }
 }

@@ -145,7 +145,7 @@ impl JobTemplate<'_> {
     /// The specification as TOML, complete with its defaults.
     fn spec(&self) -> String {
         // Every field of a specification has a TOML form; should one not, JSON shows as much.
-        toml::to_string_pretty(&self.job.spec)
+        toml::to_string(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
             .unwrap_or_default()
     }

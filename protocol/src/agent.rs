@@ -52,8 +52,8 @@ pub struct AttemptRef {
     pub job: JobId,
     pub attempt: u32,
     /// Grows with every attempt of any job, and has a random part. The store refuses writes with another one, so an attempt that was
-    /// given up and still runs somewhere changes nothing, nor does whoever does not know it. `token` is its name in the files and messages of protocol 3: an agent
-    /// takes over the ranks that an agent of the last version started.
+    /// given up and still runs somewhere changes nothing, nor does whoever does not know it. `token` is its name in the files that an agent of protocol 3
+    /// left: they are read so that its ranks are found and ended.
     #[serde(alias = "token")]
     pub fencing_token: FencingToken,
 }

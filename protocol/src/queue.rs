@@ -33,7 +33,7 @@ pub struct QueueList {
     pub total: Option<u64>,
 }
 
-/// A job that waits. Of one that is private to somebody else only its place is told: all else is null.
+/// A job that waits. A job that is private to somebody else shows its place alone: every other field is null.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct QueuedJob {
     /// From 1. Jobs before it get slots first, if they fit.

@@ -110,7 +110,8 @@ pub struct CheckpointSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecoverySpec {
-    /// How often a job continues from its newest checkpoint by itself after a failure that a restart may repair.
+    /// How often a job continues from its newest checkpoint by itself after a failure that a restart may repair. The loss of a machine
+    /// counts only where the attempt had kept no newer checkpoint than the one that it began from.
     pub max_restarts: u32,
     /// A rank with no progress for this long is dead.
     pub stall_timeout_secs: u32,

@@ -107,7 +107,7 @@ mod tests {
 
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     #[serde(tag = "type")]
-    enum Said {
+    enum TestMessage {
         Text { text: String },
         Part(Part),
     }
@@ -116,15 +116,15 @@ mod tests {
     fn a_long_message_goes_in_parts_and_is_whole_again() {
         let mut number = 0;
         // What stands around the text: tag, keys and length.
-        let around = encode(&Said::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
+        let around = encode(&TestMessage::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
         for (length, count) in [
             (PART_BYTES - around, 1),
             (PART_BYTES - around + 1, 2),
             (5 * PART_BYTES - around, 5),
             (5 * PART_BYTES - around + 1, 6),
         ] {
-            let said = Said::Text { text: "x".repeat(length) };
-            let frames = frames(&said, &mut number, Said::Part).unwrap();
+            let said = TestMessage::Text { text: "x".repeat(length) };
+            let frames = frames(&said, &mut number, TestMessage::Part).unwrap();
             assert_eq!(frames.len(), count);
             assert!(frames.iter().all(|f| f.len() < PART_BYTES + 100));
             let mut unfinished = Unfinished::default();
@@ -132,7 +132,7 @@ mod tests {
             for frame in frames {
                 assert!(whole.is_none(), "only the last part ends it");
                 whole = match decode(&frame).unwrap() {
-                    Said::Part(part) => unfinished.add(part).unwrap().map(|b| decode(&b).unwrap()),
+                    TestMessage::Part(part) => unfinished.add(part).unwrap().map(|b| decode(&b).unwrap()),
                     short => Some(short),
                 };
             }

@@ -50,7 +50,7 @@ fn an_old_name_is_refused_with_the_new_one() {
         apply_set(&mut document, &format!("{path}={}", line.split_once(" = ").unwrap().1)).unwrap();
         assert_eq!(from_json(&document).unwrap_err(), expected, "{document}");
         assert!(is_renamed(path), "{path}");
-        // Beside the new name as well, and where it has no value.
+        // Also together with the new name, and without a value.
         let new = said.split(' ').nth(3).unwrap().trim_end_matches(',');
         assert!(!is_renamed(new), "{new}");
         apply_set(&mut document, &format!("{new}=")).unwrap();
@@ -213,7 +213,7 @@ fn a_path_below_an_accepted_old_name_is_one_below_today_s() {
     for (section, old, new) in ACCEPTED {
         let path = format!("{section}.{old}.a");
         assert_eq!(name_today(&path), format!("{section}.{new}.a"));
-        // A fork has every key by its name today, so this is no second name beside it.
+        // A fork has every key under its current name, so this one does not collide with another name of the same key.
         let mut document = json!({ section: { new: 0.5 } });
         let error =
             lockstep_protocol::spec::set_key(&mut document, &name_today(&path), json!(1)).unwrap_err();

@@ -57,7 +57,7 @@ impl AccessLog {
     /// # Errors
     /// The file cannot be written.
     pub(crate) fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
-        let mut out = Out::open(to, most_bytes)?;
+        let mut out = LogSink::open(to, most_bytes)?;
         let (lines, waiting) = sync_channel(WAITING);
         let lost = Arc::new(AtomicU64::new(0));
         let log = Self { lines, lost: lost.clone() };
@@ -110,26 +110,26 @@ fn shown(uri: &Uri) -> String {
     shown
 }
 
-enum Out {
+enum LogSink {
     Stdout,
     File { path: PathBuf, file: BufWriter<File>, bytes: u64, most_bytes: u64 },
 }
 
-impl Out {
+impl LogSink {
     fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
         match to {
-            AccessLogTo::Stdout => Ok(Out::Stdout),
+            AccessLogTo::Stdout => Ok(LogSink::Stdout),
             AccessLogTo::File(path) => {
                 let (file, bytes) = append(path)?;
-                Ok(Out::File { path: path.clone(), file: BufWriter::new(file), bytes, most_bytes })
+                Ok(LogSink::File { path: path.clone(), file: BufWriter::new(file), bytes, most_bytes })
             }
         }
     }
 
     fn line(&mut self, line: &str) -> io::Result<()> {
         match self {
-            Out::Stdout => io::stdout().lock().write_all(line.as_bytes()),
-            Out::File { path, file, bytes, most_bytes } => {
+            LogSink::Stdout => io::stdout().lock().write_all(line.as_bytes()),
+            LogSink::File { path, file, bytes, most_bytes } => {
                 if *bytes > 0 && *bytes + line.len() as u64 > *most_bytes {
                     file.flush()?;
                     fs::rename(&*path, older(path))?;
@@ -145,8 +145,8 @@ impl Out {
 
     fn flush(&mut self) -> io::Result<()> {
         match self {
-            Out::Stdout => io::stdout().flush(),
-            Out::File { file, .. } => file.flush(),
+            LogSink::Stdout => io::stdout().flush(),
+            LogSink::File { file, .. } => file.flush(),
         }
     }
 }
@@ -169,11 +169,11 @@ fn append(path: &Path) -> io::Result<(File, u64)> {
 }
 
 /// Writes what comes until nobody can send any more.
-fn write(out: &mut Out, lines: &Receiver<String>, lost: &AtomicU64) {
+fn write(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
     let mut failing = false;
     while let Ok(first) = lines.recv() {
         let written = write_all(out, &first, lines, lost);
-        // Told when it begins, not for each line.
+        // Logged when writing begins to fail, not for each line.
         match written {
             Ok(()) => failing = false,
             Err(error) if !std::mem::replace(&mut failing, true) => {
@@ -185,7 +185,7 @@ fn write(out: &mut Out, lines: &Receiver<String>, lost: &AtomicU64) {
 }
 
 /// Writes a line and those that wait behind it.
-fn write_all(out: &mut Out, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
+fn write_all(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
     out.line(first)?;
     while let Ok(line) = lines.try_recv() {
         out.line(&line)?;
@@ -222,7 +222,7 @@ mod tests {
         let path = dir.path().join("access.log");
         fs::write(&path, "").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-        let mut out = Out::open(&AccessLogTo::File(path.clone()), 18).unwrap();
+        let mut out = LogSink::open(&AccessLogTo::File(path.clone()), 18).unwrap();
         for line in ["first line\n", "second\n", "third\n"] {
             out.line(line).unwrap();
         }

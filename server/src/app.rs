@@ -6,7 +6,7 @@ use crate::{
     agents::Agents,
     artifact_store::ArtifactStore,
     audit::Audit,
-    coming::Coming,
+    coming::CheckpointWaits,
     compaction_queue::CompactionQueue,
     config::ServeConfig,
     dataset_copies::CopyProgress,
@@ -77,7 +77,7 @@ pub struct Parts {
     pub(crate) waiting: WaitingJobs,
     pub(crate) inbox: Inbox,
     pub(crate) compaction_queue: CompactionQueue,
-    /// Rung when a job was deleted, of which there are rows yet.
+    /// Notified when a job was deleted whose rows are still to be removed.
     pub(crate) deleted: Notify,
     pub(crate) evaluations: Evaluations,
     pub(crate) inspections: Inspections,
@@ -92,7 +92,7 @@ pub struct Parts {
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
     /// Since when jobs wait for checkpoints that other machines upload.
-    pub(crate) coming: Coming,
+    pub(crate) coming: CheckpointWaits,
     /// How far the logs of jobs say that machines have copied their datasets.
     pub(crate) dataset_copies: CopyProgress,
     /// Lines that the server has written into logs of jobs: job, attempt, what they are about.
@@ -152,7 +152,7 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
-            coming: Coming::default(),
+            coming: CheckpointWaits::default(),
             log_lines: std::sync::Mutex::default(),
         }))
     }

@@ -88,7 +88,7 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
         let read = move || {
             Ok(Noted {
                 first: Holder::of(&dir, attempt),
-                other: Holder::apart(&dir, attempt, &agent_id)
+                other: Holder::of_agent(&dir, attempt, &agent_id)
                     .filter(|other| other.fencing_token == fencing_token),
                 is_listed: Holder::is_listed(&dir, attempt, &of),
             })

@@ -10,9 +10,9 @@ use std::{
 /// Since when each job waits for which checkpoints. An entry stays when its wait is over, until the job starts or none of its checkpoints
 /// is on its way: a job for which slots were freed after a wait in vain must not begin to wait anew.
 #[derive(Debug, Default)]
-pub(crate) struct Coming(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
+pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
-impl Coming {
+impl CheckpointWaits {
     fn lock(&self) -> MutexGuard<'_, HashMap<JobId, HashMap<String, Instant>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn a_wait_that_is_over_does_not_begin_anew_before_the_job_starts() {
-        let (coming, job, none) = (Coming::default(), JobId::generate(), Duration::ZERO);
+        let (coming, job, none) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
         let long = Duration::from_secs(600);
         let newest = ["1-30".to_owned(), "1-20".to_owned()];
         assert_eq!(coming.awaited(&job, &[], long), None);

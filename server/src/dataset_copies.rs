@@ -14,10 +14,10 @@ const ANEW: u32 = 8;
 
 /// What was said last, by job, attempt and agent.
 #[derive(Debug, Default)]
-pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Said>>);
+pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Announced>>);
 
 #[derive(Debug, Default)]
-struct Said {
+struct Announced {
     /// The most tenths; none before the first.
     tenths: Option<u64>,
     anew: u32,
@@ -25,7 +25,7 @@ struct Said {
 
 /// What is to be said.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum CopyNotice {
     /// So many tenths are copied; 0 is said, too.
     Tenths(u64),
     /// The copy begins anew.
@@ -40,7 +40,7 @@ impl CopyProgress {
         (job, attempt, agent): (&JobId, u32, &str),
         (copied, total): (u64, u64),
         anew: bool,
-    ) -> Option<News> {
+    ) -> Option<CopyNotice> {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (job.clone(), attempt, agent.to_owned());
@@ -49,14 +49,14 @@ impl CopyProgress {
         }
         let said = all.entry(key).or_default();
         if anew && said.anew < ANEW {
-            *said = Said { tenths: Some(tenths), anew: said.anew + 1 };
-            return Some(News::Anew);
+            *said = Announced { tenths: Some(tenths), anew: said.anew + 1 };
+            return Some(CopyNotice::Anew);
         }
         let is_news = said.tenths.is_none_or(|before| before < tenths);
         if is_news {
             said.tenths = Some(tenths);
         }
-        is_news.then_some(News::Tenths(tenths))
+        is_news.then_some(CopyNotice::Tenths(tenths))
     }
 }
 
@@ -68,26 +68,26 @@ mod tests {
     fn each_tenth_is_said_once_by_each_machine() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |agent: &str, copied| progress.news((&job, 1, agent), (copied, 100), false);
-        assert_eq!(news("a", 0), Some(News::Tenths(0)));
+        assert_eq!(news("a", 0), Some(CopyNotice::Tenths(0)));
         assert_eq!(news("a", 9), None);
-        assert_eq!(news("b", 9), Some(News::Tenths(0)));
-        assert_eq!(news("a", 30), Some(News::Tenths(3)));
+        assert_eq!(news("b", 9), Some(CopyNotice::Tenths(0)));
+        assert_eq!(news("a", 30), Some(CopyNotice::Tenths(3)));
         assert_eq!(news("a", 39), None);
         assert_eq!(news("a", 20), None, "it does not go back");
         assert_eq!(news("a", 39), None);
-        assert_eq!(news("a", 200), Some(News::Tenths(10)));
+        assert_eq!(news("a", 200), Some(CopyNotice::Tenths(10)));
         let empty = progress.news((&job, 2, "a"), (0, 0), false);
-        assert_eq!(empty, Some(News::Tenths(10)), "a dataset without bytes");
+        assert_eq!(empty, Some(CopyNotice::Tenths(10)), "a dataset without bytes");
     }
 
     #[test]
     fn a_copy_that_begins_anew_is_said_a_limited_number_of_times() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |copied, anew| progress.news((&job, 1, "a"), (copied, 100), anew);
-        assert_eq!(news(70, false), Some(News::Tenths(7)));
+        assert_eq!(news(70, false), Some(CopyNotice::Tenths(7)));
         for _ in 0..ANEW {
-            assert_eq!(news(0, true), Some(News::Anew));
-            assert_eq!(news(10, false), Some(News::Tenths(1)));
+            assert_eq!(news(0, true), Some(CopyNotice::Anew));
+            assert_eq!(news(10, false), Some(CopyNotice::Tenths(1)));
         }
         assert_eq!(news(0, true), None, "one more");
     }

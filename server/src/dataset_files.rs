@@ -329,7 +329,7 @@ impl Parts {
         let mut out = Vec::new();
         while !self.ended && out.len() < READ_BYTES {
             let Some(part) = self.parts.next() else { break };
-            // Read before it is announced: what cannot be read is told, where a cut answer would be asked for again and again.
+            // Read before it is announced: a read error is reported to the agent, which would request a truncated response again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
             if let Err(unsent) = self.read(&part, &mut out) {

@@ -57,7 +57,7 @@ impl DatasetRoots {
         let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
         match resolved {
             Ok(resolved) if self.has(&resolved) => Ok(()),
-            // Where a link leads is told of those below a root alone: elsewhere it would say what there is.
+            // The target of a link is named only for links below a root: for others it would disclose which paths exist.
             Ok(resolved) if resolved != Path::new(path) && self.has(&plain(Path::new(path))) => {
                 Err(self.refusal(&format!("it is {} here, which", resolved.display())))
             }

@@ -2,7 +2,7 @@
 
 mod values;
 
-use crate::gate::{self, Needed};
+use crate::gate::{self, Requirement};
 use axum::http::Method;
 use lockstep_protocol::access::Scope;
 use utoipa::openapi::{
@@ -41,9 +41,9 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                 }));
             }
             let scope = match needed {
-                Needed::Nothing => None,
-                Needed::Scope(scope) => Some(scope),
-                Needed::AdminOrPerson => Some(Scope::Read),
+                Requirement::Nothing => None,
+                Requirement::Scope(scope) => Some(scope),
+                Requirement::AdminOrPerson => Some(Scope::Read),
             };
             let mut refusals = common(operation, scope.is_some());
             if let Some(scope) = scope {

@@ -1,4 +1,4 @@
-//! Deny by default: the layer around every route that lets through who may, and nobody else.
+//! Deny by default: the layer around every route that authenticates and authorises each request.
 //!
 //! What a request needs follows from its method and route, in one table (`gate/rules.rs`). A route that is not in the table needs a
 //! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
@@ -9,7 +9,7 @@ mod ownership;
 mod rules;
 
 pub(crate) use agents::is_agent;
-pub(crate) use rules::{Needed, needed};
+pub(crate) use rules::{Requirement, needed};
 
 use crate::{
     access::{Caller, Denied},
@@ -30,18 +30,19 @@ use lockstep_protocol::{access::Scope, people::Role};
 /// Longest address in the audit log, in characters.
 const OBJECT_CHARS: usize = 300;
 
-/// Put on an answer by a handler that has found out who somebody is: whoever signed in.
+/// Response extension of a handler that has signed somebody in: who that is, for the audit log.
 #[derive(Debug, Clone)]
 pub(crate) struct SignedIn {
     pub(crate) who: String,
     pub(crate) token_id: String,
 }
 
-/// Put on an answer by a handler: what the request was about, where its address does not say it. The audit log has both.
+/// Response extension of a handler: what the request was about, if its address does not say so. The audit log has both.
 #[derive(Debug, Clone)]
-pub(crate) struct Concerns(pub(crate) String);
+pub(crate) struct AuditSubject(pub(crate) String);
 
-/// The name of the session's cookie: browsers send a host's cookies to all its ports, and another server may be there.
+/// The name of the session's cookie. It has the port, because browsers send a host's cookies to all its ports, where another server
+/// may run.
 pub(crate) fn cookie_name(app: &App) -> String {
     format!("lockstep_{}", app.config.listen.port())
 }
@@ -58,7 +59,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request.extensions().get::<RequestId>().cloned().unwrap_or_default();
     let by_certificate = match request.extensions().get::<Peer>() {
-        Some(peer) if needed == Needed::Scope(Scope::Agent) => {
+        Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
             agents::by_certificate(&app, request.headers(), peer)
         }
         _ => Ok(None),
@@ -69,20 +70,24 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     };
     let caller = match caller {
         Ok(caller) => caller,
-        Err(_) if needed == Needed::Nothing => None,
+        Err(_) if needed == Requirement::Nothing => None,
         Err(error) => return error.into_response(),
     };
-    if let Some(caller) = caller.as_ref().filter(|_| needed != Needed::Nothing)
+    if let Some(caller) = caller.as_ref().filter(|_| needed != Requirement::Nothing)
         && let Err(seconds) = take_one(&app, caller)
     {
         return answered(caller, too_many(seconds), &path);
     }
     match (&caller, needed) {
-        (Some(caller), Needed::Scope(scope)) if !caller.may(scope) => return refused(caller, scope, &path),
-        (Some(caller), Needed::AdminOrPerson) if !caller.may(Scope::Admin) && caller.person().is_none() => {
+        (Some(caller), Requirement::Scope(scope)) if !caller.may(scope) => {
+            return refused(caller, scope, &path);
+        }
+        (Some(caller), Requirement::AdminOrPerson)
+            if !caller.may(Scope::Admin) && caller.person().is_none() =>
+        {
             return refused(caller, Scope::Admin, &path);
         }
-        (None, Needed::Scope(_) | Needed::AdminOrPerson) => {
+        (None, Requirement::Scope(_) | Requirement::AdminOrPerson) => {
             return asked_to_sign_in(&method, &path, &object);
         }
         _ => {}
@@ -102,7 +107,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
         let response = shown_to(viewer, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
-        // Of strangers only wrong passwords, of which there is a limit: more would push out what others did.
+        // Of requests without a caller only failed sign-ins, whose number is limited: others could push out the entries that matter.
         let signs_in = rules::signs_in(route.as_deref());
         let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
@@ -113,7 +118,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
             };
             // A code or a token in an address must not be written down.
             let mut object = if signs_in { path } else { object };
-            if let Some(Concerns(what)) = response.extensions().get::<Concerns>() {
+            if let Some(AuditSubject(what)) = response.extensions().get::<AuditSubject>() {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
             }
@@ -139,7 +144,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     if !is_carried_out {
         return work.await;
     }
-    // To its end and into the audit log also when the client hangs up meanwhile.
+    // A task of its own: it runs to its end and into the audit log, also when the client disconnects.
     match tasks.spawn(work).await {
         Ok(response) => response,
         Err(error) => match error.try_into_panic() {
@@ -149,7 +154,7 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
     }
 }
 
-/// Who sends these headers; none when they do not say. A program's token counts before a browser's cookie.
+/// Who sends these headers; `None` if they have no credentials. A token in `Authorization` is preferred to a cookie.
 fn identify(app: &App, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
     if !app.access.is_required() {
         return Ok(Some(Caller::anybody()));
@@ -186,7 +191,7 @@ pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> 
     pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
 }
 
-/// Whether an answer is for a program, and so a problem and no page.
+/// Whether a path is for programs, so that refusals are JSON problems and not pages.
 fn is_for_programs(path: &str) -> bool {
     path.starts_with("/api/") || ["/metrics", "/healthz", "/readyz"].contains(&path)
 }
@@ -247,8 +252,10 @@ fn answered(caller: &Caller, error: Error, path: &str) -> Response {
     }
 }
 
-/// Takes one of the requests that a token has a second; the seconds to wait when there is none left. What agents send is limited by
-/// its size (`inbox.rs`, `uploads.rs`).
+/// Counts a request against its token's rate. What agents send is limited by size instead (`inbox.rs`, `uploads.rs`).
+///
+/// # Errors
+/// Seconds to wait, beyond the rate.
 fn take_one(app: &App, caller: &Caller) -> Result<(), u64> {
     match caller.token() {
         Some(token) if caller.scope() != Some(Scope::Agent) => app.token_limit.take(token.id.as_str()),

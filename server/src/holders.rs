@@ -14,7 +14,7 @@ use std::{
 };
 
 /// Checkpoints of one attempt that have a list of their own, at most: an attempt ends when a rank is lost, so that there are one or two.
-const KEPT: usize = 16;
+const MOST_LISTED: usize = 16;
 
 /// An agent with a disk of its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,14 +26,14 @@ pub(crate) struct Holder {
 }
 
 /// By the checkpoint's name.
-type Kept = BTreeMap<String, Vec<Holder>>;
+type HoldersByCheckpoint = BTreeMap<String, Vec<Holder>>;
 
 fn folder(job_dir: &Path, attempt: u32) -> PathBuf {
     job_dir.join("attempts").join(attempt.to_string())
 }
 
 /// An agent's id is whatever it says: it is no part of a path.
-fn apart(agent_id: &str) -> String {
+fn holder_file(agent_id: &str) -> String {
     let sum = Sha256::digest(agent_id.as_bytes());
     sum[..8].iter().fold("apart-".to_owned(), |name, byte| name + &format!("{byte:02x}")) + ".json"
 }
@@ -58,14 +58,14 @@ impl Holder {
     }
 
     /// An agent that has ranks of an attempt, and a disk of its own.
-    pub(crate) fn apart(job_dir: &Path, attempt: u32, agent_id: &str) -> Option<Self> {
-        let found: Option<Self> = read(&folder(job_dir, attempt).join(apart(agent_id)));
+    pub(crate) fn of_agent(job_dir: &Path, attempt: u32, agent_id: &str) -> Option<Self> {
+        let found: Option<Self> = read(&folder(job_dir, attempt).join(holder_file(agent_id)));
         found.filter(|found| found.agent_id == agent_id)
     }
 
     /// Those that have this checkpoint: the one that uploads it first.
     pub(crate) fn all(job_dir: &Path, attempt: u32, name: &str) -> Vec<Self> {
-        let kept: Option<Kept> = read(&folder(job_dir, attempt).join("kept.json"));
+        let kept: Option<HoldersByCheckpoint> = read(&folder(job_dir, attempt).join("kept.json"));
         let listed = kept.and_then(|mut kept| kept.remove(name));
         listed.unwrap_or_else(|| Self::of(job_dir, attempt).into_iter().collect())
     }
@@ -79,12 +79,12 @@ impl Holder {
         if has_rank_0 {
             write(&folder.join("holder.json"), self)?;
         }
-        write(&folder.join(apart(&self.agent_id)), self)
+        write(&folder.join(holder_file(&self.agent_id)), self)
     }
 
     /// Whether a checkpoint has a list of its own.
     pub(crate) fn is_listed(job_dir: &Path, attempt: u32, name: &str) -> bool {
-        let kept: Option<Kept> = read(&folder(job_dir, attempt).join("kept.json"));
+        let kept: Option<HoldersByCheckpoint> = read(&folder(job_dir, attempt).join("kept.json"));
         kept.is_some_and(|kept| kept.contains_key(name))
     }
 
@@ -94,8 +94,8 @@ impl Holder {
     /// The disk.
     pub(crate) fn list(self, job_dir: &Path, attempt: u32, name: &str, in_front: bool) -> io::Result<()> {
         let path = folder(job_dir, attempt).join("kept.json");
-        let mut kept: Kept = read(&path).unwrap_or_default();
-        if kept.len() >= KEPT && !kept.contains_key(name) {
+        let mut kept: HoldersByCheckpoint = read(&path).unwrap_or_default();
+        if kept.len() >= MOST_LISTED && !kept.contains_key(name) {
             return Ok(());
         }
         let holders = kept.entry(name.to_owned()).or_default();

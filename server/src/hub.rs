@@ -210,7 +210,7 @@ impl Hub {
 
 /// What a reader of a job waits for.
 #[derive(Debug)]
-pub(crate) enum News {
+pub(crate) enum JobUpdate {
     Events,
     Labels(Labels),
     Deleted,
@@ -243,16 +243,16 @@ impl Subscription {
     }
 
     /// Waits until there is an event after `seq`, or somebody has changed the job's labels.
-    pub(crate) async fn wait(&mut self, seq: u64) -> News {
+    pub(crate) async fn wait(&mut self, seq: u64) -> JobUpdate {
         tokio::select! {
             known = self.last_seq.wait_for(|last| *last > seq) => match known {
-                Ok(_) => News::Events,
-                Err(_) => News::Deleted,
+                Ok(_) => JobUpdate::Events,
+                Err(_) => JobUpdate::Deleted,
             },
             changed = self.labels.changed() => match (changed, self.labels.borrow().clone()) {
-                (Ok(()), Some(labels)) => News::Labels(labels),
-                (Ok(()), None) => News::Events,
-                (Err(_), _) => News::Deleted,
+                (Ok(()), Some(labels)) => JobUpdate::Labels(labels),
+                (Ok(()), None) => JobUpdate::Events,
+                (Err(_), _) => JobUpdate::Deleted,
             },
         }
     }

@@ -14,11 +14,11 @@ const HALF: usize = 4096;
 
 /// The last few thousand jobs that somebody asked for.
 #[derive(Default)]
-pub(crate) struct JobOwners(Mutex<Halves>);
+pub(crate) struct JobOwners(Mutex<TwoGenerations>);
 
 /// When the newer half is full, it takes the place of the older one: what was not asked for meanwhile is forgotten.
 #[derive(Default)]
-struct Halves {
+struct TwoGenerations {
     newer: HashMap<JobId, Owned>,
     older: HashMap<JobId, Owned>,
 }
@@ -48,7 +48,7 @@ impl JobOwners {
     }
 }
 
-impl Halves {
+impl TwoGenerations {
     fn put(&mut self, id: &JobId, owned: Owned) {
         if self.newer.len() >= HALF && !self.newer.contains_key(id) {
             self.older = mem::take(&mut self.newer);

@@ -50,7 +50,7 @@ struct Held {
 #[derive(Debug)]
 struct Lease {
     attempt: AttemptRef,
-    holds: Vec<Hold>,
+    holds: Vec<AgentHold>,
     /// Its agents were requested to stop its ranks, or will be by their welcome.
     stop_requested: bool,
     /// Ranks whose machines do not answer, as their neighbours say.
@@ -59,7 +59,7 @@ struct Lease {
 
 /// The slots of an attempt on one agent.
 #[derive(Debug)]
-struct Hold {
+struct AgentHold {
     place: Place,
     until: Instant,
     state: Ranks,
@@ -89,7 +89,7 @@ pub(crate) struct Expired {
 }
 
 impl Lease {
-    fn held(&self) -> impl Iterator<Item = &Hold> {
+    fn held(&self) -> impl Iterator<Item = &AgentHold> {
         self.holds.iter().filter(|hold| hold.state == Ranks::There)
     }
 
@@ -97,11 +97,11 @@ impl Lease {
         !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.state == Ranks::LostContact)
     }
 
-    fn expired_at(&self, hold: &Hold) -> Expired {
+    fn expired_at(&self, hold: &AgentHold) -> Expired {
         Expired { attempt: self.attempt.clone(), place: hold.place.clone(), places: self.holds.len() }
     }
 
-    fn held_at(&self, agent_id: &str) -> Option<&Hold> {
+    fn held_at(&self, agent_id: &str) -> Option<&AgentHold> {
         self.held().find(|hold| hold.place.agent_id == agent_id)
     }
 }
@@ -140,7 +140,7 @@ impl Held {
     }
 
     /// Leases with ranks on an agent.
-    fn on(&self, agent_id: &str) -> impl Iterator<Item = (&Lease, &Hold)> {
+    fn on(&self, agent_id: &str) -> impl Iterator<Item = (&Lease, &AgentHold)> {
         let jobs = self.on_agent.get(agent_id).into_iter().flatten();
         jobs.filter_map(|job| self.leases.get(job))
             .filter_map(move |lease| Some((lease, lease.held_at(agent_id)?)))
@@ -169,7 +169,7 @@ impl Leases {
 
     pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
         let until = Instant::now() + self.duration;
-        let hold = |place| Hold { place, until, state: Ranks::There, ready: None };
+        let hold = |place| AgentHold { place, until, state: Ranks::There, ready: None };
         let holds = places.into_iter().map(hold).collect();
         self.by_job().put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
@@ -274,8 +274,8 @@ impl Leases {
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
         let leases = self.by_job();
         let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt);
-        let has = |hold: &Hold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
-        let is_its = |hold: &Hold| hold.place.agent_id == agent_id;
+        let has = |hold: &AgentHold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
+        let is_its = |hold: &AgentHold| hold.place.agent_id == agent_id;
         lease.is_some_and(|lease| {
             lease.holds.iter().any(is_its) && lease.holds.iter().any(|hold| !is_its(hold) && has(hold))
         })
@@ -367,7 +367,7 @@ impl Leases {
         let expired = |lease: &Lease| -> Vec<Expired> {
             // Where nobody holds it any more, the store has not taken all the ends: it is over nevertheless.
             let nobody = lease.held().next().is_none();
-            let counts = |hold: &&Hold| nobody || hold.state == Ranks::There;
+            let counts = |hold: &&AgentHold| nobody || hold.state == Ranks::There;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
             holds.map(|hold| lease.expired_at(hold)).collect()
         };

@@ -127,6 +127,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 /// fewer than the job.
 pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = Some(false);
+    row.progress.began_from = row.progress.checkpoint;
     row.progress.ends.clear();
     row.progress.unreachable.clear();
     Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
@@ -257,9 +258,13 @@ pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec
     Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
 
+/// A machine that was lost counts as a restart only where the attempt got no further than a checkpoint before it: a job on many
+/// machines loses some of them in its time, and goes further with each attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
-    if row.restarts < row.job.spec.recovery.max_restarts {
-        row.restarts += 1;
+    let lost_machine = *why.code() == ReasonCode::AgentLost || !row.progress.unreachable.is_empty();
+    let is_free = lost_machine && row.progress.checkpoint > row.progress.began_from;
+    if is_free || row.restarts < row.job.spec.recovery.max_restarts {
+        row.restarts += u32::from(!is_free);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };
         return go(row, JobState::Restarting, Some(why), Some(next), at);
     }

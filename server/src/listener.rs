@@ -6,7 +6,7 @@
 //! given up by the system (`TCP_USER_TIMEOUT`), websockets by their own handlers. An address of another machine has a
 //! quarter of all connections at most, and TLS handshakes have limits of their own (`handshakes.rs`).
 
-mod answering;
+mod in_flight;
 mod socket;
 
 use crate::{
@@ -17,10 +17,10 @@ use crate::{
     rate_limit::client_key,
     tls::{ClientCertificate, accept},
 };
-use answering::{Answering, Counted};
 use axum::{Router, body::Body, extract::Request, response::Response};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use in_flight::{CountedBody, InFlightRequest};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use socket::{Held, Stream};
 use std::{
@@ -176,7 +176,7 @@ impl Shared {
                     () = stop.cancelled() => return,
                 }
             };
-            let place = Place { _counted: counted, _permit: permit };
+            let place = ConnectionPermit { _counted: counted, _permit: permit };
             let tls = listener.tls.clone();
             tasks.spawn(self.clone().speak(stream, from, tls, place));
         }
@@ -184,7 +184,7 @@ impl Shared {
 
     /// Counts a connection of an address; none when it has as many as it may, and all are in use. Not counted are this machine and
     /// proxies, which speak for many.
-    fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<OfAddress>> {
+    fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<AddressCount>> {
         if address.to_canonical().is_loopback() || self.app.ingress.trusts(address) {
             return Some(None);
         }
@@ -195,7 +195,7 @@ impl Shared {
             return None;
         }
         *lock(&self.of_address).entry(address).or_default() += 1;
-        Some(Some(OfAddress { shared: self.clone(), address }))
+        Some(Some(AddressCount { shared: self.clone(), address }))
     }
 
     /// Ends the connection that has been idle longest, of all or of an address. When all are in use, the next one waits for the
@@ -221,7 +221,7 @@ impl Shared {
         stream: TcpStream,
         from: SocketAddr,
         tls: Option<TlsAcceptor>,
-        place: Place,
+        place: ConnectionPermit,
     ) {
         let stop = self.app.stopping.clone();
         let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -262,8 +262,8 @@ impl Shared {
         };
         let certificate = certificate.map(Arc::new);
         let service = service_fn(|request: hyper::Request<Incoming>| {
-            let answering = Answering::begin(&connection);
-            self.answer(request.map(Body::new), transport, certificate.clone(), answering)
+            let in_flight = InFlightRequest::begin(&connection);
+            self.answer(request.map(Body::new), transport, certificate.clone(), in_flight)
         });
         let io = TokioIo::new(Held { stream, _place: place });
         let serving = http1::Builder::new()
@@ -293,8 +293,8 @@ impl Shared {
         mut request: Request,
         transport: Transport,
         certificate: Option<Arc<ClientCertificate>>,
-        answering: Answering,
-    ) -> impl Future<Output = Result<hyper::Response<Counted>, std::convert::Infallible>> + use<> {
+        in_flight: InFlightRequest,
+    ) -> impl Future<Output = Result<hyper::Response<CountedBody>, std::convert::Infallible>> + use<> {
         let mut peer = self.app.ingress.peer(transport, request.headers());
         // What a proxy shows is not its clients'.
         peer.certificate = certificate.filter(|_| !peer.by_proxy);
@@ -309,7 +309,7 @@ impl Shared {
                 let id = response.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
                 line.request_id = id.map(str::to_owned);
             }
-            Ok(response.map(|body| Counted { body, line, _answering: answering }))
+            Ok(response.map(|body| CountedBody { body, line, _answering: in_flight }))
         }
     }
 }
@@ -327,17 +327,17 @@ impl Drop for Listed<'_> {
 }
 
 /// A connection's place among all, and among those of its address.
-struct Place {
-    _counted: Option<OfAddress>,
+struct ConnectionPermit {
+    _counted: Option<AddressCount>,
     _permit: OwnedSemaphorePermit,
 }
 
-struct OfAddress {
+struct AddressCount {
     shared: Arc<Shared>,
     address: IpAddr,
 }
 
-impl Drop for OfAddress {
+impl Drop for AddressCount {
     fn drop(&mut self) {
         let mut counts = lock(&self.shared.of_address);
         if let Some(count) = counts.get_mut(&self.address) {

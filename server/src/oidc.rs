@@ -42,7 +42,7 @@ pub(crate) struct Oidc {
 }
 
 /// A browser that is to be sent to the provider.
-pub(crate) struct Begun {
+pub(crate) struct AuthorizationRedirect {
     /// The provider's address, with everything that it is to know.
     pub(crate) location: String,
     /// What the browser's cookie has to hold when it comes back.
@@ -86,10 +86,15 @@ impl Oidc {
     ///
     /// # Errors
     /// The provider cannot be reached, or the system has no random bits.
-    pub(crate) async fn begin(&self, callback: &str, next: &str, from: IpAddr) -> Result<Begun, OidcError> {
+    pub(crate) async fn begin(
+        &self,
+        callback: &str,
+        next: &str,
+        from: IpAddr,
+    ) -> Result<AuthorizationRedirect, OidcError> {
         let metadata = self.provider.metadata().await?;
         let failed = |error: io::Error| OidcError::Unavailable(error.to_string());
-        let begun = self.requests.begin(callback, next, from).map_err(failed)?;
+        let redirect = self.requests.begin(callback, next, from).map_err(failed)?;
         let scope = metadata.scope(self.config.groups.as_ref());
         let mut location = metadata.authorization_endpoint.0.clone();
         location
@@ -98,11 +103,11 @@ impl Oidc {
             .append_pair("client_id", &self.config.client_id)
             .append_pair("redirect_uri", callback)
             .append_pair("scope", &scope)
-            .append_pair("state", &begun.state)
-            .append_pair("nonce", &begun.nonce)
-            .append_pair("code_challenge", &begun.challenge)
+            .append_pair("state", &redirect.state)
+            .append_pair("nonce", &redirect.nonce)
+            .append_pair("code_challenge", &redirect.challenge)
             .append_pair("code_challenge_method", "S256");
-        Ok(Begun { location: location.into(), cookie: begun.cookie })
+        Ok(AuthorizationRedirect { location: location.into(), cookie: redirect.cookie })
     }
 
     /// The request that an answer belongs to. It is used up, whatever comes of it.

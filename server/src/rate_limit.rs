@@ -1,4 +1,4 @@
-//! How many requests an address or a token may make: a token bucket each. Whoever asks faster than it may is told when to ask again.
+//! How many requests an address or a token may make: a token bucket each. A request beyond the rate is refused with the time to wait (`Retry-After`).
 
 use std::{
     borrow::Borrow,

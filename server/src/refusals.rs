@@ -10,8 +10,8 @@ use std::{
 
 /// The same refusal is logged again after this, with the number of those between.
 const AGAIN: Duration = Duration::from_secs(60);
-/// Refusals that are told apart; of more, those that come then are one.
-const TOLD_APART: usize = 1000;
+/// Distinct refusals that are counted separately. Beyond that, all further ones share an entry.
+const MOST_DISTINCT: usize = 1000;
 
 /// Address, who, why.
 type Key = (Option<IpAddr>, String, String);
@@ -31,10 +31,10 @@ impl Refusals {
     /// How often it came without being logged, when it is to be logged now.
     fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !all.contains_key(&key) && all.len() >= TOLD_APART {
+        if !all.contains_key(&key) && all.len() >= MOST_DISTINCT {
             all.retain(|_, (logged, _)| now.duration_since(*logged) < AGAIN);
         }
-        let key = if all.contains_key(&key) || all.len() < TOLD_APART { key } else { Key::default() };
+        let key = if all.contains_key(&key) || all.len() < MOST_DISTINCT { key } else { Key::default() };
         match all.get_mut(&key) {
             Some((logged, repeated)) if now.duration_since(*logged) < AGAIN => {
                 *repeated += 1;
@@ -75,12 +75,12 @@ mod tests {
     #[test]
     fn many_that_differ_take_no_more_memory_and_no_more_lines() {
         let (refusals, now) = (Refusals::default(), Instant::now());
-        for n in 0..TOLD_APART as u32 {
+        for n in 0..MOST_DISTINCT as u32 {
             assert_eq!(refusals.is_due(key(n), now), Some(0));
         }
         assert_eq!(refusals.is_due(key(5000), now), Some(0), "one for all that are more");
         assert_eq!(refusals.is_due(key(5001), now), None);
-        assert!(refusals.0.lock().unwrap().len() <= TOLD_APART + 1);
+        assert!(refusals.0.lock().unwrap().len() <= MOST_DISTINCT + 1);
         assert_eq!(refusals.is_due(key(5001), now + AGAIN), Some(0), "the old ones are forgotten");
         assert_eq!(refusals.0.lock().unwrap().len(), 1);
     }

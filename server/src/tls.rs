@@ -44,7 +44,7 @@ const RENEW_BEFORE_DAYS: i64 = 120;
 pub(crate) struct ServerCertificate {
     files: Mutex<Watched>,
     /// Present when the server signs its certificate itself.
-    own: Option<Own>,
+    own: Option<OwnAuthority>,
     /// Present when agents may show certificates.
     agents: Option<Arc<AgentTrust>>,
     suites: Option<TlsSuites>,
@@ -52,7 +52,7 @@ pub(crate) struct ServerCertificate {
     current: RwLock<Arc<Loaded>>,
 }
 
-struct Own {
+struct OwnAuthority {
     authority: Authority,
     names: Vec<String>,
 }
@@ -87,7 +87,7 @@ impl ServerCertificate {
         let (own, certificate, key) = match tls {
             TlsConfig::Files { certificate, key } => (None, certificate.clone(), key.clone()),
             TlsConfig::OwnCa => {
-                let own = Own::open(config)?;
+                let own = OwnAuthority::open(config)?;
                 let file = own.authority.server_file();
                 (Some(own), file.clone(), file)
             }
@@ -101,16 +101,16 @@ impl ServerCertificate {
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
         // What nobody could connect with is better refused before anything is listened on.
-        tls_suites::spoken(suites.as_ref(), lowest, &loaded.key)?;
+        tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
     }
 
     /// Takes TLS connections in with the certificate of the moment.
     pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
-        let spoken = tls_suites::spoken(self.suites.as_ref(), self.lowest, &self.current().key)?;
-        let config = ServerConfig::builder_with_provider(spoken.provider)
-            .with_protocol_versions(&spoken.versions)
+        let offered = tls_suites::offered(self.suites.as_ref(), self.lowest, &self.current().key)?;
+        let config = ServerConfig::builder_with_provider(offered.provider)
+            .with_protocol_versions(&offered.versions)
             .map_err(|error| error.to_string())?;
         let config = match &self.agents {
             Some(agents) => config.with_client_cert_verifier(agents.clone()),
@@ -211,7 +211,7 @@ impl ServerCertificate {
     }
 }
 
-impl Own {
+impl OwnAuthority {
     fn open(config: &ServeConfig) -> Result<Self, String> {
         let authority = if ca::exists(&config.data_dir) {
             Authority::open(&config.data_dir)?

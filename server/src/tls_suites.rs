@@ -91,7 +91,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 }
 
 /// What the server speaks.
-pub(crate) struct Spoken {
+pub(crate) struct OfferedTls {
     pub(crate) provider: Arc<CryptoProvider>,
     pub(crate) versions: Vec<&'static SupportedProtocolVersion>,
 }
@@ -100,11 +100,11 @@ pub(crate) struct Spoken {
 ///
 /// # Errors
 /// Nobody could connect.
-pub(crate) fn spoken(
+pub(crate) fn offered(
     suites: Option<&TlsSuites>,
     lowest: TlsVersion,
     key: &CertifiedKey,
-) -> Result<Spoken, String> {
+) -> Result<OfferedTls, String> {
     let provider = provider();
     let mut provider = CryptoProvider::clone(&provider);
     if let Some(TlsSuites(suites)) = suites {
@@ -138,7 +138,7 @@ pub(crate) fn spoken(
             ),
         });
     }
-    Ok(Spoken { provider: Arc::new(provider), versions })
+    Ok(OfferedTls { provider: Arc::new(provider), versions })
 }
 
 #[cfg(test)]

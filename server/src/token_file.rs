@@ -49,7 +49,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
 /// # Errors
 /// It cannot be made.
 pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
-    let new = beside(path);
+    let new = temporary_of(path);
     // What a server that was killed has left.
     match fs::remove_file(&new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -66,7 +66,7 @@ pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-fn beside(path: &Path) -> PathBuf {
+fn temporary_of(path: &Path) -> PathBuf {
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
     new.into()
@@ -84,10 +84,10 @@ mod tests {
         let path = dir.path().join("token");
         assert_eq!(read(&path).unwrap(), None);
         let token = Secret::token().unwrap().text;
-        fs::write(beside(&path), "half a tok").unwrap();
+        fs::write(temporary_of(&path), "half a tok").unwrap();
         write(&path, &token).unwrap();
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left beside it");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
         assert_eq!(read(&path).unwrap().as_deref(), Some(token.as_str()));
 
         fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();

@@ -191,8 +191,8 @@ impl Upload {
         fs::remove_dir_all(&self.gathering)
     }
 
-    /// What is stored is replaced by the attempt that may run alone. One that is over may still add what its last evaluation has found,
-    /// beside the same weights.
+    /// Only the live attempt may replace what is stored. An attempt that is over may still add the result of its last evaluation to the
+    /// same weights.
     fn may_replace(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
         if is_live {
             return Ok(());

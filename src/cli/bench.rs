@@ -12,7 +12,7 @@ use lockstep_worker::{
         registry,
     },
     gpu::RankGpu,
-    local_group::{self, Member, Met},
+    local_group::{self, JoinedGroup, Member},
 };
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -201,7 +201,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
-    let Met { comm, store } = member.meet(PATIENCE)?;
+    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
     let how = OnDevice {
         device,
         precision: args.precision.precision(),

@@ -186,7 +186,7 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// For people, beside the certificate on standard output.
+/// For people, on standard error; the certificate goes to standard output.
 fn about(authority: &Authority) {
     let until = authority.facts().not_after.to_string();
     output::warn(format_args!(

@@ -28,7 +28,7 @@ use std::{
     process::Command,
     sync::Arc,
 };
-use uploads::Standing;
+use uploads::UploadStatus;
 
 /// Machines of a launch.
 pub(crate) const MOST_HOSTS: usize = 256;
@@ -49,7 +49,7 @@ pub(crate) struct Args {
     job: String,
     /// What starts the agents
     #[arg(long, value_enum)]
-    with: With,
+    with: LauncherKind,
     /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
@@ -109,7 +109,7 @@ pub(crate) struct Args {
 
 /// What starts the agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum With {
+enum LauncherKind {
     /// An SSH connection to each machine
     Ssh,
     /// Open MPI's mpirun
@@ -120,20 +120,20 @@ enum With {
     Kubernetes,
 }
 
-impl With {
+impl LauncherKind {
     /// The programs that this machine must have.
     fn programs(self) -> &'static [&'static str] {
         match self {
-            With::Ssh => &["ssh"],
-            With::Mpirun => &["mpirun"],
-            With::Slurm => &["sbatch", "squeue", "scancel"],
-            With::Kubernetes => &[],
+            LauncherKind::Ssh => &["ssh"],
+            LauncherKind::Mpirun => &["mpirun"],
+            LauncherKind::Slurm => &["sbatch", "squeue", "scancel"],
+            LauncherKind::Kubernetes => &[],
         }
     }
 
     /// Whether it chooses the machines.
     fn chooses(self) -> bool {
-        matches!(self, With::Slurm | With::Kubernetes)
+        matches!(self, LauncherKind::Slurm | LauncherKind::Kubernetes)
     }
 }
 
@@ -162,7 +162,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if !is_file && (!args.sets.is_empty() || !args.sweeps.is_empty()) {
         return Err(wrong("--set and --sweep change a TOML file; this job is submitted already"));
     }
-    if !args.sweeps.is_empty() && args.with != With::Slurm {
+    if !args.sweeps.is_empty() && args.with != LauncherKind::Slurm {
         return Err(wrong(
             "--sweep is for Slurm; submit the jobs with `lockstep submit --sweep`, and launch each",
         ));
@@ -231,15 +231,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// What waits or trains continues without this command.
 #[derive(Debug)]
-struct Continues(String);
+struct LaunchDetached(String);
 
-impl std::fmt::Display for Continues {
+impl std::fmt::Display for LaunchDetached {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Continues {}
+impl std::error::Error for LaunchDetached {}
 
 impl Launch {
     fn new(
@@ -265,10 +265,10 @@ impl Launch {
     async fn start(&mut self) -> anyhow::Result<()> {
         self.introduce().await?;
         match self.args.with {
-            With::Ssh => ssh::start(self).await,
-            With::Mpirun => mpirun::start(self).await,
-            With::Slurm => slurm::start(self).await,
-            With::Kubernetes => Err(wrong("--with kubernetes needs --template FILE")),
+            LauncherKind::Ssh => ssh::start(self).await,
+            LauncherKind::Mpirun => mpirun::start(self).await,
+            LauncherKind::Slurm => slurm::start(self).await,
+            LauncherKind::Kubernetes => Err(wrong("--with kubernetes needs --template FILE")),
         }
     }
 
@@ -283,7 +283,7 @@ impl Launch {
             }
             Err(_) => return done,
         };
-        let continues = done.as_ref().is_err_and(|error| error.is::<Continues>());
+        let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
         let never_started =
             done.is_err() && !continues && self.is_ours && job.attempt == 0 && !job.state.is_final();
         if never_started {
@@ -294,7 +294,7 @@ impl Launch {
         }
         // An agent that still brings a checkpoint needs its token, which ends by itself later.
         let is_over =
-            job.state.is_final() && !matches!(self.standing().await, Ok(Standing::Uploading) | Err(_));
+            job.state.is_final() && !matches!(self.standing().await, Ok(UploadStatus::Uploading) | Err(_));
         if never_started || is_over {
             self.revoke().await;
         }
@@ -323,14 +323,16 @@ fn show(
     template: Option<&kubernetes::Template>,
 ) -> anyhow::Result<()> {
     match args.with {
-        With::Ssh => hosts.iter().try_for_each(|host| output::line(in_words(&ssh::command(args, host)))),
-        With::Mpirun => output::line(in_words(&mpirun::command(args, hosts))),
-        With::Slurm => {
+        LauncherKind::Ssh => {
+            hosts.iter().try_for_each(|host| output::line(in_words(&ssh::command(args, host))))
+        }
+        LauncherKind::Mpirun => output::line(in_words(&mpirun::command(args, hosts))),
+        LauncherKind::Slurm => {
             let folder = node::home().join(&args.dir).join(job);
             output::line(in_words(&slurm::command(args)))?;
             output::line(slurm::Batch::of_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }
-        With::Kubernetes => {
+        LauncherKind::Kubernetes => {
             template.map_or(Ok(()), |template| kubernetes::show(args, job, hosts, spec, template))
         }
     }

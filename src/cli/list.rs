@@ -90,7 +90,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let rows: Vec<_> = jobs.iter().map(row).collect();
     let header = ["JOB", "NAME", "STATE", "RANKS", "PROGRESS", "IMAGES/S", "LOSS", "BEST"];
-    output::Table { header, names: &["NAME"], spare: &["RANKS", "LOSS", "IMAGES/S", "BEST"] }.print(&rows)
+    output::table_of_names(header, &["NAME"], &rows)
 }
 
 fn row(job: &Job) -> [String; 8] {

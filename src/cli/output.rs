@@ -56,87 +56,147 @@ pub(crate) fn one_line(text: &str) -> String {
 /// # Errors
 /// As [`line`].
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> anyhow::Result<()> {
-    Table { header, names: &[], spare: &[] }.print(rows)
+    table_of_names(header, &[], rows)
 }
 
-/// A table that is fitted to the terminal. A pipe gets all columns whole.
-pub(crate) struct Table<'a, const N: usize> {
-    pub(crate) header: [&'a str; N],
-    /// Columns that are cut in the middle where the table is wider than the terminal.
-    pub(crate) names: &'a [&'a str],
-    /// Columns that are left out, the first of these first, where cutting names is not enough.
-    pub(crate) spare: &'a [&'a str],
+/// As [`table`], with columns of `names` that are cut in the middle where the table is wider than the terminal. A pipe gets them whole.
+///
+/// # Errors
+/// As [`line`].
+pub(crate) fn table_of_names<const N: usize>(
+    header: [&str; N],
+    names: &[&str],
+    rows: &[[String; N]],
+) -> anyhow::Result<()> {
+    Table::new(&header, names, rows, false).print()
 }
 
-impl<const N: usize> Table<'_, N> {
-    /// Prints it with these rows.
-    ///
-    /// # Errors
-    /// As [`line`].
-    pub(crate) fn print(&self, rows: &[[String; N]]) -> anyhow::Result<()> {
-        self.lines(rows, terminal_columns()).into_iter().try_for_each(line)
-    }
+/// As [`table_of_names`], where the last column holds sentences. On a terminal without room for it each stands below its row.
+///
+/// # Errors
+/// As [`line`].
+pub(crate) fn table_of_sentences<const N: usize>(
+    header: [&str; N],
+    names: &[&str],
+    rows: &[[String; N]],
+) -> anyhow::Result<()> {
+    Table::new(&header, names, rows, true).print()
+}
 
-    fn lines(&self, rows: &[[String; N]], columns: Option<usize>) -> Vec<String> {
+/// Between two columns.
+const GAP: usize = 2;
+/// No name is cut to less.
+const NAME: usize = 12;
+/// Of the terminal's width, what a column of sentences has at least: they go on in the next line.
+const SENTENCE: usize = 3;
+
+struct Table<'a> {
+    header: Vec<&'a str>,
+    names: &'a [&'a str],
+    rows: Vec<Vec<String>>,
+    widths: Vec<usize>,
+    /// The last column holds sentences.
+    sentences: bool,
+    /// What stands below each row: its sentence, or nothing.
+    below: Vec<String>,
+}
+
+impl<'a> Table<'a> {
+    fn new<const N: usize>(
+        header: &[&'a str; N],
+        names: &'a [&'a str],
+        rows: &[[String; N]],
+        sentences: bool,
+    ) -> Self {
         // A row is a line, whatever is in it.
-        let rows: Vec<[String; N]> =
-            rows.iter().map(|row| row.each_ref().map(|cell| one_line(cell))).collect();
-        let mut widths = self.header.map(|header| header.chars().count());
-        for row in &rows {
-            for (width, cell) in widths.iter_mut().zip(row) {
-                *width = (*width).max(cell.chars().count());
-            }
-        }
-        let shown = match columns {
-            Some(columns) => self.fit(&mut widths, columns),
-            None => (0..N).collect(),
+        let rows: Vec<Vec<String>> =
+            rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
+        let width = |column: usize, title: &str| {
+            let cells = rows.iter().map(|row| row[column].chars().count());
+            cells.max().unwrap_or_default().max(title.chars().count())
         };
-        let row = |cells: [&str; N]| {
-            let padded = shown.iter().map(|&column| {
-                let width = widths[column];
-                format!("{:<width$}", middle(cells[column], width))
-            });
-            padded.collect::<Vec<_>>().join("  ").trim_end().to_owned()
-        };
-        let header = row(self.header);
-        [header]
-            .into_iter()
-            .chain(rows.iter().map(|cells| row(cells.each_ref().map(String::as_str))))
-            .collect()
+        let widths = header.iter().enumerate().map(|(column, title)| width(column, title)).collect();
+        Self { header: header.to_vec(), names, rows, widths, sentences, below: Vec::new() }
     }
 
-    /// Leaves spare columns out and narrows names, the widest first, until the table has at most `columns` characters a line.
-    /// Returns the columns that stay.
-    fn fit(&self, widths: &mut [usize; N], columns: usize) -> Vec<usize> {
-        let is_name = |column: &usize| self.names.contains(&self.header[*column]);
-        let narrowest = |column: usize| NAME.max(self.header[column].chars().count());
-        let total = |shown: &[usize], width: &dyn Fn(usize) -> usize| {
-            let sentence = |column: usize| match column + 1 == N && !is_name(&column) {
-                true => width(column).min(columns / SENTENCE),
-                false => width(column),
-            };
-            shown.iter().map(|&column| sentence(column)).sum::<usize>() + 2 * shown.len().saturating_sub(1)
+    fn print(mut self) -> anyhow::Result<()> {
+        if let Some(columns) = terminal_columns() {
+            self.fit(columns);
+        }
+        let print = |cells: Vec<&str>| {
+            let padded: Vec<_> =
+                cells.iter().zip(&self.widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+            line(padded.join("  ").trim_end())
         };
-        let mut shown: Vec<usize> = (0..N).collect();
-        for spare in self.spare {
-            let least = |column: usize| match is_name(&column) {
-                true => widths[column].min(narrowest(column)),
-                false => widths[column],
-            };
-            if total(&shown, &least) <= columns {
-                break;
-            }
-            shown.retain(|&column| self.header[column] != *spare);
-        }
-        while total(&shown, &|column| widths[column]) > columns {
-            let names = shown.iter().copied().filter(is_name);
-            match names.filter(|&name| widths[name] > narrowest(name)).max_by_key(|&name| widths[name]) {
-                Some(widest) => widths[widest] -= 1,
-                None => break,
+        print(self.header.clone())?;
+        for (number, row) in self.rows.iter().enumerate() {
+            print(row.iter().map(String::as_str).collect())?;
+            if let Some(sentence) = self.below.get(number).filter(|sentence| !sentence.is_empty()) {
+                line(format!("{:GAP$}{sentence}", ""))?;
             }
         }
-        shown
+        Ok(())
     }
+
+    /// Makes rows of at most `columns` characters, as far as that goes: without columns that are empty, with sentences below their
+    /// rows, and with names cut.
+    fn fit(&mut self, columns: usize) {
+        if width(&self.widths) <= columns {
+            return;
+        }
+        for column in (0..self.header.len()).rev() {
+            if !self.rows.is_empty() && self.rows.iter().all(|row| row[column].is_empty()) {
+                self.remove(column);
+            }
+        }
+        let last = self.widths.len().saturating_sub(1);
+        let (mut widths, mut fits) = (self.widths.clone(), false);
+        if self.sentences && last > 0 {
+            let room = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE));
+            fits = narrow(&self.header, self.names, &mut widths[..last], room);
+            if !fits {
+                self.below = self.remove(last);
+                widths.clone_from(&self.widths);
+            }
+        }
+        if !fits {
+            narrow(&self.header, self.names, &mut widths, columns);
+        }
+        self.widths = widths;
+        for row in &mut self.rows {
+            for (column, cell) in row.iter_mut().enumerate() {
+                let is_cut = self.names.contains(&self.header[column]);
+                if is_cut && cell.chars().count() > self.widths[column] {
+                    *cell = middle(cell, self.widths[column]);
+                }
+            }
+        }
+    }
+
+    /// Takes a column out and answers its cells.
+    fn remove(&mut self, column: usize) -> Vec<String> {
+        self.header.remove(column);
+        self.widths.remove(column);
+        self.rows.iter_mut().map(|row| row.remove(column)).collect()
+    }
+}
+
+/// Characters of a row.
+fn width(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
+}
+
+/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters; false where that is not to be had.
+fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize) -> bool {
+    while width(widths) > columns {
+        let is_name = |column: &usize| names.contains(&header[*column]);
+        let widest = (0..widths.len()).filter(is_name).max_by_key(|column| widths[*column]);
+        let Some(widest) = widest.filter(|c| widths[*c] > NAME.max(header[*c].chars().count())) else {
+            return false;
+        };
+        widths[widest] -= 1;
+    }
+    true
 }
 
 /// Of the terminal that standard output is, if it is one that says so.
@@ -146,58 +206,37 @@ fn terminal_columns() -> Option<usize> {
     Some(usize::from(size.ws_col)).filter(|columns| *columns > 0)
 }
 
-/// No name is cut to less.
-const NAME: usize = 12;
-/// Of the terminal's width, what the last column has at least: sentences, which go on in the next line.
-const SENTENCE: usize = 3;
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const HEADER: [&str; 6] = ["PLACE", "JOB", "NAME", "OWNER", "SLOTS", "WAITS FOR"];
-    const TABLE: Table<6> = Table { header: HEADER, names: &["NAME", "OWNER"], spare: &["OWNER", "SLOTS"] };
+    const HEADER: [&str; 5] = ["JOB", "NAME", "OWNER", "KEPT", "WAITS FOR"];
 
-    fn rows(reason: usize) -> [[String; 6]; 1] {
-        let text = |of: &str, length: usize| of.repeat(length);
-        [["1".into(), text("j", 27), text("n", 200), text("o", 30), "2".into(), text("r", reason)]]
+    /// A row with as many characters in each column.
+    fn table(lengths: [usize; 5], columns: usize) -> Table<'static> {
+        let row = lengths.map(|length| "x".repeat(length));
+        let mut table = Table::new(&HEADER, &["NAME", "OWNER"], &[row], true);
+        table.fit(columns);
+        table
     }
 
     #[test]
-    fn a_table_has_the_width_of_the_terminal_and_a_pipe_gets_it_whole() {
-        for columns in [60, 66, 79, 80, 96, 100, 120, 200] {
-            for line in TABLE.lines(&rows(20), Some(columns)) {
-                let length = line.chars().count();
-                assert!(length <= columns, "{length} in {columns}: {line}");
-            }
-        }
-        let header = |columns| TABLE.lines(&rows(20), columns).remove(0);
-        let words = |columns| {
-            header(columns)
-                .split("  ")
-                .map(str::trim)
-                .filter(|w| !w.is_empty())
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(words(Some(120)), HEADER);
-        assert_eq!(words(Some(85)), ["PLACE", "JOB", "NAME", "SLOTS", "WAITS FOR"]);
-        assert_eq!(words(Some(70)), ["PLACE", "JOB", "NAME", "WAITS FOR"]);
-        assert_eq!(words(Some(20)), words(Some(70)), "what a row is about stays");
-        let [whole] = rows(300);
-        let lines = TABLE.lines(&rows(300), None);
-        assert!(whole.iter().all(|cell| lines[1].contains(cell)), "{lines:?}");
+    fn a_table_is_narrowed_to_the_terminal_by_its_longest_names() {
+        let widths = |lengths, columns| table(lengths, columns).widths;
+        assert_eq!(widths([27, 40, 10, 4, 30], 119), [27, 40, 10, 4, 30], "it has just the room");
+        assert_eq!(widths([27, 40, 10, 4, 30], 118), [27, 39, 10, 4, 30], "one more would not");
+        assert_eq!(widths([27, 40, 10, 0, 30], 118), [27, 40, 10, 30], "an empty column goes first");
+        assert_eq!(widths([27, 200, 30, 0, 30], 120), [27, 29, 28, 30]);
+        // A long sentence goes on in the next line, and ids stay whole.
+        assert_eq!(widths([27, 200, 30, 0, 300], 120), [27, 24, 23, 300]);
     }
 
     #[test]
-    fn names_take_the_room_that_there_is_and_ids_and_sentences_are_whole() {
-        let cells = |reason, columns| {
-            let line = TABLE.lines(&rows(reason), Some(columns)).remove(1);
-            line.split_whitespace().map(|cell| cell.chars().count()).collect::<Vec<_>>()
-        };
-        assert_eq!(cells(20, 300), [1, 27, 200, 30, 1, 20], "it has the room");
-        assert_eq!(cells(20, 120), [1, 27, 27, 26, 1, 20]);
-        // A sentence goes on in the next line.
-        assert_eq!(cells(300, 140), [1, 27, 22, 25, 1, 300]);
+    fn a_sentence_without_room_stands_below_its_row() {
+        let narrow = table([27, 200, 30, 0, 300], 80);
+        assert_eq!(narrow.header, HEADER[..3]);
+        assert_eq!(narrow.widths, [27, 25, 24], "the names have its room");
+        assert_eq!(narrow.below, ["x".repeat(300)]);
+        assert_eq!(table([27, 200, 30, 0, 300], 20).widths, [27, 12, 12], "names do not get narrower");
     }
 }

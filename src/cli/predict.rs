@@ -74,7 +74,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     predictions.iter_mut().for_each(|prediction| prediction.classes.truncate(args.top));
     match &answering {
         Some(by) if args.server.json => {
-            let each = predictions.iter().map(|prediction| Answered { prediction, by });
+            let each = predictions.iter().map(|prediction| PredictionLine { prediction, by });
             output::json(&each.collect::<Vec<_>>())?;
         }
         None if args.server.json => output::json(&predictions)?,
@@ -109,7 +109,7 @@ fn line(prediction: &Prediction) -> String {
 
 /// The model that was used.
 #[derive(Serialize)]
-struct Answering {
+struct ModelUsed {
     /// The job's name.
     job: String,
     job_id: JobId,
@@ -121,11 +121,11 @@ struct Answering {
 
 /// A prediction, and whose it is.
 #[derive(Serialize)]
-struct Answered<'a> {
+struct PredictionLine<'a> {
     #[serde(flatten)]
     prediction: &'a Prediction,
     #[serde(flatten)]
-    by: &'a Answering,
+    by: &'a ModelUsed,
 }
 
 /// The newest job with a checkpoint, and which of its checkpoints is wanted.
@@ -144,7 +144,7 @@ async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
     Err(wrong("no job has a checkpoint yet; `lockstep list` shows how far they are"))
 }
 
-async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(Answering, Vec<Prediction>)> {
+async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
     let api = args.server.api()?;
     let (job, checkpoint) = match &args.job {
         Some(id) => {
@@ -165,7 +165,7 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(A
     }
     let best = checkpoint.info.best;
     let checkpoint = format!("{}-{}", checkpoint.info.epoch, checkpoint.info.step);
-    Ok((Answering { job: job.name, job_id: job.id, checkpoint, best }, predictions))
+    Ok((ModelUsed { job: job.name, job_id: job.id, checkpoint, best }, predictions))
 }
 
 #[cfg(test)]

@@ -47,9 +47,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let rows: Vec<_> = jobs.iter().map(row).collect();
         let header =
             ["PLACE", "JOB", "NAME", "PROJECT", "OWNER", "PRIORITY", "SLOTS", "KEPT", "SINCE", "WAITS FOR"];
-        // What is kept, when it came and whose it is, the dashboard and `show` tell as well.
-        let spare = &["KEPT", "SINCE", "OWNER", "PROJECT", "PRIORITY", "SLOTS"];
-        output::Table { header, names: &["NAME", "PROJECT", "OWNER"], spare }.print(&rows)?;
+        output::table_of_sentences(header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }
     kept.iter().try_for_each(|kept| output::line(output::one_line(&reserved(kept))))
 }

@@ -191,7 +191,7 @@ fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
     }
 }
 
-/// Checks a count beside a list, where there is one.
+/// Checks that an optional count equals the length of the list that it describes.
 fn counted(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
     if of.get(key).is_none() {
         return Ok(());

@@ -267,7 +267,7 @@ impl Server {
                 let _ = ready.send(running);
             },
             async {
-                // Told, or dropped: both mean the end.
+                // Sent or dropped: both mean shutdown.
                 let _ = is_shutdown.await;
             },
         ));

@@ -38,7 +38,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if args.server.json {
         // As the server sent them, so that fields of a newer server are included.
         let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
-        return output::json(&Shown { job, attempts });
+        return output::json(&JobWithAttempts { job, attempts });
     }
     let attempts: Vec<AttemptRow> = list(&answer, "attempts")?;
     let checkpoints: Vec<CheckpointInfo> = list(&Value::Array(checkpoints), "checkpoints")?;
@@ -61,7 +61,7 @@ struct AttemptRow {
 
 /// A job as the server sent it, and its attempts.
 #[derive(Serialize)]
-struct Shown {
+struct JobWithAttempts {
     #[serde(flatten)]
     job: Job,
     attempts: Value,

@@ -224,7 +224,7 @@ pub(crate) async fn submit(
     Ok(Submitted { tag, jobs })
 }
 
-/// Cancels the sweep's jobs, also one of which the server has told nothing; what came of it.
+/// Cancels the sweep's jobs, including one whose submission was never acknowledged. Returns a sentence with the outcome.
 async fn take_back(api: &Api, tag: &str, jobs: &[Job]) -> String {
     let tagged = api.all("/jobs", "jobs", &[("tag", tag.to_owned())], None).await;
     let text = |job: &Value| job.get("id").and_then(Value::as_str).map(str::to_owned);

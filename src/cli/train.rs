@@ -7,7 +7,7 @@ mod part;
 mod show;
 
 use super::{api::mistake, init_tracing, output, wrong};
-use launcher::{Place, Ranks};
+use launcher::{LaunchedRank, Ranks};
 use local::Ended;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -183,7 +183,7 @@ fn next_attempt(out: &Path, rank: u32) -> u32 {
     (1..).find(|n| !events(*n).exists()).unwrap_or(1)
 }
 
-fn in_this_process(mut start: StartAttempt, place: &Place, out: &Path) -> anyhow::Result<Ended> {
+fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) -> anyhow::Result<Ended> {
     start.master_addr.clone_from(&place.addr);
     start.master_port = place.port;
     start.secret.clone_from(&place.secret);
@@ -227,7 +227,7 @@ fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
 
 /// The device of a rank that a launcher has started: by its number on this machine, unless it sees its own
 /// alone.
-fn device_of(spec: &JobSpec, place: &Place) -> anyhow::Result<Option<RankGpu>> {
+fn device_of(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
     let visible = devices(spec)?;
     if visible.is_empty() {
         return Ok(None);

@@ -4,8 +4,9 @@
 //   LOCKSTEP_BIN=target/release/lockstep node tests/bench/access.mjs [--jobs 1000] [--points 1000000] [--rounds 15]
 //
 // An admin has signed in with a password, and so has a member: for members the server looks whose everything is, and admins get the page that
-// --no-auth shows. In each round every page is opened once by each, and who is first changes. Printed are medians, and what they are of the
-// median without authentication. tests/bench/access.py measures single requests.
+// --no-auth shows. The second server is asked by two browser contexts, too: what these two differ by is what chance does here, and each server
+// is asked equally often. In each round every page is opened once by each of the four, in a random order. Printed are medians, and what they
+// are of the median of both contexts without authentication. tests/bench/access.py measures single requests.
 
 import { cp, mkdtemp } from "node:fs/promises";
 import { tmpdir } from "node:os";
@@ -18,6 +19,16 @@ const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); 
 const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, PART = 500;
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling"];
 const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
+
+/** The numbers below a count in a random order. */
+function shuffled(count) {
+  const order = Array.from({ length: count }, (_, i) => i);
+  for (let i = count - 1; i > 0; i--) {
+    const j = Math.floor(Math.random() * (i + 1));
+    [order[i], order[j]] = [order[j], order[i]];
+  }
+  return order;
+}
 
 /** A list of jobs, and a job of 8 ranks that has told all its losses and has ended. Answers its id. */
 async function fill(server) {
@@ -96,18 +107,18 @@ try {
   }
   browser = await chromium.launch({ executablePath: CHROMIUM, args });
   const [asks, open] = servers;
-  const who = [["an admin", asks, "admin"], ["a member", asks, "member"], ["without", open]];
+  const who = [["an admin", asks, "admin"], ["a member", asks, "member"], ["without", open], ["without, again", open]];
   const contexts = [];
   for (const [, server, role] of who) {
     contexts.push(await browser.newContext({ viewport: { width: 1440, height: 1000 } }));
     if (role) await signIn(contexts.at(-1), server, role);
   }
-  console.log("| what | an admin | a member | without | ratio, admin | ratio, member | n |\n|---|---|---|---|---|---|---|");
+  const names = who.map(([name]) => name);
+  console.log(`| what | ${[...names, "ratio, admin", "ratio, member", "ratio, without to itself", "n"].join(" | ")} |\n|${"---|".repeat(names.length + 5)}`);
   for (const [what, measure] of Object.entries(cases(job))) {
     const took = who.map(() => []);
     for (let round = 0; round <= ROUNDS; round++) {
-      for (let turn = 0; turn < who.length; turn++) {
-        const which = (round + turn) % who.length;
+      for (const which of shuffled(who.length)) {
         const page = await contexts[which].newPage();
         const ms = await measure(page, who[which][1]);
         // The first round warms all.
@@ -115,8 +126,9 @@ try {
         await page.close();
       }
     }
-    const [admin, member, without] = took.map(median), ms = [admin, member, without].map((v) => `${v.toFixed(1)} ms`).join(" | ");
-    console.log(`| ${what} | ${ms} | ${(admin / without).toFixed(3)} | ${(member / without).toFixed(3)} | ${ROUNDS} |`);
+    const medians = took.map(median), without = median(took.slice(2).flat());
+    const ratios = [medians[0] / without, medians[1] / without, medians[3] / medians[2]].map((v) => v.toFixed(3));
+    console.log(`| ${[what, ...medians.map((v) => `${v.toFixed(1)} ms`), ...ratios, ROUNDS].join(" | ")} |`);
   }
 } finally {
   await browser?.close();

@@ -1,4 +1,4 @@
-"""All-reduces over a slow network beside what their bytes and delays must take.
+"""All-reduces over a slow network, compared with the least time that their bytes and delays take.
 
     python3 tests/bench/ring.py target/release/lockstep [--ranks 3] [--delays 0 0.1 1 10] [--gigabits 1]
 

@@ -177,7 +177,7 @@ fn faketime() -> PathBuf {
 async fn the_clock_is_set_forward_and_back() {
     let _turn = turn().await;
     // Long enough that it still reports after the second jump on a quick machine (640 steps took it 0.9 s).
-    let steps = 6 * STEPS;
+    let steps = 4 * STEPS;
     let model = undisturbed(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");

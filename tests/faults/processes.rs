@@ -244,7 +244,7 @@ const LONG: u64 = 6000;
 #[ignore = "slow: leases run out"]
 async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
     let _turn = turn().await;
-    let mut server = with_pictures(Server::start_with(Agents::Beside { cpu_slots: 2 }).await).await;
+    let mut server = with_pictures(Server::start_with(Agents::Separate { cpu_slots: 2 }).await).await;
     let model = undisturbed(LONG).await;
 
     // Killed: its ranks end by themselves before the server gives the job to another.

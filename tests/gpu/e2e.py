@@ -9,6 +9,7 @@ Every scenario starts a server of its own. Ends with status 0 if all held; a lin
 """
 
 import argparse
+import hashlib
 import json
 import os
 import pathlib
@@ -87,14 +88,23 @@ class Stage:
         self.note(f"GPU memory: {baseline} MiB before, {now} after")
 
 
-def whole(job, ranks, steps):
-    """Every rank has reported every step once an attempt, and all of them in one or another."""
+def begun(job, attempt):
+    """The first step of an attempt."""
+    return min(step for (_, of), steps in job.losses().items() if of == attempt for step in steps)
+
+
+def whole(job, ranks, steps, killed=None):
+    """Every rank has reported every step once an attempt, and all of them in one or another; a rank that was killed in attempt 1 but
+    for its last ones, which went with it."""
     reported = job.losses()
     for (rank, attempt), listed in reported.items():
         expect(listed == sorted(set(listed)), f"rank {rank} reported a step twice in attempt {attempt}")
     for rank in range(ranks):
         seen = set().union(*(set(s) for (r, _), s in reported.items() if r == rank))
-        missing = sorted(set(range(1, steps + 1)) - seen)
+        missing = set(range(1, steps + 1)) - seen
+        if rank == killed:
+            missing -= set(range(max(reported[rank, 1]), begun(job, 2)))
+        missing = sorted(missing)
         expect(not missing, f"rank {rank} never reported steps {missing[:10]} of {steps}")
 
 
@@ -146,7 +156,7 @@ def attempt_of(job, number):
 
 
 def kill(stage):
-    """kill -9 of one rank: the others end within 5 s, and the job continues from its newest checkpoint."""
+    """kill -9 of one rank: the others end within 5 s, and the job continues from its newest checkpoint or a later step."""
     server, baseline = stage.server(), gpu_memory()
     spec, steps, every = stage.long("kill")
     job = server.submit(spec)
@@ -163,11 +173,62 @@ def kill(stage):
     reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
     expect(any(f"rank {victim} was killed by signal 9" in r for r in reasons), f"not named: {reasons}")
     job.succeeds()
-    whole(job, stage.ranks, steps)
-    again = min(step for (_, attempt), steps in job.losses().items() if attempt == 2 for step in steps)
+    whole(job, stage.ranks, steps, victim)
+    again = begun(job, 2)
     stage.note(f"attempt 2 began with step {again}")
-    expect(again > every and again % every == 1, f"attempt 2 began with step {again}, not after a checkpoint")
+    expect(again > every, f"attempt 2 began with step {again}, not after a checkpoint")
     stage.memory_is_back(baseline)
+    server.stop()
+
+
+def tensors(checkpoint):
+    """The numbers of a checkpoint's files, without what is said about them."""
+    found = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        data = file.read_bytes()
+        head = int.from_bytes(data[:8], "little")
+        places = json.loads(data[8 : 8 + head])
+        for name in sorted(places.keys() - {"__metadata__"}):
+            begin, end = (8 + head + at for at in places[name]["data_offsets"])
+            found[file.name, name] = hashlib.sha256(data[begin:end]).hexdigest()
+    return found
+
+
+def lost(stage):
+    """kill -9 of a rank far from a checkpoint: one that is left keeps the last step, and the weights become those of an undisturbed job."""
+    # On CPU cores ranks that share memory keep nothing.
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
+    server = stage.server()
+    del os.environ["LOCKSTEP_SHARED_MEMORY"]
+    arch, side, steps = ("resnet50", 64, 900) if stage.device == "cuda" else ("resnet20", 28, 90)
+    spec = stage.spec("undisturbed", model={"arch": arch}, data={"image_size": side})
+    spec["train"].update(steps=steps, deterministic=True)
+    spec["checkpoint"].update(every_steps=100 * steps)
+    spec["evaluate"] = {"every_epochs": 0}
+
+    def end_of(job):
+        job.succeeds()
+        return tensors(next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}")))
+
+    whole = end_of(server.submit(spec))
+    job = server.submit({**spec, "name": "lost"})
+    # The last rank, then the first one, which writes checkpoints.
+    for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
+        job.until_step(steps * attempt // 3, attempt)
+        os.kill(job.ranks(attempt)[victim], signal.SIGKILL)
+        killed = time.monotonic()
+        job.until(attempt_of(job, attempt + 1), f"attempt {attempt + 1} runs")
+        stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after rank {victim} was killed")
+    ended = end_of(job)
+    reported = job.losses()
+    for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
+        last = max(max(listed) for (rank, of), listed in reported.items() if of == attempt and rank != victim)
+        first = begun(job, attempt + 1)
+        stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
+        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
+    differ = [name for name in whole if ended.get(name) != whole[name]]
+    expect(not differ and len(ended) == len(whole), f"{len(differ)} of {len(whole)} tensors differ: {differ[:5]}")
+    stage.note(f"{len(whole)} tensors of step {steps} are those of the undisturbed job")
     server.stop()
 
 
@@ -276,9 +337,10 @@ def overflow(stage):
     spec, steps, every = stage.long("overflow", train={"loss_scale": 1e9})
     job = server.submit(spec)
     job.until_checkpoint(every)
-    os.kill(max(job.ranks(1).items())[1], signal.SIGKILL)
+    victim, process = max(job.ranks(1).items())
+    os.kill(process, signal.SIGKILL)
     job.succeeds()
-    whole(job, stage.ranks, steps)
+    whole(job, stage.ranks, steps, victim)
     said = [line for line in job.log().splitlines() if "training continues in bfloat16" in line]
     devices = {e["device"] for e in job.events if e["type"] == "rank" and e["attempt"] == 2 and e["step"] > every}
     stage.note(f"said: {said}; attempt 2 on {devices}")
@@ -295,7 +357,7 @@ def overflow(stage):
     server.stop()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, give_up, cancel, suspend, across)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, give_up, cancel, suspend, across)}
 
 
 def main():

@@ -16,11 +16,11 @@ use std::{fs, process::Command};
 
 /// A server whose only agent looks at datasets and takes no job.
 pub(crate) async fn server() -> Server {
-    let server = Server::start_with(Agents::Beside { cpu_slots: 1 }).await;
+    let server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let agents = server.get("/agents").await;
-    let beside = agents["agents"][0]["id"].as_str().expect("an agent").to_owned();
-    let drained = server.post(&format!("/agents/{beside}/drain"), &json!({})).await;
+    let agent = agents["agents"][0]["id"].as_str().expect("an agent").to_owned();
+    let drained = server.post(&format!("/agents/{agent}/drain"), &json!({})).await;
     assert!(drained.status.is_success(), "{}", drained.text);
     server
 }

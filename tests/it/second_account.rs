@@ -233,7 +233,7 @@ while time.time() < end:
 
 #[tokio::test]
 async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
-    let mut server = Server::start_with(Agents::Beside { cpu_slots: 1 }).await;
+    let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     let port: u16 = server.url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
     server.kill_serve();
     let listening = std::thread::spawn(move || as_other(&format!("python3 -c '{LISTEN}' {port}")));

@@ -110,7 +110,7 @@ pub(crate) enum Agents {
     /// The machine's own agent, which `serve` starts.
     Local { cpu_slots: u32 },
     /// `serve --no-local-agent`, and an agent somebody else starts.
-    Beside { cpu_slots: u32 },
+    Separate { cpu_slots: u32 },
     /// `serve --no-local-agent` and nobody.
     None,
 }
@@ -180,7 +180,7 @@ impl Server {
         };
         prepare(&server.data_dir());
         server.serve_again().await;
-        if let Agents::Beside { cpu_slots } = agents {
+        if let Agents::Separate { cpu_slots } = agents {
             server.start_agent(cpu_slots).await;
         }
         if !matches!(agents, Agents::None) {
@@ -212,7 +212,7 @@ impl Server {
         }
         match self.agents {
             Agents::Local { cpu_slots } => command.args(["--cpu-slots", &cpu_slots.to_string()]),
-            Agents::Beside { .. } | Agents::None => command.arg("--no-local-agent"),
+            Agents::Separate { .. } | Agents::None => command.arg("--no-local-agent"),
         };
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         self.serve = Some(command.spawn().expect("lockstep serve starts"));

@@ -19,7 +19,7 @@ pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
 #[tokio::test]
 async fn losses_do_not_depend_on_the_number_of_ranks() {
     let _turn = turn().await;
-    let server = Server::start_with(Agents::Beside { cpu_slots: 4 }).await;
+    let server = Server::start_with(Agents::Separate { cpu_slots: 4 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 1000)).await;
 
     let mut runs = Vec::new();

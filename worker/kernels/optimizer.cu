@@ -11,7 +11,10 @@ struct Scaler {
     float inverse;  // 1 / the scale that they carry
     u32 apply;      // whether the update runs
     u32 updates;    // that have run, the latest step's included
-    u32 pad;
+    u32 held;       // set by the host: no update may begin any more
+    u32 updating;   // from before an update looks at `held` until its step is recorded
+    u32 refused;    // whether the latest step's update found it held
+    u32 pad[2];
 };
 #define GROWTH_STEPS 2000
 #define LARGEST_SCALE 16777216.0f // 2^24
@@ -50,12 +53,15 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
 
 // L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
 // gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
+// One thread looks whether the weights are held, for all kernels of the update: then the step changes nothing of this.
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
     enter();
     SHARED(double, warps, 16);
     SHARED(u32, last, 1);
     Gradients gradients = GRADIENTS;
+    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
+    u32 held = asks ? load_system(&scaler->held) : 0;
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     float s[4] = {};
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += 4 * step) {
@@ -73,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(512)
     }
     double sum = block_sum((double)s[0] + s[1] + s[2] + s[3], warps);
     if (threadIdx.x == 0) {
+        if (asks) scaler->refused = held;
         partials[blockIdx.x] = sum;
         __threadfence();
         last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
@@ -85,6 +92,11 @@ extern "C" __global__ void __launch_bounds__(512)
     for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += load_shared_by_blocks(partials + b);
     all = block_sum(all, warps);
     if (threadIdx.x != 0) return;
+    if (load_shared_by_blocks(&scaler->refused)) {
+        scaler->apply = 0;
+        scaler->updating = 0;
+        return;
+    }
     float scale = scaler->scale, inverse = 1.0f / scale;
     bool finite = all - all == 0;
     scaler->inverse = inverse;
@@ -253,10 +265,13 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
     }
 }
 
-// average = decay average + rest values; rest: 1 - decay.
+// average = decay average + rest values; rest: 1 - decay. Nothing where not all of `steps` have finished: the weights are
+// held, and no average of the newest step.
 extern "C" __global__ void __launch_bounds__(256)
-    average_values(float* average, const float* values, u64 length, float decay, float rest) {
+    average_values(float* average, const float* values, u64 length, float decay, float rest, const u32* finished,
+                   u32 steps) {
     enter();
+    if (*finished != steps) return;
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
         average[i] = decay * average[i] + rest * values[i];

@@ -1,11 +1,30 @@
 // The ends of a step: what the host says about it comes in, what it measured goes out, through rings in pinned
 // host memory, so that a replayed graph needs nothing from the host but its launch.
 
+// Keeps what the forward pass will change, as the newest finished step has left it; of a step that follows one that was
+// refused that is kept already. All blocks but the first; each notes in a word of its own which step it has kept.
+__device__ __forceinline__ void keep(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
+    u32 block = blockIdx.x - 1, step = *finished;
+    bool is_kept = kept_of[block] == step;
+    __syncthreads(); // every thread has read it
+    if (is_kept) return;
+    for (u32 i = block * blockDim.x + threadIdx.x; i < length; i += (gridDim.x - 1) * blockDim.x) kept[i] = running[i];
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) kept_of[block] = step; // the host may read what is kept once it finds this
+}
+
 // Copies the next slot of `words` u32 (a multiple of 4) of the ring to the control block, and tells the host through
-// `taken`, in pinned host memory, how many slots it may write over. One block.
+// `taken`, in pinned host memory, how many slots it may write over. One block; where a step begins, others keep `length`
+// float4 of running statistics meanwhile.
 extern "C" __global__ void __launch_bounds__(1024)
-    fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words) {
+    fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
+          const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
     enter();
+    if (blockIdx.x > 0) {
+        keep(running, kept, kept_of, finished, length);
+        return;
+    }
     u32 count = *counter;
     const volatile u64* from = (const volatile u64*)(ring + (u64)(count % slots) * (words / 4));
     u64* to = (u64*)control;
@@ -14,10 +33,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) *taken = *counter = count + 1;
 }
 
-// The GPU's clock in nanoseconds. One thread.
-extern "C" __global__ void stamp(u64* at) {
+// The GPU's clock in nanoseconds. `updating`, if there is one, is set: the update that follows looks whether the weights
+// are held only after the host can see this. One thread.
+extern "C" __global__ void stamp(u64* at, u32* updating) {
     enter();
     *at = nanoseconds();
+    if (updating) *updating = 1;
 }
 
 struct Result {
@@ -29,10 +50,11 @@ struct Result {
     u64 stamps[4];
 };
 
-// The step's result into the next slot of a ring in host memory. One thread.
-extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const Totals* totals, const Scaler* scaler,
+// The step's result into the next slot of a ring in host memory; none of a step whose update was refused. One thread.
+extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const Totals* totals, Scaler* scaler,
                                   const u64* stamps) {
     enter();
+    if (scaler->refused) return;
     u32 count = *counter;
     volatile Result* r = ring + count % slots;
     r->loss_sum = (float)totals->loss_sum;
@@ -45,4 +67,5 @@ extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const T
     *counter = count + 1;
     __threadfence_system();
     store_release_system((u32*)&r->sequence, count + 1);
+    scaler->updating = 0; // the host may read weights and counter once it finds this
 }

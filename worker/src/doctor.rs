@@ -13,7 +13,7 @@ use crate::{
     comm::{CommError, ProcessGroup, Reduction, rendezvous::RendezvousError},
     gpu::libraries::{self, Library},
     host::usage::memory_free,
-    local_group::{Member, Met},
+    local_group::{JoinedGroup, Member},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -214,7 +214,7 @@ pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     if member.gpu.is_some() {
         libraries::ready(&[Library::Driver, Library::Nccl]).map_err(GatherError::Libraries)?;
     }
-    let Met { comm, store } = member.meet(PATIENCE)?;
+    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
     let gathered = match (&member.gpu, &store) {
         (Some(gpu), Some(store)) => {
             let found = gather::gather(store, gpu.ordinal)?;

@@ -4,7 +4,7 @@
 use crate::{
     comm::{
         ProcessGroup, SingleRank,
-        rendezvous::{Meeting, RendezvousError, Store, free_port},
+        rendezvous::{RendezvousConfig, RendezvousError, Store, free_port},
         ring::Ring,
     },
     engine::registry,
@@ -49,7 +49,7 @@ fn loopback() -> String {
 }
 
 /// A member among the others.
-pub struct Met {
+pub struct JoinedGroup {
     pub comm: Arc<dyn ProcessGroup>,
     /// Absent in a group of one.
     pub store: Option<Arc<Store>>,
@@ -69,11 +69,11 @@ impl Member {
     ///
     /// # Errors
     /// They do not come within `patience`.
-    pub fn meet(&self, patience: Duration) -> Result<Met, RendezvousError> {
+    pub fn meet(&self, patience: Duration) -> Result<JoinedGroup, RendezvousError> {
         if self.world_size == 1 {
-            return Ok(Met { comm: Arc::new(SingleRank), store: None });
+            return Ok(JoinedGroup { comm: Arc::new(SingleRank), store: None });
         }
-        let store = Store::join(Meeting {
+        let store = Store::join(RendezvousConfig {
             addr: self.addr.clone(),
             port: self.port,
             secret: self.secret.clone().into_bytes(),
@@ -83,7 +83,7 @@ impl Member {
             stop: Arc::default(),
         })?;
         let ring = Ring::connect(&store, patience)?;
-        Ok(Met { comm: ring, store: Some(Arc::new(store)) })
+        Ok(JoinedGroup { comm: ring, store: Some(Arc::new(store)) })
     }
 }
 
@@ -147,7 +147,7 @@ struct Measuring {
 }
 
 impl Policy for Measuring {
-    type Notes = ();
+    type Records = ();
     type Order = Infallible;
     type Error = String;
 

@@ -25,7 +25,7 @@ pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs}
 use crate::{
     comm::{
         ProcessGroup, Reduction, SingleRank,
-        rendezvous::{Meeting, Store},
+        rendezvous::{RendezvousConfig, Store},
         ring::Ring,
         shm::ShmProcessGroup,
         watchdog::Watchdog,
@@ -98,33 +98,33 @@ pub fn run_config(config: &RankConfig) -> i32 {
             return EXIT_FAILED;
         }
     };
-    let life = Arc::new(Life::default());
+    let state = Arc::new(RankState::default());
     remember_panics();
-    let result = listen_to_signals(config, &life, &reporter).map_err(RankError::from).and_then(|()| {
-        catch_unwind(AssertUnwindSafe(|| attempt(config, &life, &reporter))).unwrap_or_else(|_| {
+    let result = listen_to_signals(config, &state, &reporter).map_err(RankError::from).and_then(|()| {
+        catch_unwind(AssertUnwindSafe(|| attempt(config, &state, &reporter))).unwrap_or_else(|_| {
             let message = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
             Err(RankError::System(std::io::Error::other(message.unwrap_or_else(|| "a panic".into()))))
         })
     });
-    let told_to_stop = life.stop.load(Ordering::Relaxed);
+    let told_to_stop = state.stop.load(Ordering::Relaxed);
     if result.is_ok() {
-        life.ended.store(true, Ordering::Relaxed);
+        state.ended.store(true, Ordering::Relaxed);
     }
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
         // The others were asked to stop as well, and some had ended already.
-        Err(error) if told_to_stop && error.is_secondary() => match life.lost(config.rank) {
+        Err(error) if told_to_stop && error.is_secondary() => match state.lost(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
                 let (why, unreachable) = (error.to_string(), error.unreachable().to_vec());
                 let interrupted = RankError::Interrupted { why, lost, secondary: true, unreachable };
-                last_words(config, &life, &reporter, &interrupted);
+                last_words(config, &state, &reporter, &interrupted);
                 EXIT_FAILED
             }
         },
         Err(error) => {
-            last_words(config, &life, &reporter, &error);
+            last_words(config, &state, &reporter, &error);
             EXIT_FAILED
         }
     };
@@ -134,12 +134,12 @@ pub fn run_config(config: &RankConfig) -> i32 {
     status
 }
 
-fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &RankError) {
+fn last_words(config: &RankConfig, state: &RankState, reporter: &Reporter, error: &RankError) {
     let rank = config.rank;
-    if life.spoken.swap(true, Ordering::Relaxed) {
+    if state.last_record_written.swap(true, Ordering::Relaxed) {
         return;
     }
-    let step = life.progress.load(Ordering::Relaxed);
+    let step = state.progress.load(Ordering::Relaxed);
     let reason = error.to_string();
     reporter.log(&format!("failed after step {step}: {reason}"));
     reporter.event(&AttemptEvent::Rank {
@@ -162,7 +162,11 @@ fn last_words(config: &RankConfig, life: &Life, reporter: &Reporter, error: &Ran
     reporter.event(&failed);
 }
 
-fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> Result<Outcome, RankError> {
+fn attempt(
+    config: &RankConfig,
+    state: &Arc<RankState>,
+    reporter: &Arc<Reporter>,
+) -> Result<Outcome, RankError> {
     let start = &config.start;
     let device = config.device();
     let needs = device.backend.needs();
@@ -172,14 +176,14 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
     let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {
         Arc::new(SingleRank)
     } else {
-        let mut store = Store::join(Meeting {
+        let mut store = Store::join(RendezvousConfig {
             addr: start.master_addr.clone(),
             port: start.master_port,
             secret: start.secret.clone().into_bytes(),
             rank: config.rank,
             world_size: start.world_size,
             timeout: MEET_WITHIN,
-            stop: life.stop.clone(),
+            stop: state.stop.clone(),
         })?;
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
             store.listen_at(ip);
@@ -193,22 +197,22 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         say_what_is_in_clear(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let store = Arc::new(store);
         // The store ends with rank 0's process, and others may still be asking.
-        let _ = life.store.set(store.clone());
+        let _ = state.store.set(store.clone());
         met = Some(store);
         comm
     };
-    let _ = life.comm.set(comm.clone());
+    let _ = state.comm.set(comm.clone());
     let watchdog = match needs.watchdog {
-        true => Some(watch(config, life, reporter, met.clone(), stall)?),
+        true => Some(watch(config, state, reporter, met.clone(), stall)?),
         false => None,
     };
-    let watched = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), life.progress.clone());
+    let watched = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), state.progress.clone());
     let _watched = watched.unwrap_or_else(|why| {
         reporter.log(&why);
         None
     });
     let _machine =
-        machine_metrics::start(config, reporter.clone(), life.progress.clone()).unwrap_or_else(|why| {
+        machine_metrics::start(config, reporter.clone(), state.progress.clone()).unwrap_or_else(|why| {
             reporter.log(&format!("no metrics of the machine: {why}"));
             None
         });
@@ -229,9 +233,9 @@ fn attempt(config: &RankConfig, life: &Arc<Life>, reporter: &Arc<Reporter>) -> R
         store: met,
         watchdog: watchdog.clone(),
         observer: reporter.as_ref(),
-        stop: &life.stop,
-        progress: &life.progress,
-        kept: &life.kept,
+        stop: &state.stop,
+        progress: &state.progress,
+        kept: &state.kept,
         stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
@@ -282,20 +286,20 @@ fn in_clear(on_cores: bool) -> &'static str {
 /// Ends this rank, whatever its GPU is doing, when its steps stop.
 fn watch(
     config: &RankConfig,
-    life: &Arc<Life>,
+    state: &Arc<RankState>,
     reporter: &Arc<Reporter>,
     store: Option<Arc<Store>>,
     stall: Duration,
 ) -> std::io::Result<Arc<Watchdog>> {
-    let (config, life, reporter) = (config.clone(), life.clone(), reporter.clone());
+    let (config, state, reporter) = (config.clone(), state.clone(), reporter.clone());
     // Its agent, which sees silence but not why, waits a little longer.
     let limit = stall - (stall / 10).min(BEFORE_THE_AGENT);
     Watchdog::start(store, limit, move |why| {
         reporter.log(why);
-        life.abort(why);
+        state.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
         // Still running: a thread waits for the GPU and cannot be interrupted otherwise.
-        last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
+        last_words(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
     })
@@ -318,20 +322,20 @@ pub fn end_by_force_within(within: Duration) {
 
 /// State for signals and the last record.
 #[derive(Default)]
-struct Life {
+struct RankState {
     stop: Arc<AtomicBool>,
     progress: Arc<AtomicU64>,
     /// The step of the newest checkpoint that this rank has seen.
     kept: AtomicU64,
     /// The last record is written.
-    spoken: AtomicBool,
+    last_record_written: AtomicBool,
     /// It has ended in order: finished, or stopped with all others.
     ended: AtomicBool,
     comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,
 }
 
-impl Life {
+impl RankState {
     /// Ends collectives that are under way.
     fn abort(&self, reason: &str) {
         registry::abort(reason);

@@ -18,7 +18,7 @@ pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
 pub use group::{EndDelays, Orphans, RankGroup, Stop};
 pub use launch::{configs, rank_file};
 pub use process::{Exit, RankProcess, UnixProcessGroup};
-pub use rank::{Notes, Rank};
+pub use rank::{Rank, RecordSink};
 pub use usage::{RankUsage, rank_usage};
 
 use std::{future::Future, time::Duration};
@@ -26,7 +26,7 @@ use std::{future::Future, time::Duration};
 /// What a caller of [`supervise`] decides about its ranks.
 pub trait Policy {
     /// The notes that the caller keeps of each rank's records.
-    type Notes: Notes;
+    type Records: RecordSink;
     /// Orders that may arrive meanwhile: a signal, a message.
     type Order;
     /// Why watching fails.
@@ -39,26 +39,26 @@ pub trait Policy {
     fn order(&mut self) -> impl Future<Output = Self::Order> + Send;
 
     /// Does what an order says.
-    fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Notes>);
+    fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Records>);
 
     /// Reads what is new from the ranks; called after each poll of their processes, also the last.
     ///
     /// # Errors
     /// They cannot be watched any further; [`Orphans`] says what happens to them.
-    fn observe(&mut self, ranks: &mut RankGroup<Self::Notes>) -> Result<(), Self::Error>;
+    fn observe(&mut self, ranks: &mut RankGroup<Self::Records>) -> Result<(), Self::Error>;
 
     /// Decides whether the ranks have to end; called until they are ending.
-    fn decide(&mut self, ranks: &mut RankGroup<Self::Notes>);
+    fn decide(&mut self, ranks: &mut RankGroup<Self::Records>);
 
     /// From SIGTERM to SIGKILL; asked repeatedly, as it may depend on what ranks still do.
-    fn grace(&self, ranks: &RankGroup<Self::Notes>) -> Duration;
+    fn grace(&self, ranks: &RankGroup<Self::Records>) -> Duration;
 }
 
 /// Watches ranks until all have ended, or one cannot be killed ([`RankGroup::is_unkillable`]).
 ///
 /// # Errors
 /// That of [`Policy::observe`].
-pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Notes>) -> Result<(), P::Error> {
+pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Records>) -> Result<(), P::Error> {
     loop {
         tokio::select! {
             order = policy.order() => policy.obey(order, ranks),

@@ -39,7 +39,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
     spec::{JobSpec, Precision},
 };
-use measure::Pulse;
+use measure::ThroughputMeter;
 use setup::Plan;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -58,13 +58,13 @@ pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
-    /// How changes of its files are detected: an agent has examined them before ranks start.
+    /// How changes of its files are detected: by an agent before ranks start, or by the ranks.
     pub changes: ChangeDetection,
     /// Where checkpoints are written: the job's `checkpoints`.
     pub checkpoints: &'a Path,
     /// The checkpoint to continue from; only rank 0 reads it.
     pub resume: Option<&'a Path>,
-    /// Where this rank computes.
+    /// The device of this rank.
     pub device: DeviceChoice,
     /// Ranks that share this machine's memory.
     pub local_ranks: u32,
@@ -75,7 +75,7 @@ pub struct Training<'a> {
     /// The data-parallel group: the ranks that see different pictures of a step and keep the same weights. Its rank 0 reports
     /// what concerns all of them and writes checkpoints; batch sizes of the specification are shares of it.
     pub group: Arc<dyn ProcessGroup>,
-    /// Where all ranks of the job met; absent for a single rank.
+    /// The rendezvous store of all ranks of the job; absent for a single rank.
     pub store: Option<Arc<Store>>,
     /// An engine whose collectives may hang reports its steps to it.
     pub watchdog: Option<Arc<Watchdog>>,
@@ -117,8 +117,8 @@ fn train_with<'a>(
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
     let Training { spec, group, observer, .. } = training;
-    let mut pulse = Pulse::new(*observer, training.rank, training.device.to_string());
-    pulse.report("starting");
+    let mut throughput = ThroughputMeter::new(*observer, training.rank, training.device.to_string());
+    throughput.report("starting");
     let mut data = setup::open_data(training)?;
     let mut plan = Plan::new(spec, &data.shape, group.as_ref())?;
     let precision = start::precision(training)?;
@@ -128,7 +128,7 @@ fn train_with<'a>(
     plan.data_threads =
         setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     decoder::choose_decoder(training, engine.precision(), &mut data)?;
-    pulse.device(engine.device_name());
+    throughput.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
@@ -155,6 +155,7 @@ fn train_with<'a>(
         unmeasured: beginning.unmeasured,
         began_after: beginning.step,
         step: beginning.step,
+        averaged: beginning.step,
         best: beginning.best,
         has_own_weights: true,
         in_flight: VecDeque::new(),
@@ -167,8 +168,8 @@ fn train_with<'a>(
         engine: CurrentEngine(Some(engine)),
         build_engine,
         writer,
-        told_slow: false,
-        pulse,
+        slow_warned: false,
+        throughput,
     };
     let outcome = run.epochs();
     if outcome.is_ok() {
@@ -199,11 +200,11 @@ struct Run<'a> {
     schedule: Schedule,
     /// Writes checkpoints; on rank 0 only.
     writer: Option<CheckpointWriter>,
-    /// The log says already that a checkpoint may take longer than there is time for at the end.
-    told_slow: bool,
+    /// Whether the log has the warning that a checkpoint may take longer than the time that ranks have at their end.
+    slow_warned: bool,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
-    pulse: Pulse<'a>,
+    throughput: ThroughputMeter<'a>,
     votes: Votes,
     /// The run continues from a checkpoint of a step that was not evaluated.
     unmeasured: bool,
@@ -211,9 +212,11 @@ struct Run<'a> {
     began_after: u64,
     /// Optimizer steps started.
     step: u64,
+    /// The newest step whose weights were taken into their average, or that is not due.
+    averaged: u64,
     /// The best of the checkpoints that were saved.
     best: Option<Best>,
-    /// The engine has the weights of the steps so far, and not their average, which is being evaluated.
+    /// Whether the engine has the weights of the last step. False while their average is being evaluated in their place.
     has_own_weights: bool,
     /// Steps that were started and whose results are not reported yet, oldest first.
     in_flight: VecDeque<InFlight>,

@@ -1,9 +1,11 @@
 //! Attempts to sign in that failed, counted by address and by name.
 //!
-//! A right token or code is always taken, so nobody is kept out by the attempts of others behind the same address: there, what is
-//! limited is guessing, and what guessing writes into logs. A password is dear to check and may be guessed from many addresses, so an
-//! attempt with one is counted before it is checked, and refused unchecked beyond the limit. So that guessing does not keep a
-//! person out, an address from which the person has signed in before (since the server's start) is counted by itself.
+//! A correct token or code is always accepted, so the failures of others behind the same address lock nobody out. The limit only slows
+//! down guessing, and bounds what guessing writes into logs.
+//!
+//! A password is expensive to check and may be guessed from many addresses. An attempt with one is therefore counted before it is
+//! checked, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
+//! start) has a counter of its own, so guessing elsewhere does not lock the person out.
 
 use std::{
     collections::HashMap,
@@ -13,14 +15,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Failures of an address within [`WINDOW`] that are answered as what they are; those after them are answered 429.
+/// Failures of an address within [`WINDOW`] that are answered 401; further ones are answered 429.
 pub(super) const MOST: u32 = 10;
 /// Failures for a name, from all addresses together.
 pub(super) const MOST_OF_A_NAME: u32 = 30;
 const WINDOW: Duration = Duration::from_secs(60);
-/// Addresses that are remembered. With more of them at once, all that fails is answered 429.
+/// Addresses that are counted at a time. While there are more, every failure of a further address is answered 429.
 const ADDRESSES: usize = 10_000;
-/// Names that are remembered, and addresses that people have signed in from; of more, the oldest are forgotten.
+/// Names, and addresses that people have signed in from, that are remembered. Beyond that the oldest are forgotten.
 const NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
@@ -36,7 +38,7 @@ struct Counters {
     familiar: Counts<(String, IpAddr)>,
 }
 
-/// Whoever has one IPv6 address has 2^64 of them.
+/// What is counted as one address: of IPv6 the /64 network, because a host there has 2^64 addresses.
 fn network(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V6(v6) if v6.to_ipv4_mapped().is_none() => {
@@ -46,7 +48,7 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// How long to wait until a counter begins anew, if it is full.
+/// How long to wait until a counter is reset, if it is full.
 fn full<K: Hash + Eq>(counts: &Counts<K>, key: &K, most: u32) -> Option<Duration> {
     let (count, since) = counts.get(key)?;
     let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
@@ -110,12 +112,16 @@ impl Attempts {
         full(&self.counters().addresses, &network(from), MOST).map_or(Ok(()), Err)
     }
 
-    /// What was counted last of an address was no failure.
+    /// Takes back the last failure that was counted for an address: it was none.
     pub(super) fn was_right(&self, from: IpAddr) {
         take_back(&mut self.counters().addresses, &network(from));
     }
 
-    /// Counts an attempt with a name and a password, before it is checked; whether the person has signed in from there before.
+    /// Counts an attempt with a name and a password before it is checked. Returns whether the person has signed in from this address
+    /// before.
+    ///
+    /// # Errors
+    /// How long to wait, beyond the limit.
     pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = network(from);
@@ -140,7 +146,7 @@ impl Attempts {
         Ok(false)
     }
 
-    /// The attempt that was counted last was with the right password.
+    /// Takes back the last attempt: its password was correct.
     pub(super) fn succeeded(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = network(from);
@@ -155,7 +161,7 @@ impl Attempts {
         }
     }
 
-    /// The attempt that was counted last was not checked.
+    /// Takes back the last attempt: it was not checked.
     pub(super) fn not_checked(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = network(from);

@@ -9,13 +9,13 @@ use std::sync::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// A token, or a session that stands for one.
+/// A token, or a session of one.
 #[derive(Debug)]
 pub(crate) struct Credential {
     /// As it was stored.
     pub(super) token: Token,
     pub(super) hash: String,
-    /// What it allows now, within what its owner may do; `None` while the owner may nothing.
+    /// Its scope, limited by its owner's role; `None` while the owner is disabled or removed.
     pub(super) scope: Option<Scope>,
     /// When the browser signed in, for a session.
     pub(super) session_since: Option<Timestamp>,
@@ -31,7 +31,7 @@ pub(crate) struct Credential {
 pub(super) struct Usage {
     /// Milliseconds since 1970; 0 for never.
     last: AtomicI64,
-    /// As far as that is stored.
+    /// The value that is stored in the database.
     stored: AtomicI64,
 }
 
@@ -76,7 +76,7 @@ impl Caller {
         Self(Some(credential))
     }
 
-    /// Whether this is enough where `needed` is asked for.
+    /// Whether it has at least the scope `needed`.
     pub(crate) fn may(&self, needed: Scope) -> bool {
         self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
     }
@@ -91,7 +91,7 @@ impl Caller {
         self.token().and_then(|token| token.owner.as_deref())
     }
 
-    /// Whose the jobs and datasets are that it makes: a person's or a token's name; none under `--no-auth`.
+    /// The owner of the jobs and datasets that it creates: a person's or a token's name; `None` under `--no-auth`.
     pub(crate) fn owner(&self) -> Option<&str> {
         self.token().map(|token| token.owner.as_deref().unwrap_or(&token.name))
     }
@@ -106,17 +106,17 @@ impl Caller {
         self.may(Scope::Admin)
     }
 
-    /// Whether it sees what is private or not, and somebody's.
+    /// Whether it sees an object of this owner, which may be private.
     pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
         !private || self.sees_all() || self.owns(owner)
     }
 
-    /// Whether something is its own.
+    /// Whether an object of this owner is its own.
     pub(crate) fn owns(&self, owner: Option<&str>) -> bool {
         owner.is_some() && owner == self.owner()
     }
 
-    /// As whom it is shown lists: without what is private to others. `None` sees all.
+    /// The owner whose private objects it sees in lists, in addition to all that are not private. `None` sees all.
     pub(crate) fn sees_as(&self) -> Option<String> {
         // A caller without a name has no scope to come here with; it sees what is nobody's.
         (!self.sees_all()).then(|| self.owner().unwrap_or_default().to_owned())
@@ -137,7 +137,7 @@ impl Caller {
         self.0.as_ref()?.expires_at
     }
 
-    /// The hash of the session that this comes by.
+    /// The hash of the session's secret, if it uses a session.
     pub(crate) fn session(&self) -> Option<&str> {
         self.0.as_ref().filter(|c| c.session_since.is_some()).map(|c| c.hash.as_str())
     }

@@ -1,8 +1,8 @@
 //! Agents' certificates among tokens.
 //!
-//! A certificate's name is bound to an agent in the same way as a token is: by a row among the tokens, whose id says that it is a
-//! certificate's. Nobody has a secret for it. Revoking the row ends the agent's connection and refuses every certificate of that
-//! name that was issued before; which certificates count at all is for their authority and its revocation list to say.
+//! A certificate's name is bound to an agent as a token is: by a row among the tokens, whose id begins with `certificate-`. No secret
+//! matches the row. Revoking it ends the agent's connection and refuses every certificate of that name that was issued before. Whether a
+//! certificate is valid at all is decided by its authority and the revocation list.
 
 use super::{Access, Caller, Denied, Secret};
 use crate::store::TokenRow;
@@ -17,7 +17,7 @@ pub(crate) fn certificate_id(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// What follows in the id of a row that remembers a revocation, before its time in milliseconds.
+/// In the id of a row that records a revocation: between the certificate's id and the time in milliseconds.
 const UNTIL: &str = " until ";
 
 /// Whether a row is a certificate's.
@@ -26,7 +26,7 @@ pub(crate) fn is_certificate(token: &Token) -> bool {
 }
 
 impl Access {
-    /// The rows that remember when a name was revoked before.
+    /// The rows that record earlier revocations of a name.
     pub(crate) fn past_of(&self, name: &str) -> Vec<TokenRow> {
         let begin = certificate_id(name) + UNTIL;
         let known = self.read();
@@ -34,7 +34,7 @@ impl Access {
         past.map(|c| TokenRow { token: c.shown(), hash: c.hash.clone() }).collect()
     }
 
-    /// Whoever has a valid certificate of this name, which begins at `not_before`.
+    /// The caller with a valid certificate of this name. `not_before` is the beginning of its validity.
     ///
     /// # Errors
     /// The name was revoked since, or the system has no random bits.
@@ -70,7 +70,7 @@ impl Access {
                 revoked_at: None,
                 last_used_at: None,
             };
-            // A hash of what nobody knows. It is stored when an agent is bound to it.
+            // The hash of a secret that is thrown away. The row is stored when an agent is bound to it.
             let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
             self.put_token(TokenRow { token, hash });
         }

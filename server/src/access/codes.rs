@@ -10,7 +10,7 @@ use std::{
 };
 
 const LIFE: Duration = Duration::from_secs(600);
-/// Codes that wait to be used; of more, the oldest is no longer good.
+/// Unused codes, at most. Beyond that the oldest becomes invalid.
 const MOST: usize = 100;
 
 /// By the hash of the code.
@@ -38,13 +38,13 @@ impl Codes {
         Ok(secret.text)
     }
 
-    /// Codes of a token or a person are no longer good.
+    /// Invalidates the codes of a token or a person.
     pub(super) fn forget(&self, token_id: &str) {
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.retain(|_, code| code.token_id != token_id);
     }
 
-    /// Whether [`Codes::take`] would know it.
+    /// Whether [`Codes::take`] would accept it.
     pub(super) fn has(&self, code: &str) -> bool {
         let codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.get(&secret::hash(code)).is_some_and(|code| code.made.elapsed() < LIFE)

@@ -1,5 +1,5 @@
-//! Accounts at OpenID providers, and as whom they sign in. A person is known by the account's subject, never by a name that the
-//! provider sends: names are given to others there.
+//! Accounts at OpenID providers, and the persons they sign in as. An account is identified by its subject, never by a name that the
+//! provider sends: a provider may give a name to another account.
 
 use super::Access;
 use crate::store::PersonRow;
@@ -17,7 +17,7 @@ pub(crate) enum SignsInAs {
 }
 
 impl Access {
-    /// Takes in the accounts whose person was removed.
+    /// Loads the accounts whose person was removed.
     pub(crate) fn load_refused(&self, refused: Vec<Identity>) {
         self.write().refused.extend(refused);
     }

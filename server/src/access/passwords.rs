@@ -1,5 +1,5 @@
-//! Passwords as argon2id hashes. Hashing takes tens of milliseconds and 19 MiB on purpose, so it runs on blocking threads, a few at
-//! once; what cannot wait for its turn is answered that it has to come back.
+//! Passwords as argon2id hashes. A hash takes tens of milliseconds and 19 MiB on purpose, so hashes run on blocking threads, a few at a
+//! time. A request that cannot wait for its turn gets [`PasswordError::Busy`].
 
 use argon2::{
     Algorithm, Argon2, Params, Version,
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use std::{fmt, sync::Arc, thread, time::Duration};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// What OWASP's cheat sheet on storing passwords asks of argon2id at least: memory in KiB, passes, lanes.
+/// Memory in KiB, passes and lanes: the minimum for argon2id in OWASP's Password Storage Cheat Sheet.
 const COST: (u32, u32, u32) = (19 * 1024, 2, 1);
 /// How many hashes may be computed at once, at most: half of the cores, so that guessing takes no more from the rest.
 const AT_ONCE: usize = 4;
@@ -18,12 +18,12 @@ const WAITING: usize = 100;
 /// The longest wait.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Behind whom a password waits for its turn.
+/// The queue in which a password waits to be hashed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// Behind everybody's, also those of somebody who guesses.
+    /// For any address, also of somebody who guesses passwords.
     Strangers,
-    /// From where the person has signed in before: behind the few others of that kind.
+    /// For addresses from which the person has signed in before: a short queue.
     Familiar,
 }
 
@@ -32,11 +32,11 @@ pub(super) enum Lane {
 pub(crate) enum PasswordError {
     /// Too many at once.
     Busy,
-    /// The system has no random bits or no memory, or a stored hash is none.
+    /// The system has no random bits or no memory, or a stored hash is damaged.
     Failed(String),
 }
 
-/// What somebody typed. It is in no log.
+/// A password as it was typed. `Debug` does not show it, so it is in no log.
 #[derive(Clone, Default, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Password(pub(crate) String);
@@ -52,7 +52,7 @@ impl fmt::Debug for Password {
 pub(super) struct Passwords {
     turns: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
-    /// One of its own, and as many who may wait for it.
+    /// For [`Lane::Familiar`]: a hash at a time, and the requests that may wait.
     familiar: (Arc<Semaphore>, Arc<Semaphore>),
 }
 
@@ -68,7 +68,7 @@ impl Default for Passwords {
 }
 
 impl Passwords {
-    /// The hash that is stored, with a salt of its own.
+    /// The hash to store, with a random salt.
     pub(super) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
         self.work(Lane::Strangers, move || {
             let hash = argon2()?.hash_password(password.0.as_bytes());
@@ -77,7 +77,7 @@ impl Passwords {
         .await
     }
 
-    /// Whether a password is the one of a hash. Without a hash it takes as long and is not.
+    /// Whether a password matches a hash. Without a hash it takes as long and does not match, so the time does not say who exists.
     pub(super) async fn verify(
         &self,
         password: Password,
@@ -105,7 +105,7 @@ impl Passwords {
     ) -> Result<T, PasswordError> {
         let turn = self.turn(lane).await?;
         let done = tokio::task::spawn_blocking(move || {
-            // Until the work is done, also when nobody waits for it any more.
+            // Held until the work is done, also when the request has gone away.
             let _turn = turn;
             work()
         });

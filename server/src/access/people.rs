@@ -1,5 +1,5 @@
-//! People, in memory like tokens. A session of a person stands for the person as a token's session stands for the token: with any
-//! change of the person it ends. The person's tokens allow no more than the person's role, and nothing while it is disabled.
+//! People, in memory like tokens. A person's sessions end with any change of the person. Their tokens allow no more than their role,
+//! and nothing while the person is disabled.
 
 use super::{
     Access, Known,
@@ -14,7 +14,7 @@ use lockstep_protocol::{
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
-/// A person, and what a session of the person stands for.
+/// A person, and the credential of the person's sessions.
 #[derive(Debug)]
 pub(super) struct KnownPerson {
     pub(super) row: PersonRow,
@@ -24,15 +24,15 @@ pub(super) struct KnownPerson {
 /// Why nobody is signed in.
 #[derive(Debug)]
 pub(crate) enum NotSignedIn {
-    /// The name, the password, or both: which of them is not said, nor whether the person is disabled.
+    /// The name or the password is wrong, or the person is disabled. The answer does not say which.
     Wrong,
-    /// Too often; how long to wait.
+    /// Too many attempts; how long to wait.
     TooOften(Duration),
     NotChecked(PasswordError),
 }
 
 impl Known {
-    /// What a session stands for: a token, or a person.
+    /// The credential that a session uses: a token's, or a person's.
     pub(super) fn stands_for(&self, id: &str) -> Option<Arc<Credential>> {
         let person = id.strip_prefix(principal("").as_str()).and_then(|name| self.people.get(name));
         match person {
@@ -46,15 +46,14 @@ impl Known {
         self.tokens.get(self.hashes.get(id)?)
     }
 
-    /// What a token allows today: of one that a person owns, no more than the person's role. `None` while the owner is disabled, or
-    /// gone.
+    /// A token's scope, limited by its owner's role if a person owns it. `None` while the owner is disabled or removed.
     pub(super) fn scope_of(&self, token: &Token) -> Option<Scope> {
         let Some(owner) = &token.owner else { return Some(token.scope) };
         let person = self.people.get(owner).map(|known| &known.row.person)?;
         person.disabled_at.is_none().then(|| token.scope.at_most(person.role.scope()))
     }
 
-    /// Tokens of a person after it has changed: what one of them has open ends where it allows something else now.
+    /// Updates a person's tokens after a change of the person. Connections of a token whose scope has changed are closed.
     fn renew_tokens_of(&mut self, owner: &str) {
         let of_owner = |c: &&Arc<Credential>| c.token.owner.as_deref() == Some(owner);
         for old in self.tokens.values().filter(of_owner).cloned().collect::<Vec<_>>() {
@@ -81,10 +80,10 @@ impl Known {
 }
 
 impl Access {
-    /// Takes in a person, in place of the one with its name: that one's sessions end.
+    /// Adds a person or replaces the one of the same name, whose sessions end.
     pub(crate) fn put_person(&self, row: PersonRow) {
         let name = row.person.name.clone();
-        // The shape of a token, for everything that says or asks who somebody is.
+        // In the shape of a token, so that code that names a caller or checks its scope handles both alike.
         let token = Token {
             id: row.principal(),
             name: name.clone(),
@@ -119,7 +118,7 @@ impl Access {
             old.credential.ended.cancel();
         }
         known.renew_tokens_of(&name);
-        // Also those that signed in with a token of the person's.
+        // Also sessions of the person's tokens.
         known.sessions.retain(|_, session| {
             let is_its = session.token.owner.as_deref() == Some(name.as_str());
             if is_its {
@@ -138,7 +137,7 @@ impl Access {
         self.codes.forget(&principal(&name));
     }
 
-    /// Forgets a person: its sessions end, and its tokens allow nothing.
+    /// Removes a person: their sessions end, and their tokens allow nothing.
     pub(crate) fn remove_person(&self, name: &str) {
         let now = crate::now();
         let mut known = self.write();
@@ -171,35 +170,35 @@ impl Access {
         self.read().people.get(name).map(|known| known.row.clone())
     }
 
-    /// Everybody, by name.
+    /// All people, by name.
     pub(crate) fn people(&self) -> Vec<Person> {
         self.read().people.values().map(|known| known.row.person.clone()).collect()
     }
 
-    /// Whether anybody is a person here: then jobs are their owners'.
+    /// Whether there are people at all. Only then are jobs and datasets their owners' to change.
     pub(crate) fn has_people(&self) -> bool {
         !self.read().people.is_empty()
     }
 
-    /// The hash of a password that is to be stored.
+    /// The hash of a new password.
     ///
     /// # Errors
-    /// Too many at once, or the system's.
+    /// As [`PasswordError`].
     pub(crate) async fn hash_password(&self, password: Password) -> Result<String, PasswordError> {
         self.passwords.hash(password).await
     }
 
-    /// The person with this name and password. What is wrong takes as long whether or not there is such a person.
+    /// The person with this name and password. A failure takes as long whether or not the person exists.
     ///
     /// # Errors
-    /// Why nobody is.
+    /// Why the sign-in failed.
     pub(crate) async fn by_password(
         &self,
         name: &str,
         password: Password,
         from: IpAddr,
     ) -> Result<PersonRow, NotSignedIn> {
-        // What cannot be a name is counted as one, so that nobody fills the memory with names.
+        // All invalid names share one counter, so that they cannot fill the memory.
         let counted = if name_mistake(name).is_none() { name } else { "" };
         let lane = match self.attempts.begin(counted, from).map_err(NotSignedIn::TooOften)? {
             true => Lane::Familiar,

@@ -4,18 +4,18 @@ use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
 use std::{fmt, io};
 
-/// What a token begins with: people and scanners of repositories see what it is.
+/// Prefix of tokens, by which people and secret scanners recognise them.
 const PREFIX: &str = "lockstep_";
 /// 256 bits.
 const BYTES: usize = 32;
 
-/// A secret that was made just now; only its hash is kept.
+/// A new secret; only its hash is stored.
 pub(crate) struct Secret {
     pub(crate) text: String,
     pub(crate) hash: String,
 }
 
-/// A secret is in no log.
+/// Does not show the secret, so it is in no log.
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret")
@@ -31,7 +31,7 @@ impl Secret {
         Ok(Self::of(format!("{PREFIX}{}", random()?)))
     }
 
-    /// What a cookie or a link holds.
+    /// A new secret for a cookie or a link: without the prefix of tokens.
     ///
     /// # Errors
     /// The system has no random bits.
@@ -50,7 +50,7 @@ fn random() -> io::Result<String> {
     Ok(URL_SAFE_NO_PAD.encode(bytes))
 }
 
-/// Whether this may be a token: one that a person made up is not taken from a file.
+/// Whether this has the form of a token. A string that a person made up is not accepted from a file.
 pub(crate) fn is_token(text: &str) -> bool {
     let random = text.strip_prefix(PREFIX).and_then(|rest| URL_SAFE_NO_PAD.decode(rest).ok());
     random.is_some_and(|bytes| bytes.len() == BYTES)
@@ -61,10 +61,10 @@ pub(super) fn hash(text: &str) -> String {
     Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether two hashes are the same, in a time that does not depend on where they differ.
+/// Compares two hashes in constant time.
 pub(crate) fn same(a: &str, b: &str) -> bool {
     let differs = a.bytes().zip(b.bytes()).fold(0, |differs, (a, b)| differs | (a ^ b));
-    // The compiler must not see that it could stop early.
+    // Keeps the compiler from stopping at the first difference.
     a.len() == b.len() && std::hint::black_box(differs) == 0
 }
 

@@ -19,10 +19,13 @@ const TOGETHER: usize = 16;
 
 /// Notes the reason why a job waits.
 pub(super) fn note(app: &App, row: &JobRow, why: Reason) {
-    // How many of the slots are free or kept just now is no event of a job: `wait_reasons` has it.
+    // How many slots there are, are free or kept just now is no event of a job: `wait_reasons` has it. Machines come and go, and each may
+    // have a thousand jobs waiting.
     let steady = |reason: &Reason| {
         let facts = Facts {
             agent: None,
+            machines: None,
+            slots_total: None,
             slots_free: None,
             slots_kept: None,
             kept_for: Vec::new(),

@@ -12,7 +12,7 @@ use utoipa::{
 
 /// Parameters that have the same grammar wherever they are.
 const PATTERNS: [(&str, &str); 6] = [
-    ("sort", "^-?([a-z][A-Za-z0-9_.]*|tag:.+)$"),
+    ("sort", "^(-?([a-z][A-Za-z0-9_.]*|tag:.+))?$"),
     ("fields", "^[a-z_]+(,[a-z_]+)*$"),
     ("cursor", "^[A-Za-z0-9_-]+$"),
     ("kind", "^(weight|gradient)$"),
@@ -136,7 +136,7 @@ mod tests {
         let shuffle = parameter("/api/v1/datasets/{name}/samples", "shuffle");
         assert_eq!((&shuffle["format"], &shuffle["maximum"]), (&json!("uint64"), &json!(u64::MAX)));
         assert_eq!(parameter("/api/v1/jobs", "limit")["maximum"], 1000);
-        assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^-?([a-z][A-Za-z0-9_.]*|tag:.+)$");
+        assert_eq!(parameter("/api/v1/jobs", "sort")["pattern"], "^(-?([a-z][A-Za-z0-9_.]*|tag:.+))?$");
         let attempt = &document["components"]["schemas"]["Attempt"]["properties"]["attempt"];
         assert_eq!((&attempt["format"], &attempt["maximum"]), (&json!("uint32"), &json!(u32::MAX)));
     }

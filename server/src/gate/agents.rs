@@ -11,7 +11,7 @@ use crate::{
 use axum::http::{HeaderMap, header};
 use lockstep_protocol::access::Scope;
 
-/// What an agent without a certificate is told.
+/// The answer to an agent without a certificate.
 const HOW: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
     --agent`)";
 

@@ -5,11 +5,11 @@ use lockstep_protocol::access::Scope;
 
 /// What a request needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Needed {
+pub(crate) enum Requirement {
     /// It is open to everybody.
     Nothing,
     Scope(Scope),
-    /// An admin, or a person for what is its own: the handler tells the two apart.
+    /// An admin, or a person for their own objects, which the handler checks.
     AdminOrPerson,
 }
 
@@ -21,25 +21,25 @@ enum Methods {
 }
 
 use Methods::{All, Safe};
-use Needed::{AdminOrPerson, Nothing, Scope as S};
+use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Needed); 35] = [
-    // What a browser needs to sign in, and what supervisors ask who have no token. `/readyz` tells strangers no details.
+const RULES: [(Methods, &str, Requirement); 35] = [
+    // What a browser needs to sign in, and health checks, which have no token. `/readyz` shows no details without one.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
     (Safe, "/login/oidc/callback", Nothing),
     (Safe, "/static/{*path}", Nothing),
-    // They have no other method, which is said to everybody (405).
+    // Other methods do not exist: everybody gets 405.
     (All, "/healthz", Nothing),
     (All, "/readyz", Nothing),
-    // Whoever is signed in may leave, and get a link with what they may do already.
+    // Anybody who is signed in may sign out, and may get a sign-in link with their own scope.
     (All, "/logout", S(Scope::Read)),
     (All, "/api/v1/login-links", S(Scope::Read)),
     // Everybody's own password.
     (All, "/account", S(Scope::Read)),
     (All, "/api/v1/password", S(Scope::Read)),
-    // An agent's connection reports results and learns where files are: nobody else speaks there.
+    // An agent's connection reports results and learns paths of files: for agents only.
     (All, "/api/v1/agent/socket", S(Scope::Agent)),
     // Checkpoints go from agent to server and back; the handlers compare the attempt's fencing token.
     (All, "/api/v1/agent/attempts/{job}/{attempt}", S(Scope::Agent)),
@@ -48,7 +48,7 @@ const RULES: [(Methods, &str, Needed); 35] = [
     (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset/files", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", S(Scope::Agent)),
-    // Who may do what, and who did what.
+    // Tokens, people and the audit log.
     (All, "/api/v1/tokens", AdminOrPerson),
     (All, "/api/v1/tokens/{id}", AdminOrPerson),
     (All, "/api/v1/people", S(Scope::Admin)),
@@ -56,11 +56,11 @@ const RULES: [(Methods, &str, Needed); 35] = [
     (All, "/people", S(Scope::Admin)),
     (All, "/api/v1/audit", S(Scope::Admin)),
     (All, "/audit", S(Scope::Admin)),
-    // Machines are everybody's.
+    // Machines are shared by all users.
     (All, "/api/v1/agents/{id}", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/drain", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/undrain", S(Scope::Admin)),
-    // Named here though they are the default: numbers about jobs, and the streams of the dashboard.
+    // Listed although this is the default, because they expose much: metrics of jobs, and the streams of the dashboard.
     (Safe, "/metrics", S(Scope::Read)),
     (Safe, "/api/v1/metrics/query", S(Scope::Read)),
     (Safe, "/api/v1/projects", S(Scope::Read)),
@@ -75,8 +75,8 @@ fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// What a request needs; `route` as the router knows it, none for an address that there is not.
-pub(crate) fn needed(method: &Method, route: Option<&str>) -> Needed {
+/// What a request needs. `route` is the router's pattern; `None` for an unknown address.
+pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
     let rule = RULES.iter().find(|(methods, path, _)| {
         Some(*path) == route
             && match methods {
@@ -93,13 +93,13 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Needed {
 
 /// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
-    // Nor is what an agent does for the job that it runs anybody's change, and there would be a line for each piece of a file.
+    // What an agent does for its job is not recorded either: nobody asked for it, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
     !is_safe(method) && !is_agents && route != Some("/api/v1/jobs/validate")
 }
 
-/// Whether a request is carried out to its end, and into the audit log, also when its client hangs up: it may change something, as
-/// the return from an OpenID provider does, which adds people.
+/// Whether a request runs to its end and into the audit log, also when its client disconnects: those that may change something,
+/// including the return from an OpenID provider, which may add a person.
 pub(super) fn is_carried_out(method: &Method, route: Option<&str>) -> bool {
     is_recorded(method, route) || signs_in(route)
 }
@@ -109,7 +109,7 @@ pub(super) fn signs_in(route: Option<&str>) -> bool {
     matches!(route, Some("/login" | "/login/oidc/callback"))
 }
 
-/// Whether an answer says that nobody was signed in: not known, or known to the provider and not let in. Both are counted.
+/// Whether a response is that of a failed sign-in: an unknown user, or one whom the provider knows and we do not admit. Both count.
 pub(super) fn is_failed_sign_in(route: Option<&str>, status: StatusCode) -> bool {
     let is_provider_s = route == Some("/login/oidc/callback") && status == StatusCode::FORBIDDEN;
     is_provider_s || (signs_in(route) && status == StatusCode::UNAUTHORIZED)

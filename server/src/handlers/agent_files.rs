@@ -46,12 +46,12 @@ fn unread(why: BytesRejection) -> Error {
 }
 
 /// Which agent asks, for which of its attempts.
-pub(super) struct Asking {
+pub(super) struct RequestingAgent {
     pub(super) agent_id: String,
     pub(super) attempt: AttemptRef,
 }
 
-impl Asking {
+impl RequestingAgent {
     /// # Errors
     /// A header that is missing, or an agent whose token it is not.
     pub(super) fn of(
@@ -100,7 +100,7 @@ impl Asking {
         let job_dir = app.job_dir(&self.attempt.job);
         let (attempt, fencing_token) = (self.attempt.attempt, self.attempt.fencing_token);
         let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
-        let has_attempt = Holder::apart(&job_dir, attempt, &self.agent_id)
+        let has_attempt = Holder::of_agent(&job_dir, attempt, &self.agent_id)
             .or_else(|| Holder::of(&job_dir, attempt).filter(is_its))
             .is_some_and(|holder| holder.fencing_token == fencing_token);
         let has_rank_0 = Holder::of(&job_dir, attempt).is_some_and(|holder| is_its(&holder));
@@ -150,7 +150,7 @@ pub(crate) async fn begin(
     Path((job, attempt)): Path<(String, u32)>,
     headers: HeaderMap,
 ) -> Result<StatusCode> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     let has_rank_0 = asking.holds(&app)?;
     let agent = asking.agent_name(&app);
     let fencing_token = asking.attempt.fencing_token;
@@ -171,7 +171,7 @@ pub(crate) async fn needed(
     Path((job, attempt)): Path<(String, u32)>,
     headers: HeaderMap,
 ) -> Result<Json<WhatIsNeeded>> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     let row = app.store.job(&asking.attempt.job).await?;
     let keep = row.is_some_and(|row| !row.job.state.is_final() && row.job.attempt <= attempt);
     Ok(Json(WhatIsNeeded { keep }))
@@ -188,7 +188,7 @@ pub(crate) async fn file(
     Path((job, attempt, id, file)): Path<(String, u32, String, String)>,
     request: Request<Body>,
 ) -> Result<Response> {
-    let asking = Asking::of(&app, &caller, request.headers(), &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, request.headers(), &job, attempt)?;
     asking.holds(&app)?;
     let row = checkpoints::find(&app, &id).await?;
     if row.job != asking.attempt.job {
@@ -221,7 +221,7 @@ pub(crate) async fn dataset(
     headers: HeaderMap,
     body: Read,
 ) -> Result<StatusCode> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     asking.holds(&app)?;
     let body = body.map_err(unread)?;
     if body.len() > NOTE_BYTES {
@@ -251,7 +251,7 @@ pub(crate) async fn upload_state(
     Path((job, attempt, name)): Path<(String, u32, String)>,
     headers: HeaderMap,
 ) -> Result<Json<UploadState>> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     asking.uploads(&app, &name).await?;
     let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
     let state = blocking(move || upload.state()).await?;
@@ -261,7 +261,7 @@ pub(crate) async fn upload_state(
 /// Where a piece belongs.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct Piece {
+pub(crate) struct PieceQuery {
     /// How many bytes of the file were sent before.
     #[serde(default)]
     offset: u64,
@@ -271,7 +271,7 @@ pub(crate) struct Piece {
 ///
 /// `MANIFEST.json` comes first and in one piece; it says how large the others may be.
 #[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
-    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), Piece),
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "The piece does not follow what has come"),
@@ -281,10 +281,10 @@ pub(crate) async fn upload_piece(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path((job, attempt, name, file)): Path<(String, u32, String, String)>,
-    Query(piece): Query<Piece>,
+    Query(piece): Query<PieceQuery>,
     request: Request<Body>,
 ) -> Result<StatusCode> {
-    let asking = Asking::of(&app, &caller, request.headers(), &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, request.headers(), &job, attempt)?;
     asking.uploads(&app, &name).await?;
     // Read when it is known whose it is: pieces are large.
     let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
@@ -317,7 +317,7 @@ pub(crate) async fn upload_done(
     Path((job, attempt, name)): Path<(String, u32, String)>,
     headers: HeaderMap,
 ) -> Result<StatusCode> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     asking.uploads(&app, &name).await?;
     let upload = Upload::of(&app.job_dir(&asking.attempt.job), &name);
     let is_live = asking.holds(&app).is_ok();

@@ -2,14 +2,14 @@
 //! attempt that it holds, while it holds it.
 
 use super::{
-    agent_files::{Asking, blocking},
+    agent_files::{RequestingAgent, blocking},
     extract::Path,
 };
 use crate::{
     access::Caller,
     app::App,
     artifacts,
-    dataset_copies::News,
+    dataset_copies::CopyNotice,
     dataset_files::{List, MOST_FILES, Parts, Tree},
     error::{Error, Problem, Result},
 };
@@ -42,7 +42,7 @@ pub(crate) async fn list(
     Path((job, attempt)): Path<(String, u32)>,
     headers: HeaderMap,
 ) -> Result<Response> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     asking.holds(&app)?;
     let (dataset, tree) = tree(&app, &asking).await?;
     let list = blocking(move || List::open(tree, MOST_FILES)).await?.map_err(unusable)?;
@@ -65,7 +65,7 @@ pub(crate) async fn parts(
     headers: HeaderMap,
     body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<Response> {
-    let asking = Asking::of(&app, &caller, &headers, &job, attempt)?;
+    let asking = RequestingAgent::of(&app, &caller, &headers, &job, attempt)?;
     asking.holds(&app)?;
     let body = body.map_err(|why| Error::Refused(why.status(), why.body_text()))?;
     let wanted: DatasetParts = serde_json::from_slice(&body)
@@ -113,7 +113,7 @@ fn no_files(dataset: &Dataset) -> Error {
 }
 
 /// The dataset of an attempt, and where its files are.
-async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
+async fn tree(app: &App, asking: &RequestingAgent) -> Result<(Dataset, Tree)> {
     let gone = |what: &str| Error::NotFound(format!("{what} is not registered any more"));
     let row = app.store.job(&asking.attempt.job).await?.ok_or_else(|| gone("the job"))?;
     let name = row.job.spec.data.dataset;
@@ -127,7 +127,7 @@ async fn tree(app: &App, asking: &Asking) -> Result<(Dataset, Tree)> {
 }
 
 /// The job's log says how far the copy is.
-async fn report(app: &App, asking: &Asking, dataset: &Dataset, wanted: &DatasetParts) {
+async fn report(app: &App, asking: &RequestingAgent, dataset: &Dataset, wanted: &DatasetParts) {
     let (job, attempt) = (&asking.attempt.job, asking.attempt.attempt);
     let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
     let who = (job, attempt, asking.agent_id.as_str());
@@ -136,16 +136,16 @@ async fn report(app: &App, asking: &Asking, dataset: &Dataset, wanted: &DatasetP
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
     let text = match news {
-        News::Anew => format!(
+        CopyNotice::Anew => format!(
             "the dataset {name} changed while {agent} copied it ({}): it is copied anew, {:.1} MB of which {:.1} MB are there",
             wanted.anew.as_deref().unwrap_or_default(),
             megabytes(total),
             megabytes(copied)
         ),
-        News::Tenths(0) => {
+        CopyNotice::Tenths(0) => {
             format!("{agent} copies the dataset {name} ({:.1} MB) from the server", megabytes(total))
         }
-        News::Tenths(tenths) => format!(
+        CopyNotice::Tenths(tenths) => format!(
             "{agent} has copied {} % of the dataset {name}: {:.1} of {:.1} MB",
             tenths * 10,
             megabytes(copied),

@@ -3,7 +3,7 @@
 use super::{
     conditional::tagged,
     extract::{Body, Path, Query},
-    inspections::{self, Inspected, InspectionProgress, WaitFor},
+    inspections::{self, Inspected, InspectionProgress, WaitQuery},
     list::{Elements, List, ListParams, Page},
 };
 use crate::{
@@ -91,13 +91,13 @@ pub(super) async fn seen_by(app: &App, caller: &Caller) -> Result<Vec<Dataset>> 
 ///
 /// An agent inspects the files; their format is found, not declared. Inspecting many pictures for the first time takes minutes:
 /// 202 has the progress; send the same request again until it is done.
-#[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitFor), request_body = NewDataset,
+#[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
         (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
 pub(crate) async fn create(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
-    Query(wait): Query<WaitFor>,
+    Query(wait): Query<WaitQuery>,
     Body(new, _): Body<NewDataset>,
 ) -> Result<Response> {
     let dataset = match register(&app, &caller, new, wait.patience()?).await? {
@@ -225,12 +225,12 @@ pub(crate) struct InspectedFolder {
 }
 
 /// Inspect a folder without registering it
-#[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitFor), request_body = Folder,
+#[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitQuery), request_body = Folder,
     responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn inspect(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
-    Query(wait): Query<WaitFor>,
+    Query(wait): Query<WaitQuery>,
     Body(folder, _): Body<Folder>,
 ) -> Result<Response> {
     let mistake = match path_mistake(&folder.path) {

@@ -33,13 +33,13 @@ const PROGRESS: Duration = Duration::from_secs(2);
 /// How long to wait.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct WaitFor {
+pub(crate) struct WaitQuery {
     /// Answer 202 when the inspection has not ended after so many seconds: 0 to 120, 120 when absent.
     #[param(minimum = 0, maximum = 120)]
     wait_secs: Option<u64>,
 }
 
-impl WaitFor {
+impl WaitQuery {
     pub(crate) fn patience(&self) -> Result<Duration> {
         let secs = self.wait_secs.unwrap_or(LONGEST_WAIT_SECS);
         if secs > LONGEST_WAIT_SECS {

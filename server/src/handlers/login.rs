@@ -10,7 +10,7 @@ use crate::{
     access::{Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
     app::App,
     error::{Error, PageError, Problem, Result},
-    gate::{Concerns, SignedIn, set_cookie},
+    gate::{AuditSubject, SignedIn, set_cookie},
     ingress::Peer,
     store::{PersonRow, SessionRow},
 };
@@ -246,7 +246,7 @@ pub(super) fn refused(app: &App, next: &str, why: Refused) -> Page {
     let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
     let mut response = (why.status, Html(html)).into_response();
     if let Some(about) = why.about {
-        response.extensions_mut().insert(Concerns(about));
+        response.extensions_mut().insert(AuditSubject(about));
     }
     Ok(response)
 }

@@ -85,7 +85,7 @@ impl LogsQuery {
         }
         match (sort, self.tail) {
             (Some(_), Some(_)) => {
-                let detail = "tail is of the last version: leave it out beside sort, with limit in its place";
+                let detail = "tail cannot be combined with sort: use limit instead of tail";
                 Err(Error::BadRequest(detail.into()))
             }
             (None, Some(_)) => Ok(Order::Tail),

@@ -164,15 +164,16 @@ fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series
 /// Every point as CSV
 ///
 /// Columns: attempt, rank, name, step, value; in the order in which they were stored. Of a job that was over long ago, by name
-/// and rank.
+/// and rank. `points` makes no difference: every point is in the file.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
-    responses((status = 200, content_type = "text/csv", body = String), (status = 404, body = Problem)))]
+    responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn csv(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(query): Query<MetricsQuery>,
 ) -> Result<Response> {
     let filter = query.filter()?;
+    count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
     let job = jobs::find(&app, &id).await?;
     let name = format!("attachment; filename=\"{}-metrics.csv\"", job.id);
     let csv = Csv::new(app, job, filter).await?;

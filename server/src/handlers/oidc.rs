@@ -10,7 +10,7 @@ use crate::{
     access::SignsInAs,
     app::App,
     error::{Error, PageError, Result},
-    gate::{Concerns, cookie, cookie_name},
+    gate::{AuditSubject, cookie, cookie_name},
     handlers::server_url::ServerUrl,
     ingress::Peer,
     oidc::{Account, Answer, Oidc, OidcError, OpenRequest, REQUEST_LIFE},
@@ -125,7 +125,7 @@ async fn sign_in(
     };
     let mut response = login::sign_in_person(app, peer, &row, &request.next, SESSION_LIFE).await?;
     if let Some(done) = done {
-        response.extensions_mut().insert(Concerns(done));
+        response.extensions_mut().insert(AuditSubject(done));
     }
     Ok(Ok(response))
 }

@@ -8,7 +8,7 @@ use crate::{
     access::{Caller, NotSignedIn, Password, PasswordError, SignsInAs},
     app::App,
     error::{Error, Problem, Result},
-    gate::Concerns,
+    gate::AuditSubject,
     ingress::Peer,
     store::PersonRow,
 };
@@ -135,9 +135,9 @@ pub(crate) async fn list(
 pub(crate) async fn create(
     State(app): State<App>,
     Body(new, _): Body<NewPerson>,
-) -> Result<(StatusCode, Extension<Concerns>, Json<Person>)> {
+) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
     let person = add(&app, new, false).await?.person;
-    Ok((StatusCode::CREATED, Extension(Concerns(person.name.clone())), Json(person)))
+    Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
 /// Adds a person; with `first` only where there is nobody yet.

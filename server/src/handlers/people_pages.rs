@@ -11,7 +11,7 @@ use crate::{
     access::{Caller, Password, SESSION_LIFE},
     app::App,
     error::{Error, Result},
-    gate::Concerns,
+    gate::AuditSubject,
     ingress::Peer,
 };
 use axum::{
@@ -72,7 +72,7 @@ pub(crate) async fn change(
     Form(form): Form<PeopleForm>,
 ) -> Page {
     let name = form.name.trim().to_owned();
-    let concerns = Extension(Concerns(format!("{:?} {name:?}", form.action)));
+    let concerns = Extension(AuditSubject(format!("{:?} {name:?}", form.action)));
     match done(&app, &name, form).await {
         Ok(()) => Ok((concerns, Redirect::to("/people")).into_response()),
         Err(error) => {
@@ -134,19 +134,19 @@ pub(crate) async fn account(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<AccountQuery>,
 ) -> Page {
-    account_page(&app, &caller, Said { done: query.done, ..Said::default() })
+    account_page(&app, &caller, AccountNotice { done: query.done, ..AccountNotice::default() })
 }
 
 /// What the page of an account says besides what there is.
 #[derive(Default)]
-struct Said {
+struct AccountNotice {
     done: bool,
     error: String,
     /// A token that was made just now.
     secret: String,
 }
 
-fn account_page(app: &App, caller: &Caller, said: Said) -> Page {
+fn account_page(app: &App, caller: &Caller, said: AccountNotice) -> Page {
     let row = caller.person().and_then(|name| app.access.person(name));
     let has_password = row.as_ref().is_some_and(|row| row.hash.is_some());
     let person = row.map(|row| row.person);
@@ -202,14 +202,14 @@ pub(crate) async fn change_account(
         Ok(Done::Answer(answer)) => Ok(answer),
         Err(error) => {
             let (status, error) = in_words(error)?;
-            let page = account_page(&app, &caller, Said { error, ..Said::default() })?;
+            let page = account_page(&app, &caller, AccountNotice { error, ..AccountNotice::default() })?;
             Ok((status, page).into_response())
         }
     }
 }
 
 enum Done {
-    Page(Said),
+    Page(AccountNotice),
     Answer(Response),
 }
 
@@ -241,7 +241,7 @@ async fn account_done(app: &App, caller: &Caller, peer: &Peer, form: AccountForm
             let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
             let new = NewToken { name, scope, agent: None, expires_in_secs };
             let secret = tokens::make(app, caller, new).await?.secret;
-            Ok(Done::Page(Said { secret, ..Said::default() }))
+            Ok(Done::Page(AccountNotice { secret, ..AccountNotice::default() }))
         }
         AccountForm::Revoke { id } => {
             tokens::end(app, caller, &id).await?;

@@ -45,7 +45,7 @@ pub(crate) struct Predictions {
 /// What answers.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct By {
+pub(crate) struct PredictQuery {
     /// `model`, or `ema` for their running average.
     #[serde(default)]
     #[param(inline)]
@@ -56,7 +56,7 @@ pub(crate) struct By {
 ///
 /// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
 /// that cannot be read says so in its own answer.
-#[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), By),
+#[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), PredictQuery),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 413, body = Problem), (status = 422, body = Problem),
@@ -64,7 +64,7 @@ pub(crate) struct By {
 pub(crate) async fn predict(
     State(app): State<App>,
     Path(id): Path<String>,
-    Query(by): Query<By>,
+    Query(by): Query<PredictQuery>,
     request: Request,
 ) -> Result<Json<Predictions>> {
     let row = checkpoints::find(&app, &id).await?;

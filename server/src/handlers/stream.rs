@@ -8,7 +8,7 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    hub::{LIST_EVERY, News, Subscription},
+    hub::{JobUpdate, LIST_EVERY, Subscription},
     store::{EventRow, JobFilter, JobRow},
 };
 use axum::{
@@ -42,7 +42,7 @@ const INCOMING_BYTES: usize = 4096;
 /// Where to continue.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(crate) struct Since {
+pub(crate) struct SinceQuery {
     /// Events up to this number are known; 0 for all. A number above the job's last event counts as the last.
     #[serde(default)]
     since: u64,
@@ -69,13 +69,13 @@ fn accept(
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
 /// put back): the stream continues from `last_seq`, and the reader has to discard later events that it has.
-#[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), Since),
+#[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), SinceQuery),
     responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
 pub(crate) async fn job_stream(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    Query(Since { since }): Query<Since>,
+    Query(SinceQuery { since }): Query<SinceQuery>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let id = job_id(&id)?;
@@ -87,7 +87,7 @@ pub(crate) async fn job_stream(
         let tasks = app.tasks.clone();
         tasks.track_future(async move {
             let reader = Reader::new(&app, caller, socket);
-            if let Err(Gone) = follow(&app, reader, row, subscription, since).await {
+            if let Err(Disconnected) = follow(&app, reader, row, subscription, since).await {
                 tracing::debug!("a reader of a stream went away");
             }
         })
@@ -99,7 +99,7 @@ pub(crate) async fn job_stream(
 const FAREWELL: Duration = Duration::from_secs(60);
 
 /// The connection is no more.
-struct Gone;
+struct Disconnected;
 
 /// Why a reader's half of a connection ended.
 enum Closed {
@@ -137,7 +137,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Sends, or closes a reader that takes nothing: it can reconnect with the number that it was sent last.
-    async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Gone> {
+    async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
         let Self { app, caller, to, sent, .. } = self;
         let sending = async {
             to.feed(message).await?;
@@ -146,19 +146,19 @@ impl<'a> Reader<'a> {
             to.flush().await
         };
         tokio::select! {
-            sent = sending => return sent.map_err(|_| Gone),
+            sent = sending => return sent.map_err(|_| Disconnected),
             () = caller.ended() => {
                 self.signed_out().await;
-                return Err(Gone);
+                return Err(Disconnected);
             }
             () = app.stopping.cancelled() => {}
             () = tokio::time::sleep(app.config.stream_patience) => {
                 self.give_up().await;
-                return Err(Gone);
+                return Err(Disconnected);
             }
         }
         self.close(1001, "the server is stopping").await;
-        Err(Gone)
+        Err(Disconnected)
     }
 
     /// Closes a reader that is too slow, with code 4008 and its last sequence number. The close frame comes after everything
@@ -181,12 +181,12 @@ impl<'a> Reader<'a> {
         }
     }
 
-    async fn frame(&mut self, frame: &Frame) -> std::result::Result<(), Gone> {
-        let text = serde_json::to_string(frame).map_err(|_| Gone)?;
+    async fn frame(&mut self, frame: &Frame) -> std::result::Result<(), Disconnected> {
+        let text = serde_json::to_string(frame).map_err(|_| Disconnected)?;
         self.send(Message::Text(text.into()), None).await
     }
 
-    async fn events(&mut self, row: &EventRow) -> std::result::Result<(), Gone> {
+    async fn events(&mut self, row: &EventRow) -> std::result::Result<(), Disconnected> {
         for (seq, text) in row.frames(self.sent) {
             self.send(Message::Text(text.into()), Some(seq)).await?;
         }
@@ -196,7 +196,7 @@ impl<'a> Reader<'a> {
     }
 
     /// A ping, which the reader's system answers, and a heartbeat, which its script sees.
-    async fn heartbeat(&mut self) -> std::result::Result<(), Gone> {
+    async fn heartbeat(&mut self) -> std::result::Result<(), Disconnected> {
         self.send(Message::Ping(bytes::Bytes::new()), None).await?;
         self.frame(&Frame::Heartbeat { at: crate::now() }).await
     }
@@ -227,9 +227,9 @@ impl Drop for Reader<'_> {
     }
 }
 
-async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Gone> {
+async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Disconnected> {
     reader.close(1013, "the database is not available; reconnect later").await;
-    Err(Gone)
+    Err(Disconnected)
 }
 
 async fn follow(
@@ -238,7 +238,7 @@ async fn follow(
     row: JobRow,
     mut subscription: Subscription,
     since: u64,
-) -> std::result::Result<(), Gone> {
+) -> std::result::Result<(), Disconnected> {
     let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
     let Ok(first_seq) = app.store.first_seq(&id).await else {
         return away(&mut reader).await;
@@ -279,7 +279,7 @@ async fn follow(
                         // The next events are in the metrics alone by now: a new connection's hello says where the stream continues.
                         let reason = reader.sent.to_string();
                         reader.close(CLOSE_TOO_SLOW, &reason).await;
-                        return Err(Gone);
+                        return Err(Disconnected);
                     }
                 }
                 reader.events(event).await?;
@@ -305,9 +305,9 @@ async fn follow(
             }
             tokio::select! {
                 news = subscription.wait(sent) => match news {
-                    News::Events => break,
-                    News::Labels(labels) => reader.frame(&Frame::Changed(labels)).await?,
-                    News::Deleted => {
+                    JobUpdate::Events => break,
+                    JobUpdate::Labels(labels) => reader.frame(&Frame::Changed(labels)).await?,
+                    JobUpdate::Deleted => {
                         reader.close(1000, "the job was deleted").await;
                         return Ok(());
                     }
@@ -350,14 +350,14 @@ pub(crate) async fn list_stream(
         let tasks = app.tasks.clone();
         tasks.track_future(async move {
             let reader = Reader::new(&app, caller, socket);
-            if let Err(Gone) = follow_list(&app, reader).await {
+            if let Err(Disconnected) = follow_list(&app, reader).await {
                 tracing::debug!("a reader of the list went away");
             }
         })
     }))
 }
 
-async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(), Gone> {
+async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(), Disconnected> {
     let mut list = app.hub.list();
     reader.frame(&Frame::Live { seq: 0 }).await?;
     let mut heartbeat = Instant::now() + HEARTBEAT;
@@ -373,7 +373,7 @@ async fn follow_list(app: &App, mut reader: Reader<'_>) -> std::result::Result<(
                 Err(RecvError::Lagged(_)) => {
                     list = list.resubscribe();
                     let filter = JobFilter { limit: REPLAY, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
-                    let page = app.store.jobs(&filter).await.map_err(|_| Gone)?;
+                    let page = app.store.jobs(&filter).await.map_err(|_| Disconnected)?;
                     for job in page.jobs {
                         reader.frame(&Frame::Job { job: Box::new(job) }).await?;
                     }

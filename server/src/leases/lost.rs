@@ -11,9 +11,9 @@ use std::{
 /// How the ranks of an attempt came to an end on one of its agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EndAt {
-    /// They are done, were told to end, or failed for a reason of their own.
+    /// They finished, were asked to stop, or failed for a reason of their own.
     ByThemselves,
-    /// They have lost those of other agents.
+    /// They lost the connection to ranks of other agents.
     LostContact,
     /// Nobody knows: the agent is gone.
     Lost,

@@ -23,6 +23,8 @@ pub struct Progress {
     pub(super) others: BTreeMap<String, BTreeMap<u32, f32>>,
     /// The newest checkpoint's step.
     pub(super) checkpoint: Option<u64>,
+    /// The same when the newest attempt began.
+    pub(super) began_from: Option<u64>,
     /// Whether the newest attempt has trained; none of one that an earlier version began.
     pub(super) trained: Option<bool>,
     /// Of the newest attempt that has trained.

@@ -1,8 +1,9 @@
-//! The columns of a series in bytes.
+//! The encoding of a series as columns of bytes.
 //!
-//! Level 0 holds points: the difference to the previous step (LEB128), and the value (float32, little endian). Level `k` holds buckets of `16^k` steps, counted from step 1: the same distance of their first steps,
-//! how many points they have and how many of these are finite (LEB128), minimum and maximum of those (float32)
-//! and their sum (float64).
+//! Level 0 holds points: the difference to the previous point's step (LEB128), and the value (float32, little endian). Level `k` holds
+//! buckets of `16^k` steps, counted from step 1. Of each bucket it has the difference between its first step and that of the bucket
+//! before (LEB128), the number of its points and of its finite points (LEB128), and of the finite ones the minimum and maximum
+//! (float32) and the sum (float64).
 
 use crate::{
     numbers::{Reader, put_number},
@@ -14,7 +15,7 @@ pub(crate) const LEVELS: u32 = 6;
 /// Points of a full chunk of level 0. Every compaction rewrites the newest chunk of each series. Larger chunks would keep the
 /// one writer busy for a job of hundreds of ranks; smaller ones would be too many rows for a job of a million steps.
 const POINTS: usize = 1024;
-/// Buckets of a full chunk of the others, which are about as large.
+/// Buckets of a full chunk of the other levels: about as many bytes as a full chunk of level 0.
 const BUCKETS: usize = 256;
 
 /// Steps of a bucket at `level`.
@@ -30,10 +31,10 @@ pub(crate) fn capacity(level: u32) -> usize {
 /// Points of neighbouring steps; a single point is a bucket of one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Bucket {
-    /// The first of its steps that has a point.
+    /// The first step with a point.
     pub(crate) step: u64,
     pub(crate) points: u64,
-    /// Points with a finite value; the rest of this is theirs alone.
+    /// Points with a finite value; the fields below are of these alone.
     pub(crate) finite: u64,
     pub(crate) min: f32,
     pub(crate) max: f32,
@@ -61,13 +62,13 @@ impl Bucket {
         self.sum += other.sum;
     }
 
-    /// Which bucket of this many steps it belongs to.
+    /// The number of the bucket of `width` steps that it belongs to.
     pub(crate) fn index(&self, width: u64) -> u64 {
         self.step.saturating_sub(1) / width
     }
 }
 
-/// Adds a bucket behind others: to the last one when both belong to the same of `width` steps.
+/// Appends a bucket, or joins it with the last one if both belong to the same bucket of `width` steps.
 pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     match to.last_mut() {
         Some(last) if width > 1 && last.index(width) == bucket.index(width) => last.join(bucket),
@@ -96,10 +97,10 @@ pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
     out
 }
 
-/// What [`encode`] made.
+/// Decodes what [`encode`] has written.
 ///
 /// # Errors
-/// Bytes that it did not make.
+/// The bytes are damaged.
 pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError> {
     let mut from = Reader(data);
     let mut buckets = Vec::with_capacity(data.len() / if level == 0 { 5 } else { 20 });

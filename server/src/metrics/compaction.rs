@@ -13,12 +13,12 @@ use std::{
     time::Duration,
 };
 
-/// Pause between two compactions of a job: reports of training use the one writer first.
+/// Pause between two compactions of a job: it leaves the one writer to reports of training.
 const BETWEEN: Duration = Duration::from_millis(20);
 
 /// Compacts until `app` stops.
 pub(crate) async fn run(app: App) {
-    // The queue is in memory: after a start, every unfinished job is taken once.
+    // The queue is in memory: after a start, every unfinished job is queued once.
     match app.store.unfinished().await {
         Ok(jobs) => {
             jobs.iter().for_each(|job| app.compaction_queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
@@ -33,7 +33,7 @@ pub(crate) async fn run(app: App) {
         loop {
             match compact(app.store.as_ref(), &job, cost, false).await {
                 Ok(true) => tokio::time::sleep(BETWEEN).await,
-                // A job may be deleted meanwhile; and what failed is tried again when more has come.
+                // The job may have been deleted meanwhile. A failed compaction is retried after the next reports.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,
                 Err(error) => {
                     tracing::warn!(%error, %job, "metrics could not be made into chunks");
@@ -69,7 +69,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
         newest.into_iter().map(|c| (((c.name.clone(), c.rank, c.attempt), c.level), c)).collect();
     let mut changed = Vec::new();
     for (key, mut points) in points {
-        // A rank counts its steps upwards; one that does not is no reason to lose the others.
+        // Steps of a rank ascend. Points that do not are left out, and the others are kept.
         let known = newest.get(&(key.clone(), 0)).map_or(0, |c| c.last_step);
         let mut last = known;
         points.retain(|p| {
@@ -86,7 +86,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
             let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
             let before = buckets.len();
             points.iter().for_each(|p| chunk::push(&mut buckets, p, width(level)));
-            // A chunk that was full to its last bucket is not written again, unless that bucket grew.
+            // A full chunk of points is not written again. At higher levels its last bucket may have grown.
             let full = before == capacity(level) && level == 0;
             for (i, part) in buckets.chunks(capacity(level)).enumerate() {
                 if i == 0 && full {
@@ -94,7 +94,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
                 }
                 let is_last = (i + 1) * capacity(level) >= buckets.len();
                 let first_step = part.first().map_or(0, |b| b.step);
-                // For a chunk that could not be read, the points are new.
+                // An unreadable chunk has no buckets: the points begin a new chunk.
                 let grown = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
                 let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
@@ -113,7 +113,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
     changed
 }
 
-/// The buckets of a chunk; none of one that is damaged, which must not keep the others from growing.
+/// The buckets of a chunk. A damaged chunk has none, so that it does not block the compaction of the others.
 pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
     chunk::decode(level, &chunk.data).unwrap_or_else(|error| {
         let MetricChunk { name, rank, attempt, first_step, .. } = chunk;

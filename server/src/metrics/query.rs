@@ -23,9 +23,9 @@ pub(crate) type Key = (String, u32, u32);
 pub(crate) struct Found {
     /// Events after this one are not in it.
     pub(crate) as_of: u64,
-    /// Every bucket is one point, and none is missing.
+    /// Whether every bucket is one point, and no point is missing.
     pub(crate) exact: bool,
-    /// Steps of a bucket; 1 when exact.
+    /// Steps per bucket; 1 when exact.
     pub(crate) bucket_steps: u64,
     pub(crate) series: BTreeMap<Key, Vec<Bucket>>,
 }
@@ -33,14 +33,14 @@ pub(crate) struct Found {
 /// What to read and how finely.
 struct Plan {
     level: u32,
-    /// Buckets begin behind this step, and are this wide: a multiple of the level's own width.
+    /// Buckets begin after this step and have this width, a multiple of the level's own.
     base: u64,
     width: u64,
 }
 
 impl Plan {
-    /// For at most `points` buckets from `first` to `last`: a rule of these alone, so that an answer is the same
-    /// however the points came.
+    /// For at most `points` buckets from step `first` to `last`. It follows from these three alone, so the answer does not depend on how
+    /// points were reported and compacted.
     fn new(first: u64, last: u64, points: u64) -> Self {
         let before = first.saturating_sub(1);
         let wanted = last.saturating_sub(before).div_ceil(points).max(1);
@@ -61,7 +61,7 @@ pub(crate) async fn find(app: &App, job: &Job, filter: &MetricFilter, points: us
         if let Some(found) = attempt(app, &job.id, job.ranks, filter, points).await? {
             return Ok(found);
         }
-        // Events became chunks between two reads: once more.
+        // A compaction has moved the watermark between two reads: read again.
     }
 }
 
@@ -73,7 +73,7 @@ async fn attempt(
     points: usize,
 ) -> Result<Option<Found>> {
     let (watermark, extent) = app.store.metric_extent(job, filter).await?;
-    // From all steps: the buckets at the ends of the range are returned whole, as those of chunks are.
+    // All steps, not only the range: the buckets at its ends are returned whole, as those from chunks are.
     let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
     let page = app.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
@@ -89,9 +89,9 @@ async fn attempt(
     let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
     let read = async |level: u32| -> Result<Option<BTreeMap<Key, Vec<Bucket>>>> {
-        // A bucket that reaches beyond the range is returned whole, wherever chunks end.
+        // A bucket that crosses an end of the range is returned whole, so the range is widened to bucket boundaries.
         let w = width(level);
-        // The first one begins with step 0, where there is one.
+        // The first bucket also has step 0, which buckets do not count.
         let from = match from.saturating_sub(1) / w * w {
             _ if w == 1 => from,
             0 => 0,
@@ -121,7 +121,7 @@ async fn attempt(
     if plan.level == 0 && fits(&series, 0) {
         return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series }));
     }
-    // Sparse ones may fit although their steps do not; the buckets at the ends count points outside.
+    // Sparse points may fit although the range has too many steps. The slack is for points outside the range in the buckets at its ends.
     if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
         let Some(every) = read(0).await? else { return Ok(None) };
         if fits(&every, 0) {

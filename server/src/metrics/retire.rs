@@ -1,5 +1,5 @@
-//! Some time after their job is over, points leave the events: its charts and its CSV file then come from chunks, which hold
-//! every point, and its stream begins after them.
+//! Removes points from `events` some time after their job is over. Its charts and its CSV file then come from chunks, which hold every
+//! point, and its stream begins after the removed events.
 
 use super::compaction;
 use crate::{
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Longest pause between two rounds; a quarter of the time that points are kept when that is shorter.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
-/// The longest rest between two bits.
+/// The longest pause between two transactions.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
 /// Removes points until `app` stops.
@@ -25,7 +25,7 @@ pub(crate) async fn run(app: App) {
         else {
             continue;
         };
-        // One whose points cannot be removed is left for the next round.
+        // A job whose points cannot be removed is left for the next round.
         let mut last: Option<JobId> = None;
         loop {
             let job = match app.store.oldest_with_points(before, last.as_ref()).await {

@@ -64,7 +64,7 @@ impl HttpService for Service {
     }
 }
 
-/// What kind it is says whether the request is sent again. The address is told by who asked.
+/// The kind decides whether the request is retried. The address is not part of the error: the caller adds it.
 fn failed(error: reqwest::Error) -> HttpError {
     let kind = if error.is_timeout() {
         HttpErrorKind::Timeout

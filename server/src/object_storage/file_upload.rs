@@ -38,7 +38,7 @@ impl ObjectStorage {
         }
     }
 
-    /// Drops what a server that was killed has sent of a file: a bucket keeps its parts, and has them paid for, until it is told.
+    /// Aborts the multipart upload of a server that was killed. Until it is aborted, the bucket keeps its parts and charges for them.
     /// `parts` is what [`FileUpload::parts`] was then.
     ///
     /// # Errors

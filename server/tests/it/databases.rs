@@ -29,8 +29,8 @@ async fn refused(config: ServeConfig) -> ServeError {
 
 #[tokio::test]
 async fn a_second_server_on_the_same_database_is_refused() {
-    let beside = tempfile::tempdir().unwrap();
-    let file = format!("sqlite://{}", beside.path().join("shared.db").display());
+    let folder = tempfile::tempdir().unwrap();
+    let file = format!("sqlite://{}", folder.path().join("shared.db").display());
     for url in [file, postgres::database()] {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
         let dir = tempfile::tempdir().unwrap();

@@ -51,7 +51,7 @@ async fn scenario(server: TestServer) {
     let rows = format!(
         "SELECT (SELECT count(*) FROM events WHERE job_id = '{large}') + (SELECT count(*) FROM jobs WHERE id = '{large}')"
     );
-    let (mut slowest, mut steps, mut beside) = (Duration::ZERO, 0, 0);
+    let (mut slowest, mut steps, mut during) = (Duration::ZERO, 0, 0);
     loop {
         let left = server.number(&rows).await;
         if left == 0 {
@@ -62,13 +62,13 @@ async fn scenario(server: TestServer) {
         steps += 1;
         agent.report(&attempt, Source::Rank(0), steps, vec![losses(0, steps..=steps)]).await;
         slowest = slowest.max(sent.elapsed());
-        beside += u32::from(left > 1);
+        during += u32::from(left > 1);
     }
     eprintln!(
-        "deleted {EVENTS} events in {:?} (answered in {answered:?}); the slowest of {steps} reports beside it {slowest:?}",
+        "deleted {EVENTS} events in {:?} (answered in {answered:?}); the slowest of {steps} reports meanwhile {slowest:?}",
         asked.elapsed()
     );
-    assert!(beside >= 3, "the deletion was in one piece: {beside} reports came between");
+    assert!(during >= 3, "the deletion was in one piece: {during} reports came between");
     let chunks = format!("SELECT count(*) FROM metric_chunks WHERE job_id = '{large}'");
     assert_eq!(server.number(&chunks).await, 0);
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, hello_gpus, line, losses, running},
-    test_server::TestServer,
+    test_server::{DEADLINE, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -302,5 +302,81 @@ async fn a_machine_of_gpus_trains_on_its_cpu_when_asked() {
     server.submit(|spec| spec["parallel"] = json!({"ranks": 2, "device": "cpu"})).await;
     let start = gpu.started().await;
     assert_eq!(start.ranks, [(0, 0), (1, 1)]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_lost_machine_counts_as_a_restart_only_where_the_attempt_got_no_further() {
+    let server = TestServer::with(|c| {
+        c.lease = Duration::from_millis(500);
+        c.heartbeat = Duration::from_millis(100);
+    })
+    .await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let lose = async |agent: &mut Agent, number: u64, checkpoint: bool| {
+        let start = agent.started().await;
+        assert_eq!(u64::from(start.attempt.attempt), number);
+        let mut events =
+            vec![running(1000, (number - 1) * 10), losses(0, (number - 1) * 10 + 1..=number * 10)];
+        let step = number * 10;
+        let info =
+            CheckpointInfo { epoch: 1, step, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+        events.extend(checkpoint.then_some(AttemptEvent::Checkpoint(info)));
+        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+        agent.vanish();
+        server.until(&id, JobState::Lost).await;
+    };
+    // More often than restarts are allowed, and each time with a newer checkpoint.
+    for number in 1..=5 {
+        if number > 1 {
+            agent = Agent::greet(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap();
+        }
+        lose(&mut agent, number, true).await;
+    }
+    for number in 6..=7 {
+        agent = Agent::greet(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap();
+        lose(&mut agent, number, false).await;
+    }
+    let job = server.until(&id, JobState::Failed).await;
+    assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn machines_that_come_and_go_are_no_events_of_the_jobs_that_wait_for_more() {
+    let server = TestServer::new().await;
+    let mut first = Agent::with_pictures(&server, 2).await;
+    let mut ids = Vec::new();
+    for _ in 0..20 {
+        ids.push(server.submit(|s| s["parallel"]["ranks"] = json!(1000)).await.id.to_string());
+    }
+    let last = ids.last().unwrap().clone();
+    let known = async |slots: usize| {
+        let since = std::time::Instant::now();
+        loop {
+            let (_, queue) = server.get("/queue?limit=100").await;
+            let words =
+                queue["jobs"].as_array().unwrap().iter().find(|j| j["id"] == *last).unwrap().to_string();
+            if words.contains(&format!("\"slots_total\":{slots},")) {
+                return;
+            }
+            assert!(since.elapsed() < DEADLINE, "{slots}: {words}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    known(2).await;
+    let before = server.number("SELECT sum(last_seq) FROM jobs").await;
+    let mut others = Vec::new();
+    for n in 1..=6 {
+        others.push(Agent::greet(&server, hello(&format!("b{n}"), n + 2, Vec::new())).await.unwrap());
+        known(n as usize + 2).await;
+    }
+    while let Some(other) = others.pop() {
+        other.vanish();
+    }
+    known(2).await;
+    first.heartbeat(&[]).await;
+    assert_eq!(server.number("SELECT sum(last_seq) FROM jobs").await, before);
     server.stop().await;
 }

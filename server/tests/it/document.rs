@@ -358,3 +358,23 @@ async fn what_is_answered_is_documented() {
     answering.abort();
     server.stop().await;
 }
+
+/// The page about the interface lists every answer that comes in pages.
+#[tokio::test]
+async fn the_page_about_the_interface_names_every_list() {
+    let server = TestServer::new().await;
+    let (_, document) = server.get("/openapi.json").await;
+    let page = include_str!("../../../docs/api.md");
+    let mut lists = 0;
+    for (method, path, operation) in calls(&document) {
+        let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+        if method != "get" || !parameters.iter().any(|parameter| parameter["name"] == "cursor") {
+            continue;
+        }
+        lists += 1;
+        let path = path.trim_start_matches("/api/v1");
+        assert!(page.contains(&format!("`GET {path}")), "docs/api.md does not name GET {path}");
+    }
+    assert!(lists > 10, "{lists} lists");
+    server.stop().await;
+}

@@ -146,7 +146,7 @@ async fn all_machines_are_told_where_rank_0_is_and_start_when_all_are_ready() {
 
     a.report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     b.report(&first.attempt, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
-    // Each agent has records of its own beside those of its ranks.
+    // Each agent has records of its own in addition to those of its ranks.
     b.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, JobState::Running, "rank 0 still writes its checkpoint");
     let (_, machines) = server.get("/agents").await;

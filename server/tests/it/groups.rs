@@ -264,3 +264,23 @@ async fn what_is_no_group_is_refused_with_what_would_be() {
     }
     server.stop().await;
 }
+
+#[tokio::test]
+async fn ten_thousand_groups_are_answered_and_one_more_is_refused() {
+    let server = TestServer::new().await;
+    let fill = |from: u32, to: u32| {
+        format!(
+            "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) WITH RECURSIVE n (i) AS \
+             (SELECT {from} UNION ALL SELECT i + 1 FROM n WHERE i < {to}) \
+             SELECT 'j' || i, 'name ' || i, 'succeeded', 0, '{{}}', 1, 0 FROM n"
+        )
+    };
+    assert_eq!(server.execute(&fill(1, 10_000)).await, 10_000);
+    let (status, answer) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
+    assert_eq!((status, &answer["total"]), (200, &json!(10_000)), "{answer}");
+    server.execute(&fill(10_001, 10_001)).await;
+    let (status, problem) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
+    assert_eq!(status, 400, "{problem}");
+    assert!(problem["detail"].as_str().unwrap().contains("more than 10000 groups"), "{problem}");
+    server.stop().await;
+}

@@ -1,4 +1,4 @@
-//! What has happened to a job, as it is told afterwards; and how fast it is, as it is told meanwhile.
+//! A job's history, read afterwards, and its speed, streamed while it runs.
 
 use crate::{
     agent::{Agent, info, losses, running},

@@ -69,7 +69,7 @@ async fn scenario(server: TestServer) {
     let events =
         vec![running(1000, 0), network(1), histograms(10, 0.5), losses(0, 1..=3), histograms(20, 0.25)];
     report(&mut agent, &first, 0, events).await;
-    // Told twice, as after a lost acknowledgement: each is there once.
+    // Reported twice, as after a lost acknowledgement: each is stored once.
     report(&mut agent, &first, 4, vec![histograms(20, 0.25)]).await;
     let index = ask(&server, &id, "").await;
     assert_eq!(index["steps"], json!([10, 20]));

@@ -118,7 +118,7 @@ async fn a_waiting_job_says_its_place_and_what_it_waits_for_now() {
     let busy = until_told("0 of 2").await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-    // The same event as before is the newest: only what is told has changed.
+    // The same event as before is the newest: only the reason's text has changed.
     assert_eq!(until_told("1 of 2").await, busy);
     server.stop().await;
 }

@@ -69,7 +69,7 @@ async fn a_log_is_read_in_pages_from_either_end() {
     let cursor = first["next_cursor"].as_str().unwrap();
     for (query, words) in [
         ("sort=sec".to_owned(), "did you mean \"seq\"?"),
-        ("sort=seq&tail=3".to_owned(), "tail is of the last version"),
+        ("sort=seq&tail=3".to_owned(), "tail cannot be combined with sort"),
         (format!("sort=-seq&cursor={cursor}"), "the cursor is of another sort"),
         ("cursor=x".to_owned(), "the cursor is none of this list"),
         (format!("format=text&cursor={cursor}"), "leave sort and cursor out"),

@@ -1,4 +1,4 @@
-//! What agents measure: taken in, kept, told to who may know, and left out where no machine has it.
+//! Machine samples: received, stored, shown to those who may see them, and left out where no machine has the value.
 
 use crate::{
     agent::{Agent, hello, hello_gpus},

@@ -72,8 +72,9 @@ async fn whenever_a_reader_connects_the_concatenation_is_what_is_stored() {
     let mut acknowledged = 0;
     for burst in 0..100_u64 {
         if burst % 5 == 0 {
-            // Of what is there by now, nothing, some or all.
-            let since = numbers.below(burst * 5 + 1);
+            // Of what is stored by now, nothing, some or all: a report that is acknowledged is two events at least. A number
+            // above the last event would be one of another database.
+            let since = numbers.below(acknowledged * 2 + 1);
             readers.push((
                 since,
                 tokio::spawn(read(

@@ -131,7 +131,7 @@ async fn renewed_files_are_served_without_an_end_of_connections_and_broken_ones_
     let renewed = "2093-07-01T00:00:00Z".parse().unwrap();
     until("the new certificate", async || served(server.address, &config).await.not_after == renewed).await;
 
-    // A certificate whose key is another's, then no certificate at all: the last good one stays, and it is told.
+    // A certificate whose key is another's, then no certificate at all: the last good one stays, and `/readyz` reports it.
     files.issue("other", |_| {});
     fs::rename(files.path("other.crt"), files.path("server.crt")).unwrap();
     let reported = async |part: &str| text(&client, &server, "/readyz").await.1.contains(part);

@@ -264,7 +264,7 @@ async fn what_the_machines_kept_that_are_left_is_uploaded_by_one_of_them_at_a_ti
     }
     assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
-    // Nothing that it has not told of comes after its end.
+    // A checkpoint that it has not reported is refused after its end.
     assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 404);
     b.end(&attempt, Ending::Secondary { reason: "lost it".into() }).await;
     assert_eq!(of_b.ask("GET", "/uploads/1-10", vec![]).await.0, 403, "it is rank 0's");
@@ -307,7 +307,7 @@ async fn a_checkpoint_whose_holders_cannot_be_noted_is_not_taken_until_they_can(
     }
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(listed["checkpoints"], json!([]), "it is not stored either");
-    // Told again, as its agent does on its next connection, it counts.
+    // Reported again, as its agent does on its next connection, it counts.
     fs::remove_dir(&in_the_way).unwrap();
     let back = hello_at("b", 2, vec![attempt.clone()], "10.0.0.2");
     let mut b = Agent::greet_with(&server, &tokens[1], back).await.unwrap();

@@ -1,5 +1,5 @@
-//! Requests whose answer decides about what cannot be taken back: one that is sent again makes nothing twice, and what is not there is told
-//! from what cannot be read.
+//! Requests whose answer decides about something irreversible. Submissions are idempotent, so a retry creates nothing twice, and "it does
+//! not exist" is distinguished from "it could not be read".
 
 use super::{Api, PATIENCE, problem};
 use crate::cli::{WrongRequest, output};

@@ -1,7 +1,7 @@
 //! What measurements between machines mean for a job over them, and what to do.
 
-use super::examined::{Examined, Pair};
-use lockstep_worker::doctor::{Finding, Grade, Way};
+use super::examined::{ExaminedMachine, Pair};
+use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 use std::time::Duration;
 
 /// Bytes a second below which gradients take longer than most steps, and below which a job over machines is of no use: a gigabit a second is
@@ -23,7 +23,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
 }
 
 /// What two machines have that must be the same.
-pub(super) fn versions(a: &Examined, b: &Examined) -> Vec<Finding> {
+pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
     let mut findings = Vec::new();
     let (one, other) = (&a.name, &b.name);
     if let (Some(x), Some(y)) = (&a.lockstep, &b.lockstep)
@@ -183,7 +183,7 @@ fn unreachable(from: &str, to: &str, why: &str) -> String {
     )
 }
 
-fn pace(pair: &Pair, there: &Way, back: &Way, fastest: f64) -> Vec<Finding> {
+fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
     // What `to_b` measures comes from b.
     let (least, slow_from, slow_to) = if there.bytes_per_second < back.bytes_per_second {
@@ -246,7 +246,7 @@ fn pace(pair: &Pair, there: &Way, back: &Way, fastest: f64) -> Vec<Finding> {
 }
 
 /// Whether a way that is measured again may turn out better than a finding would say.
-pub(super) fn is_suspicious(way: &Way) -> bool {
+pub(super) fn is_suspicious(way: &LinkMeasurement) -> bool {
     way.bytes_per_second < SLOW || way.round_trip_ms > FAR
 }
 

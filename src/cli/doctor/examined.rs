@@ -1,11 +1,11 @@
 //! What `lockstep doctor --hosts` has found: machines, and pairs of them.
 
-use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, Way};
+use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, LinkMeasurement};
 use serde::{Serialize, Serializer};
 
 /// A machine, and what is wrong with it.
 #[derive(Debug, Serialize)]
-pub(super) struct Examined {
+pub(super) struct ExaminedMachine {
     pub(super) name: String,
     /// The version there.
     pub(super) lockstep: Option<String>,
@@ -22,9 +22,9 @@ pub(super) struct Pair {
     pub(super) grade: Grade,
     /// `a` has called `b`; the data came from `b`.
     #[serde(serialize_with = "or_error")]
-    pub(super) to_b: Result<Way, String>,
+    pub(super) to_b: Result<LinkMeasurement, String>,
     #[serde(serialize_with = "or_error")]
-    pub(super) to_a: Result<Way, String>,
+    pub(super) to_a: Result<LinkMeasurement, String>,
     /// The clock of `b` is ahead of that of `a` by so much, give or take.
     pub(super) clock_ahead_ms: Option<f64>,
     pub(super) clock_within_ms: Option<f64>,

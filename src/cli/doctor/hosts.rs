@@ -7,12 +7,12 @@ use super::{
         output, wrong,
     },
     assessment,
-    examined::{Examined, Pair},
-    peer::{MEETING, Order, Said},
-    remote::{Greeting, Remote, Silent},
+    examined::{ExaminedMachine, Pair},
+    peer::{MEETING, Order, PeerMessage},
+    remote::{Greeting, NoGreeting, Remote},
 };
 use lockstep_protocol::numbers::plural;
-use lockstep_worker::doctor::{Finding, Gathered, Grade, Way};
+use lockstep_worker::doctor::{Finding, Gathered, Grade, LinkMeasurement};
 use serde::Serialize;
 use std::{
     net::SocketAddr,
@@ -30,7 +30,7 @@ const MANY: usize = 8;
 
 #[derive(Serialize)]
 struct Report {
-    hosts: Vec<Examined>,
+    hosts: Vec<ExaminedMachine>,
     pairs: Vec<Pair>,
 }
 
@@ -100,33 +100,38 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
 }
 
 /// Connects to all at once.
-fn connect(hosts: &[Host], request: &Request<'_>, secret: &str) -> (Vec<Examined>, Vec<Option<Connected>>) {
+fn connect(
+    hosts: &[Host],
+    request: &Request<'_>,
+    secret: &str,
+) -> (Vec<ExaminedMachine>, Vec<Option<Connected>>) {
     let start = |host: &Host| Remote::start(host, request.program, request.options, secret);
     let started: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = hosts.iter().map(|host| scope.spawn(move || start(host))).collect();
         threads.into_iter().map(|thread| thread.join().ok()).collect()
     });
-    let examine = |(host, started): (&Host, Option<Result<(Remote, String, Greeting), Silent>>)| {
+    let examine = |(host, started): (&Host, Option<Result<(Remote, String, Greeting), NoGreeting>>)| {
         let name = host.name.clone();
         match started {
             Some(Ok((remote, lockstep, greeting))) => {
                 let facts = Some(greeting.facts.clone());
-                let examined = Examined { name, lockstep: Some(lockstep), facts, findings: Vec::new() };
+                let examined =
+                    ExaminedMachine { name, lockstep: Some(lockstep), facts, findings: Vec::new() };
                 (examined, Some(Connected { remote: Mutex::new(remote), greeting }))
             }
-            Some(Err(Silent { lockstep, why, advice })) => {
+            Some(Err(NoGreeting { lockstep, why, advice })) => {
                 let finding =
                     Finding { what: "host".into(), grade: Grade::Problem, found: why, advice: Some(advice) };
-                (Examined { name, lockstep, facts: None, findings: vec![finding] }, None)
+                (ExaminedMachine { name, lockstep, facts: None, findings: vec![finding] }, None)
             }
-            None => (Examined { name, lockstep: None, facts: None, findings: Vec::new() }, None),
+            None => (ExaminedMachine { name, lockstep: None, facts: None, findings: Vec::new() }, None),
         }
     };
     hosts.iter().zip(started).map(examine).unzip()
 }
 
 /// Measures each pair of machines that answer, those without a machine in common at the same time.
-fn measure(machines: &[Examined], connected: &[Option<Connected>]) -> Vec<Pair> {
+fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec<Pair> {
     let there: Vec<_> = machines
         .iter()
         .zip(connected)
@@ -197,8 +202,8 @@ fn meet(
     let mut found = None;
     for (name, said) in [a, b].iter().zip(said) {
         match said {
-            Ok(Said::Met(Ok(gathered))) => found = found.or(gathered),
-            Ok(Said::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
+            Ok(PeerMessage::Met(Ok(gathered))) => found = found.or(gathered),
+            Ok(PeerMessage::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
             Ok(other) => return Err(format!("{name} answers {other:?}")),
         }
     }
@@ -206,7 +211,7 @@ fn meet(
 }
 
 /// A way, measured again while it seems bad: either machine may be busy at the moment, which is no fault of what is between them.
-fn way(by: &mut Remote, to: SocketAddr) -> Result<Way, String> {
+fn way(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
     for _ in 1..MEASUREMENTS {
         if !assessment::is_suspicious(&best) {
@@ -219,16 +224,16 @@ fn way(by: &mut Remote, to: SocketAddr) -> Result<Way, String> {
     Ok(best)
 }
 
-fn call(by: &mut Remote, to: SocketAddr) -> Result<Way, String> {
+fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.order(&Order::Probe { to })?;
     match by.answer(PROBE)? {
-        Said::Way(way) => way,
+        PeerMessage::Way(way) => way,
         other => Err(format!("it answers {other:?}")),
     }
 }
 
 /// Adds what the measurements mean.
-fn assess(machines: &[Examined], pairs: &mut [Pair]) {
+fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
     let ways = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
     let fastest = ways.filter_map(|way| Some(way.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
     let of = |name: &str| machines.iter().find(|machine| machine.name == name);
@@ -279,7 +284,7 @@ fn show(report: &Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn about(host: &Examined) -> String {
+fn about(host: &ExaminedMachine) -> String {
     let version =
         host.lockstep.as_ref().map_or_else(|| "Lockstep unknown".into(), |v| format!("Lockstep {v}"));
     let Some(facts) = &host.facts else { return version };

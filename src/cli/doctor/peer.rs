@@ -3,7 +3,7 @@
 
 use super::super::wrong;
 use lockstep_worker::{
-    doctor::{Facts, Gathered, INTERFACE, Way, listen, probe},
+    doctor::{Facts, Gathered, INTERFACE, LinkMeasurement, listen, probe},
     gpu::devices,
     host::own_program,
     local_group::{self, Member},
@@ -47,14 +47,14 @@ pub(super) enum Order {
 /// What a machine says: first about itself, then an answer to each order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Said {
+pub(super) enum PeerMessage {
     Hello {
         facts: Facts,
         /// Where it listens for probes, and a port that was free for a rendezvous.
         port: u16,
         meeting_port: u16,
     },
-    Way(Result<Way, String>),
+    Way(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
     /// It can do nothing; why.
     Failed(String),
@@ -68,10 +68,10 @@ pub(super) fn run() -> anyhow::Result<()> {
     let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
     let (facts, port) = match begin(&secret) {
         Ok(begun) => begun,
-        Err(why) => return say(&Said::Failed(why)),
+        Err(why) => return say(&PeerMessage::Failed(why)),
     };
     let meeting_port = lockstep_worker::comm::rendezvous::free_port(&facts.address.to_string())?;
-    say(&Said::Hello { facts: facts.clone(), port, meeting_port })?;
+    say(&PeerMessage::Hello { facts: facts.clone(), port, meeting_port })?;
     let mut lines = BufReader::new(io::stdin());
     loop {
         let mut line = Vec::new();
@@ -81,8 +81,8 @@ pub(super) fn run() -> anyhow::Result<()> {
         }
         let order = serde_json::from_slice(&line).map_err(|e| wrong(format!("standard input: {e}")))?;
         say(&match order {
-            Order::Probe { to } => Said::Way(probe(to, secret.as_bytes())),
-            Order::Meet { rank, addr, port } => Said::Met(meet(&facts, &secret, rank, addr, port)),
+            Order::Probe { to } => PeerMessage::Way(probe(to, secret.as_bytes())),
+            Order::Meet { rank, addr, port } => PeerMessage::Met(meet(&facts, &secret, rank, addr, port)),
         })?;
     }
 }
@@ -118,7 +118,7 @@ fn start_with_environment() -> anyhow::Error {
     }
 }
 
-fn say(said: &Said) -> anyhow::Result<()> {
+fn say(said: &PeerMessage) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     serde_json::to_writer(&mut out, said)?;
     out.write_all(b"\n")?;

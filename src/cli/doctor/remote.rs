@@ -2,7 +2,7 @@
 
 use super::{
     super::launch::{Host, ssh},
-    peer::{LINE_BYTES, Order, Said, Start},
+    peer::{LINE_BYTES, Order, PeerMessage, Start},
 };
 use lockstep_worker::doctor::Facts;
 use std::{
@@ -36,7 +36,7 @@ pub(super) struct Greeting {
 }
 
 /// Why there is no greeting, with the version if that far it came.
-pub(super) struct Silent {
+pub(super) struct NoGreeting {
     pub(super) lockstep: Option<String>,
     pub(super) why: String,
     pub(super) advice: String,
@@ -49,9 +49,9 @@ impl Remote {
         program: &str,
         options: &[String],
         secret: &str,
-    ) -> Result<(Self, String, Greeting), Silent> {
+    ) -> Result<(Self, String, Greeting), NoGreeting> {
         let name = &host.name;
-        let silent = |why: String, advice: &str| Silent { lockstep: None, why, advice: advice.into() };
+        let silent = |why: String, advice: &str| NoGreeting { lockstep: None, why, advice: advice.into() };
         let mut remote = Self::spawn(host, program, options).map_err(|e| {
             silent(format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
@@ -65,12 +65,13 @@ impl Remote {
                 return Err(silent(why, &advice));
             }
         };
-        let silent = |why: String, advice: String| Silent { lockstep: Some(version.clone()), why, advice };
+        let silent =
+            |why: String, advice: String| NoGreeting { lockstep: Some(version.clone()), why, advice };
         match remote.said(LOOKING) {
-            Ok(Said::Hello { facts, port, meeting_port }) => {
+            Ok(PeerMessage::Hello { facts, port, meeting_port }) => {
                 Ok((remote, version, Greeting { facts, port, meeting_port }))
             }
-            Ok(Said::Failed(why)) => {
+            Ok(PeerMessage::Failed(why)) => {
                 let advice = format!("`lockstep doctor` on {name} may say more.");
                 Err(silent(why, advice))
             }
@@ -139,7 +140,7 @@ impl Remote {
         })
     }
 
-    fn said(&self, patience: Duration) -> Result<Said, String> {
+    fn said(&self, patience: Duration) -> Result<PeerMessage, String> {
         let line = self.line(patience)?;
         serde_json::from_str(&line).map_err(|e| format!("it says something else ({e})"))
     }
@@ -149,7 +150,7 @@ impl Remote {
         self.write(order)
     }
 
-    pub(super) fn answer(&mut self, patience: Duration) -> Result<Said, String> {
+    pub(super) fn answer(&mut self, patience: Duration) -> Result<PeerMessage, String> {
         let said = self.said(patience);
         if said.is_err() {
             // A late answer would be taken for that to the next order.

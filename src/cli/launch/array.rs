@@ -10,7 +10,7 @@ use super::{
     Args, Launch,
     hosts::Host,
     in_words, machines, node, private_folder, slurm,
-    uploads::{LAST_UPLOAD, Standing},
+    uploads::{LAST_UPLOAD, UploadStatus},
 };
 use lockstep_protocol::{
     Job, JobState,
@@ -175,7 +175,7 @@ impl Array {
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
                         match launch.standing().await {
-                            Ok(Standing::Complete(job)) if job.state.is_final() => {
+                            Ok(UploadStatus::Complete(job)) if job.state.is_final() => {
                                 let complete = *complete.entry(task).or_insert_with(Instant::now);
                                 if state.starts_with("PENDING") || complete.elapsed() > slurm::FAREWELL {
                                     slurm::cancel(&in_slurm);
@@ -197,7 +197,7 @@ impl Array {
                         launch.finish(Ok(())).await?;
                         left.remove(&task);
                     }
-                    // What a task's agent told last may be on its way.
+                    // The last report of the task's agent may still be in flight.
                     None if alone.insert(task) => {}
                     None => {
                         let how = slurm::how_it_ended(&in_slurm);

@@ -1,4 +1,4 @@
-//! What the agents of a launch are told: the server's address and authority, and each its identity and token. It goes over standard
+//! What a launch hands to its agents: the server's address and authority, and each its identity and token. It goes over standard
 //! input, in an environment or in a file (0600), never on a command line.
 
 use lockstep_protocol::{JobId, spec::Device};

@@ -8,7 +8,7 @@ mod steer;
 mod template;
 mod words;
 
-use super::{super::output, Args, Continues, Launch, follow::until_over, hosts::Host, tokens};
+use super::{super::output, Args, Launch, LaunchDetached, follow::until_over, hosts::Host, tokens};
 use cluster::{Cluster, Created, Kind};
 use farewell::Farewell;
 use lockstep_protocol::{Job, JobSpec};
@@ -79,7 +79,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             _ => {
                 let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
                 let namespace = &cluster.namespace;
-                Err(Continues(format!(
+                Err(LaunchDetached(format!(
                     "{why}Kubernetes' Job {name} continues, and `kubectl -n {namespace} delete job {name}` ends it"
                 ))
                 .into())
@@ -92,7 +92,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             launch.revoke().await;
             done
         }
-        Ok(Farewell::QueuedAgain) => Err(Continues(format!(
+        Ok(Farewell::QueuedAgain) => Err(LaunchDetached(format!(
             "the job was queued again, and Kubernetes' Job {name} continues; `lockstep launch {} --with kubernetes` follows it",
             launch.job.id
         ))

@@ -2,7 +2,7 @@
 
 use super::{
     super::{rank_table::RankTable, wrong},
-    Args, MOST_SLOTS, With,
+    Args, LauncherKind, MOST_SLOTS,
     hosts::{self, Host},
 };
 use lockstep_protocol::JobSpec;
@@ -12,7 +12,7 @@ use std::{fs, net::IpAddr};
 /// The machines that the arguments name; those that Slurm or Kubernetes is to choose have no name.
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
-    if args.with == With::Kubernetes && lists {
+    if args.with == LauncherKind::Kubernetes && lists {
         return Err(wrong("Kubernetes chooses the machines: give --nodes N instead of a list of them"));
     }
     let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
@@ -35,7 +35,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
             "--nodes is for Slurm and Kubernetes, which choose the machines; name them with --hostfile or -H",
         ));
     }
-    if args.with == With::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
+    if args.with == LauncherKind::Slurm && hosts.iter().any(|host| !host.env.is_empty()) {
         return Err(wrong(
             "--hostfile: env: is for ssh and mpirun; with Slurm give sbatch --export=NAME=VALUE after --",
         ));
@@ -66,7 +66,7 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
     Ok(())
 }
 
-/// Checks that other machines can reach the server where they are told that it is.
+/// Checks that other machines can reach the server at the address that the launch gives them.
 pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     let server = args.agent_server.as_ref().unwrap_or(&args.server.server);
     let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };

@@ -2,7 +2,7 @@
 
 use super::{
     super::{output, wrong},
-    Args, Continues, Launch, MOST_SLOTS,
+    Args, Launch, LaunchDetached, MOST_SLOTS,
     bundle::Bundle,
     follow::until_over,
     hosts::Host,
@@ -161,10 +161,12 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
             return done;
         }
         let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
-        return Err(Continues(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into());
+        return Err(
+            LaunchDetached(format!("{why}Slurm's job {id} continues, and `scancel {id}` ends it")).into()
+        );
     }
     if !launch.uploaded().await {
-        return Err(Continues(format!(
+        return Err(LaunchDetached(format!(
             "the job was queued again, or its last checkpoint is not known to be on the server: Slurm's job {id} continues, and `scancel {id}` ends it"
         ))
         .into());
@@ -185,7 +187,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     done
 }
 
-/// Writes what agents are told, for this account alone.
+/// Writes the agents' bundles, readable by this account alone (0600).
 ///
 /// # Errors
 /// Exit status 2: the file cannot be written.

@@ -16,7 +16,7 @@ const POLL: Duration = Duration::from_secs(1);
 const ANSWER: Duration = Duration::from_secs(30);
 
 /// How a job stands whose agents may be ended.
-pub(super) enum Standing {
+pub(super) enum UploadStatus {
     /// The server has the job no more.
     Deleted,
     /// A checkpoint is still on its way to the server.
@@ -30,21 +30,21 @@ impl Launch {
     ///
     /// # Errors
     /// The server does not answer, or refuses: nothing is known.
-    pub(super) async fn standing(&self) -> anyhow::Result<Standing> {
+    pub(super) async fn standing(&self) -> anyhow::Result<UploadStatus> {
         tokio::time::timeout(ANSWER, self.inspect()).await.context("the server does not answer")?
     }
 
-    async fn inspect(&self) -> anyhow::Result<Standing> {
+    async fn inspect(&self) -> anyhow::Result<UploadStatus> {
         let path = format!("/jobs/{}", self.job.id);
         let job = async || self.api.find::<Job>(&path).await;
         let all = match self.api.all(&format!("{path}/checkpoints"), "checkpoints", &[], None).await {
             Ok(all) => all,
-            Err(error) => return if job().await?.is_none() { Ok(Standing::Deleted) } else { Err(error) },
+            Err(error) => return if job().await?.is_none() { Ok(UploadStatus::Deleted) } else { Err(error) },
         };
         if is_awaited(&all) {
-            return Ok(Standing::Uploading);
+            return Ok(UploadStatus::Uploading);
         }
-        Ok(job().await?.map_or(Standing::Deleted, |job| Standing::Complete(Box::new(job))))
+        Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
     }
 
     /// Once the job is over, waits until its checkpoints are on the server, also while that does not answer. Whether they are, and the job
@@ -54,9 +54,9 @@ impl Launch {
         let began = Instant::now();
         while began.elapsed() < LAST_UPLOAD {
             match self.standing().await {
-                Ok(Standing::Deleted) => return true,
-                Ok(Standing::Complete(job)) => return job.state.is_final(),
-                Ok(Standing::Uploading) => say_once(&mut said),
+                Ok(UploadStatus::Deleted) => return true,
+                Ok(UploadStatus::Complete(job)) => return job.state.is_final(),
+                Ok(UploadStatus::Uploading) => say_once(&mut said),
                 Err(error) if error.is::<WrongRequest>() => return false,
                 Err(_) => {}
             }

@@ -15,11 +15,11 @@ const METRICS: [&str; 3] = ["best", "loss", "speed"];
 struct Group {
     values: Vec<Value>,
     jobs: u64,
-    metrics: BTreeMap<String, Spread>,
+    metrics: BTreeMap<String, MetricSummary>,
 }
 
 #[derive(Deserialize)]
-struct Spread {
+struct MetricSummary {
     n: u64,
     mean: Option<f64>,
     std: Option<f64>,

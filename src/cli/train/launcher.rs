@@ -12,7 +12,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// This process among those that a launcher has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct LaunchedRank {
     /// The program that started it.
     pub(super) by: &'static str,
     pub(super) rank: u32,
@@ -34,7 +34,7 @@ pub(super) struct Place {
 ///
 /// # Errors
 /// Some variables are there and others are missing or no numbers; a sentence.
-pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, String> {
+pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>, String> {
     let number = |name: &str| number(&variable, name);
     // The first of these that is there, the job's name in it, and the launcher's own port plus this.
     let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
@@ -100,7 +100,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     };
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
     let local_rank = local_rank.unwrap_or(0);
-    Ok(Some(Place { by, rank, world_size, local_rank, local_ranks, device: None, addr, port, secret }))
+    Ok(Some(LaunchedRank { by, rank, world_size, local_rank, local_ranks, device: None, addr, port, secret }))
 }
 
 fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u32>, String> {
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
-    fn with(variables: &[(&str, &str)]) -> Result<Option<Place>, String> {
+    fn with(variables: &[(&str, &str)]) -> Result<Option<LaunchedRank>, String> {
         let map: HashMap<_, _> = variables.iter().copied().collect();
         detect(|name| map.get(name).map(ToString::to_string))
     }

@@ -105,7 +105,7 @@ async fn received(signal: Option<&mut Signal>) {
 struct Interrupt;
 
 impl Policy for Command {
-    type Notes = Vec<AttemptEvent>;
+    type Records = Vec<AttemptEvent>;
     type Order = Interrupt;
     type Error = TailError;
 
@@ -206,6 +206,10 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     }
     show.finish();
     let status = training.join().unwrap_or(-1);
+    if status == EXIT_STOPPED && !registry::wait_for_aborts(Duration::ZERO) {
+        // It has kept the last step, and its GPU still waits for ranks that are gone.
+        end_by_force_within(EXIT_WITHIN);
+    }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
         EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step },

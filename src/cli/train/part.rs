@@ -3,7 +3,7 @@
 use super::{
     super::{rank_table::RankTable, wrong},
     Args,
-    launcher::{self, Place, Ranks},
+    launcher::{self, LaunchedRank, Ranks},
 };
 
 /// What this process is to start.
@@ -13,7 +13,7 @@ pub(super) enum Part {
     /// The ranks of this machine, each in a process of its own.
     Machine(Ranks),
     /// One rank, in this process.
-    Rank(Place),
+    Rank(LaunchedRank),
 }
 
 impl Part {

@@ -138,6 +138,9 @@ impl Slurm {
 
     /// Starts a requeued job, which Slurm lets wait for two minutes, as soon as it can be.
     pub(crate) fn start_now(&self, job: &str) {
+        self.until("Slurm's job is queued again", |slurm| slurm.field(job, "%T") == "PENDING");
+        // slurmd compares whole seconds: what starts in the one in which the last run was killed it calls killed, too.
+        std::thread::sleep(Duration::from_secs(2));
         self.until("Slurm's job runs again", |slurm| {
             let update = ["update", &format!("JobId={job}"), "StartTime=now"];
             // Refused while the job's last run is still being cleaned up.

@@ -86,7 +86,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures a step"] {
         assert!(printed.contains(said), "{said}: {printed}");
     }
-    // 2,050 pictures are eight whole steps an epoch. Every rank has told the loss of its own 32 pictures in each.
+    // 2,050 pictures are eight whole steps an epoch. Every rank has reported the loss of its own 32 pictures in each.
     for rank in 0..8 {
         let log = fs::read_to_string(out.join(format!("attempts/1/rank.{rank}.log"))).expect("its log");
         let steps: Vec<_> = log.lines().filter(|line| line.contains("step: ")).collect();

@@ -48,7 +48,7 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
-    // Told by what it holds.
+    // Recognised by its content.
     for name in ["resnet20.pth", "pytorch_model.bin"] {
         let pickled = bench.folder.path().join(name);
         fs::write(&pickled, b"PK\x03\x04").expect("a file");

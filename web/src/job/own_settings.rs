@@ -6,7 +6,7 @@ use serde_json::Value;
 /// What the page shows elsewhere, and may have changed since the job was submitted.
 const ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
-/// By their keys, such as `train.lr`, in the order of a job file.
+/// By their keys, such as `train.lr`.
 pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
     let (own, usual) = (flat(spec), flat(&JobSpec::default()));
     let differs = |(key, value): &(String, Value)| {
@@ -17,8 +17,9 @@ pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
 
 fn flat(spec: &JobSpec) -> Vec<(String, Value)> {
     let mut all = Vec::new();
-    // Every specification has a JSON form.
-    let Ok(Value::Object(tables)) = serde_json::to_value(spec) else { return all };
+    // Every specification has a JSON form. As text it has its numbers as people write them, also those of 32 bits.
+    let text = serde_json::to_string(spec).unwrap_or_default();
+    let Ok(Value::Object(tables)) = serde_json::from_str(&text) else { return all };
     for (name, value) in tables {
         match value {
             Value::Object(keys) => {

@@ -34,16 +34,16 @@ pub(super) use gang::{Gang, free_port};
 /// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// The server says so; `patient`: they are to finish their step and keep a checkpoint.
+    /// The server orders it. `patient`: ranks finish their step and write a checkpoint first.
     Stop { patient: bool },
-    /// This agent is about to end, in order: they are to keep a checkpoint first.
+    /// This agent is shutting down in an orderly way: ranks write a checkpoint first.
     Leave,
-    /// The spool is full: the ranks have to write a checkpoint and end.
+    /// The spool is full: ranks write a checkpoint and end.
     Full(Reason),
 }
 
 impl Order {
-    /// How the attempt ends by it.
+    /// How an attempt ends that gets this order.
     fn ending(self) -> Ending {
         match self {
             Order::Stop { .. } | Order::Leave => Ending::Stopped,
@@ -58,16 +58,16 @@ pub(super) struct Attempt {
     stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     over: Arc<AtomicBool>,
-    /// Of an attempt that other agents have ranks of, too.
+    /// Present if other agents have ranks of the attempt, too.
     gang: Option<Gang>,
 }
 
-/// See [`Surroundings::check`].
+/// See [`AttemptContext::check`].
 pub(super) type Check = fn(&StoredAttempt, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
 
 /// What the attempts of an agent share.
 #[derive(Debug, Clone)]
-pub(super) struct Surroundings {
+pub(super) struct AttemptContext {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
     /// The file with the deadline of the agent's lease, which ranks read.
@@ -76,7 +76,7 @@ pub(super) struct Surroundings {
     pub(super) check: Check,
     /// Notified when an attempt is over.
     pub(super) wake: Arc<Notify>,
-    /// How the server is asked for files; none where there is no server.
+    /// The client for files of the server; none where there is no server.
     pub(super) remote: Option<Arc<Remote>>,
     /// Datasets that this machine has from the server; none where nothing is copied.
     pub(super) copies: Option<Arc<Copies>>,
@@ -86,7 +86,7 @@ pub(super) struct Surroundings {
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
 
-impl Surroundings {
+impl AttemptContext {
     /// The devices of an attempt's ranks here, in rank order; none where they compute on CPU cores.
     pub(super) fn devices_of(&self, start: &StartAttempt) -> Vec<String> {
         let given = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
@@ -96,20 +96,20 @@ impl Surroundings {
 
 impl Attempt {
     /// Starts its ranks; `refusal` is why they cannot be started.
-    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: Surroundings) -> Self {
-        Self::watched(stored, around, Beginning::Launch { refusal })
+    pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, around: AttemptContext) -> Self {
+        Self::watched(stored, around, StartMode::Launch { refusal })
     }
 
     /// Adopts what an earlier agent started, alive, dead or never begun.
-    pub(super) fn adopt(stored: StoredAttempt, around: Surroundings) -> Self {
-        Self::watched(stored, around, Beginning::Adopt)
+    pub(super) fn adopt(stored: StoredAttempt, around: AttemptContext) -> Self {
+        Self::watched(stored, around, StartMode::Adopt)
     }
 
-    fn watched(stored: StoredAttempt, around: Surroundings, beginning: Beginning) -> Self {
+    fn watched(stored: StoredAttempt, around: AttemptContext, beginning: StartMode) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
-        if matches!(beginning, Beginning::Adopt) && ending(&stored).is_some() {
+        if matches!(beginning, StartMode::Adopt) && ending(&stored).is_some() {
             over.store(true, Ordering::Release);
             release(around.copies.as_ref(), &stored.start.attempt);
         } else {
@@ -156,16 +156,16 @@ impl Attempt {
     }
 }
 
-/// A beginning whose preflight is done, here and on the attempt's other machines. Examining a large dataset takes time; an order ends the wait at once, also where a
-/// file system does not respond. Nothing has been started yet.
+/// Waits for the preflight check here and on the attempt's other machines, before any rank is started. Examining a large dataset
+/// takes time; an order ends the wait at once, also when a file system does not respond.
 async fn checked(
-    beginning: Beginning,
+    beginning: StartMode,
     stored: &mut StoredAttempt,
-    around: &Surroundings,
+    around: &AttemptContext,
     gang: Option<&Gang>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
-) -> Beginning {
-    let Beginning::Launch { refusal: None } = beginning else { return beginning };
+) -> StartMode {
+    let StartMode::Launch { refusal: None } = beginning else { return beginning };
     let cancelled = Arc::new(AtomicBool::new(false));
     let found = {
         let ready = async {
@@ -179,24 +179,24 @@ async fn checked(
             found = ready => found,
             Some(order) = orders.recv() => {
                 cancelled.store(true, Ordering::Relaxed);
-                return Beginning::Over(order.ending());
+                return StartMode::Over(order.ending());
             }
         }
     };
     if let Ok(port) = found {
         stored.start.master_port = port;
     }
-    Beginning::Launch { refusal: found.err() }
+    StartMode::Launch { refusal: found.err() }
 }
 
-/// The check, with what is fetched before it and reported after it where the disk is not the server's.
+/// The preflight check. On a disk of its own, the agent first fetches what is missing and afterwards reports the dataset's fingerprint.
 async fn with_files(
     stored: &mut StoredAttempt,
-    around: &Surroundings,
+    around: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     if let (Some(remote), Some(copies)) = (&around.remote, &around.copies) {
-        dataset_copy::have(stored, remote, copies).await?;
+        dataset_copy::ensure(stored, remote, copies).await?;
     }
     let Some(remote) = around.remote.as_ref().filter(|_| is_own_disk(stored)) else {
         return check_before_start(stored, around, cancelled).await;
@@ -208,7 +208,7 @@ async fn with_files(
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
 }
 
-/// Of several machines one has another dataset: which.
+/// Adds the machine's name to a refusal about the dataset: other machines of the job may have another state of it.
 fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     if refusal.code != ReasonCode::DatasetUnusable {
         return refusal;
@@ -216,7 +216,7 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     Refusal { detail: format!("on the machine {name}: {} ({HINT})", refusal.detail), ..refusal }
 }
 
-/// An attempt is over: the copy of its dataset may go.
+/// Releases the copy of the dataset of an attempt that is over.
 fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
     if let Some(copies) = copies {
         copies.release(attempt);
@@ -225,7 +225,7 @@ fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
 
 async fn check_before_start(
     stored: &StoredAttempt,
-    around: &Surroundings,
+    around: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let (sender, reply) = oneshot::channel();
@@ -272,7 +272,7 @@ fn ending(stored: &StoredAttempt) -> Option<Ending> {
     None
 }
 
-enum Beginning {
+enum StartMode {
     Launch {
         refusal: Option<Refusal>,
     },

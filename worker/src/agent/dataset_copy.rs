@@ -24,50 +24,50 @@ use std::{
 
 /// Pauses before trying again, the first and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
-/// How often a copy is begun anew because the dataset changes meanwhile, or tried again because what comes is damaged.
-const IN_VAIN: u32 = 3;
-/// How many tries in a row the server may answer and nothing more come.
-const WITHOUT_MORE: u32 = 10;
-/// How a machine is told where it has a dataset.
+/// How often a copy is started again because the dataset changed meanwhile, or because data arrived damaged.
+const MOST_RESTARTS: u32 = 3;
+/// Tries in a row in which the server answers and no further data arrives, at most.
+const MOST_WITHOUT_PROGRESS: u32 = 10;
+/// How a user says where a machine has a dataset.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
-/// Why a try has failed.
+/// Why a try to copy has failed.
 #[derive(Debug)]
-enum Trouble {
+enum CopyError {
     Server(Failed),
     Disk(PathBuf, io::Error),
     /// A file is not as it was listed.
     Changed(String),
-    /// Sums are wrong.
+    /// A checksum is wrong.
     Damaged(String),
     Refused(ReasonCode, String),
 }
 
-impl From<Failed> for Trouble {
+impl From<Failed> for CopyError {
     fn from(failed: Failed) -> Self {
         Self::Server(failed)
     }
 }
 
-fn on_disk(path: &Path) -> impl Fn(io::Error) -> Trouble + '_ {
-    move |error| Trouble::Disk(path.into(), error)
+fn on_disk(path: &Path) -> impl Fn(io::Error) -> CopyError + '_ {
+    move |error| CopyError::Disk(path.into(), error)
 }
 
-/// Does what may take long off the threads that serve others.
+/// Runs blocking work on a thread for it, so that the runtime's threads stay free.
 async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
-) -> Result<T, Trouble> {
+    work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
+) -> Result<T, CopyError> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|e| Err(Trouble::Disk(PathBuf::new(), io::Error::other(e))))
+    done.unwrap_or_else(|e| Err(CopyError::Disk(PathBuf::new(), io::Error::other(e))))
 }
 
-/// Makes sure that an attempt's dataset is on this machine, if the server has it. Where neither has it, the check before the start says so.
-/// A server that is away is waited for; whoever does not want to wait drops this.
+/// Makes sure that an attempt's dataset is on this machine, copying it if the server has it. If neither has it, this succeeds, and
+/// the preflight check reports it. While the server is unreachable this retries; drop the future to stop waiting.
 ///
 /// # Errors
-/// It cannot be had.
-pub(super) async fn have(
+/// The dataset cannot be copied, and a retry would not help.
+pub(super) async fn ensure(
     stored: &mut StoredAttempt,
     remote: &Remote,
     copies: &Copies,
@@ -78,11 +78,11 @@ pub(super) async fn have(
     if is_here.unwrap_or(true) {
         return Ok(());
     }
-    let (mut pause, mut tries, mut anew) = (RETRY.0, Tries::default(), None);
+    let (mut pause, mut tries, mut anew) = (RETRY.0, RetryCounts::default(), None);
     loop {
-        let mut came = Came::default();
-        let tried = copy(stored, remote, copies, &mut came, &mut anew).await;
-        if let Err(Trouble::Changed(why)) = &tried {
+        let mut progress = PullProgress::default();
+        let tried = copy(stored, remote, copies, &mut progress, &mut anew).await;
+        if let Err(CopyError::Changed(why)) = &tried {
             anew = Some(why[..why.floor_char_boundary(ANEW_BYTES)].to_owned());
         }
         let why = match tried {
@@ -91,7 +91,7 @@ pub(super) async fn have(
                 return Ok(());
             }
             Ok(None) => return Ok(()),
-            Err(trouble) => tries.note(trouble, came).map_err(|trouble| refusal(stored, remote, trouble))?,
+            Err(error) => tries.note(error, progress).map_err(|error| refusal(stored, remote, error))?,
         };
         tracing::warn!(why, "the dataset is not copied yet; trying again");
         tokio::time::sleep(pause).await;
@@ -99,68 +99,69 @@ pub(super) async fn have(
     }
 }
 
-/// What has come in a try.
+/// What one try has received.
 #[derive(Debug, Clone, Copy, Default)]
-struct Came {
-    /// The server has begun to send what was asked for.
-    any: bool,
-    /// Files, or parts of them, that were not there.
-    more: bool,
+struct PullProgress {
+    /// The server has begun to send a response.
+    answered: bool,
+    /// Files, or parts of files, have arrived that the copy did not have.
+    advanced: bool,
 }
 
 /// Tries that have failed.
 #[derive(Debug, Default)]
-struct Tries {
-    in_vain: u32,
-    without_more: u32,
+struct RetryCounts {
+    restarts: u32,
+    without_progress: u32,
 }
 
-impl Tries {
-    /// Why it is tried again. A server that is away comes back; one that answers and sends nothing does not get better by itself.
+impl RetryCounts {
+    /// Counts a failed try, and returns the reason to log before the next one. A server that is unreachable is retried without limit,
+    /// one that answers and sends nothing is not.
     ///
     /// # Errors
-    /// It is not.
-    fn note(&mut self, trouble: Trouble, came: Came) -> Result<String, Trouble> {
-        match trouble {
-            Trouble::Server(Failed::Later(why)) => {
-                self.without_more = match came {
-                    Came { more: true, .. } => 0,
-                    Came { any, .. } => self.without_more + u32::from(any),
+    /// There is no next try.
+    fn note(&mut self, error: CopyError, progress: PullProgress) -> Result<String, CopyError> {
+        match error {
+            CopyError::Server(Failed::Later(why)) => {
+                self.without_progress = match progress {
+                    PullProgress { advanced: true, .. } => 0,
+                    PullProgress { answered, .. } => self.without_progress + u32::from(answered),
                 };
-                if self.without_more < WITHOUT_MORE {
+                if self.without_progress < MOST_WITHOUT_PROGRESS {
                     return Ok(why);
                 }
-                let why = format!("{why}; in {WITHOUT_MORE} tries nothing more has come");
-                Err(Trouble::Refused(ReasonCode::DatasetUnusable, why))
+                let why = format!("{why}; in {MOST_WITHOUT_PROGRESS} tries nothing more has come");
+                Err(CopyError::Refused(ReasonCode::DatasetUnusable, why))
             }
-            Trouble::Changed(why) | Trouble::Damaged(why) if self.in_vain < IN_VAIN => {
-                self.in_vain += 1;
+            CopyError::Changed(why) | CopyError::Damaged(why) if self.restarts < MOST_RESTARTS => {
+                self.restarts += 1;
                 Ok(why)
             }
-            trouble => Err(trouble),
+            error => Err(error),
         }
     }
 }
 
-/// Whether the dataset is there. A folder without anything in it is where one is mounted on other machines.
+/// Whether the dataset is on this machine. An empty folder is none: it is the mount point of a dataset that is not mounted here.
 fn is_here(path: &Path) -> bool {
     let is_empty = || fs::read_dir(path).is_ok_and(|mut inside| inside.next().is_none());
     data::exists(path) && !is_empty()
 }
 
-/// One try, which gives the path of the copy; none where the server has no such files either. What has come stays for the next.
-/// `anew`: why it is begun anew, until the server was told.
+/// One try. Returns the path of the copy, or `None` if the server does not have the files either. What has arrived stays for the
+/// next try. `anew` is why the copy starts again; it is sent with the first request and then cleared.
 async fn copy(
     stored: &StoredAttempt,
     remote: &Remote,
     copies: &Copies,
-    came: &mut Came,
+    progress: &mut PullProgress,
     anew: &mut Option<String>,
-) -> Result<Option<PathBuf>, Trouble> {
+) -> Result<Option<PathBuf>, CopyError> {
     let start = &stored.start;
-    let talk = remote.talk(&start.attempt)?;
-    let list = match list::fetch(&talk, copies.dir(), &start.dataset_path, came).await {
-        Err(Trouble::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
+    let client = remote.client(&start.attempt)?;
+    let list = match list::fetch(&client, copies.dir(), &start.dataset_path, progress).await {
+        Err(CopyError::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
             tracing::info!(why, "the server has not the dataset either");
             return Ok(None);
         }
@@ -176,13 +177,13 @@ async fn copy(
     let key = list.key.clone();
     let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&gone)).await?;
-    // Of several jobs one pulls, and the others find it done.
+    // If several jobs want this copy, one pulls it and the others then find it complete.
     let turn = copies.turn(&entry).await;
-    if pull::complete(&talk, (&entry, &turn), &about, copies, (came, anew)).await? {
-        // The server compares what it sends. What changed after it was sent, or came on top, it does not see.
-        let now = list::fetch(&talk, copies.dir(), &start.dataset_path, came).await?;
+    if pull::complete(&client, (&entry, &turn), &about, copies, (progress, anew)).await? {
+        // The server notices changes of a file while it sends it, but no later changes and no new files: compare the lists.
+        let now = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
         if now.key != key {
-            return Err(Trouble::Changed(
+            return Err(CopyError::Changed(
                 "its files are not those that were listed when the copy began".into(),
             ));
         }
@@ -194,7 +195,7 @@ async fn copy(
     }))
 }
 
-fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal {
+fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal {
     let (on, dataset) = (&remote.name, &stored.start.spec.data.dataset);
     let unusable = |why: &str| Refusal {
         code: ReasonCode::DatasetUnusable,
@@ -202,18 +203,18 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal
             "on the machine {on}: the dataset {dataset} is not there and cannot be copied from the server: {why} ({HINT})"
         ),
     };
-    match trouble {
-        Trouble::Server(failed) => unusable(failed.words()),
-        Trouble::Changed(why) => {
-            let times = IN_VAIN + 1;
+    match error {
+        CopyError::Server(failed) => unusable(failed.words()),
+        CopyError::Changed(why) => {
+            let times = MOST_RESTARTS + 1;
             unusable(&format!(
                 "{why}; it changed in each of {times} tries to copy it: retry the job when nothing writes into it"
             ))
         }
-        Trouble::Damaged(why) => unusable(&why),
-        Trouble::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),
-        Trouble::Refused(code, why) => Refusal { code, detail: format!("on the machine {on}: {why}") },
-        Trouble::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
+        CopyError::Damaged(why) => unusable(&why),
+        CopyError::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),
+        CopyError::Refused(code, why) => Refusal { code, detail: format!("on the machine {on}: {why}") },
+        CopyError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
             code: ReasonCode::DiskFull,
             detail: format!(
                 "on the machine {on}: {}: {error}; free some space, or give its agent another folder for copies of datasets with \
@@ -221,7 +222,7 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, trouble: Trouble) -> Refusal
                 path.display()
             ),
         },
-        Trouble::Disk(path, error) => {
+        CopyError::Disk(path, error) => {
             Refusal::other(format!("on the machine {on}: {}: {error}", path.display()))
         }
     }

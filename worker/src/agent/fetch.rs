@@ -1,9 +1,9 @@
-//! What ranks need that is not on this machine's disk yet is fetched from the server before they start.
+//! Fetches from the server, before ranks start, what they need and this machine's disk does not have.
 
 use super::{
     place::pretrained_dir,
     preflight::Refusal,
-    remote::{Failed, Remote, Talk},
+    remote::{AttemptClient, Failed, Remote},
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
@@ -20,45 +20,45 @@ use std::{
 const MANIFEST_BYTES: usize = 64 << 10;
 /// Pauses before trying again, the first and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
-/// How often a checkpoint is fetched anew whose sums are wrong.
+/// How often a checkpoint with wrong checksums is fetched again.
 const DAMAGED: u32 = 3;
 
 /// The job's fingerprint of its dataset.
 pub(super) const DATASET_NOTE: &str = "dataset.json";
 
-/// Why a try has failed.
-enum Trouble {
+/// Why a try to fetch has failed.
+enum FetchError {
     Server(Failed),
     Disk(PathBuf, io::Error),
-    /// The sums are wrong; what came is gone.
+    /// A checksum is wrong. What had arrived was removed.
     Damaged(String),
 }
 
-impl From<Failed> for Trouble {
+impl From<Failed> for FetchError {
     fn from(failed: Failed) -> Self {
         Self::Server(failed)
     }
 }
 
-fn on_disk(path: &Path) -> impl Fn(io::Error) -> Trouble + '_ {
-    move |error| Trouble::Disk(path.into(), error)
+fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
+    move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Tells the server that this attempt has a disk of its own, and fetches what is missing. A server that is away is waited for; whoever does
-/// not want to wait drops this.
+/// Reports to the server that this attempt has a disk of its own, and fetches what is missing. While the server is unreachable this
+/// retries; drop the future to stop waiting.
 ///
 /// # Errors
-/// What cannot be had.
+/// Something cannot be fetched, and a retry would not help.
 pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let start = &stored.start;
-    let mut tries = Tries::of(remote);
-    while let Err(trouble) = begin(stored, remote).await {
-        tries.wait(trouble).await?;
+    let mut tries = Backoff::of(remote);
+    while let Err(error) = begin(stored, remote).await {
+        tries.wait(error).await?;
     }
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
         let text = serde_json::to_vec(note).map_err(|e| Refusal::other(e.to_string()))?;
-        crate::host::write_whole(&path, &text).map_err(|e| refusal(remote, &Trouble::Disk(path, e)))?;
+        crate::host::write_whole(&path, &text).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends the others what is in them.
     if !start.ranks.iter().any(|(rank, _)| *rank == 0) {
@@ -66,33 +66,34 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     }
     if let Some(name) = &start.resume {
         let id = format!("{}-{name}", start.attempt.job);
-        have(stored, remote, &id, &stored.job_dir.join("checkpoints").join(name)).await
+        ensure_checkpoint(stored, remote, &id, &stored.job_dir.join("checkpoints").join(name)).await
     } else if let Some(id) = &start.files.pretrained {
-        have(stored, remote, id, &pretrained_dir(&stored.job_dir, id)).await
+        ensure_checkpoint(stored, remote, id, &pretrained_dir(&stored.job_dir, id)).await
     } else {
         Ok(())
     }
 }
 
-/// After the check before the first start: the server keeps the dataset's fingerprint for the machines that come later.
+/// Sends the dataset's fingerprint to the server after the preflight check of the job's first start. Machines that the job starts on
+/// later compare with it.
 ///
 /// # Errors
-/// Another machine began with another dataset.
+/// Another machine has started the job with another dataset.
 pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     if stored.start.files.dataset.is_some() {
         return Ok(());
     }
     let path = stored.job_dir.join(DATASET_NOTE);
-    let note = fs::read(&path).map_err(|e| refusal(remote, &Trouble::Disk(path, e)))?;
-    let mut tries = Tries::of(remote);
+    let note = fs::read(&path).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
+    let mut tries = Backoff::of(remote);
     loop {
         match report(stored, remote, &note).await {
             Ok(true) => return Ok(()),
             Ok(false) => break,
-            Err(trouble) => tries.wait(trouble).await?,
+            Err(error) => tries.wait(error).await?,
         }
     }
-    // The next start compares with the one that counts.
+    // Removed, so that the next start compares with the fingerprint that the server has.
     let _ = fs::remove_file(stored.job_dir.join(DATASET_NOTE));
     Err(Refusal {
         code: ReasonCode::DatasetUnusable,
@@ -104,8 +105,13 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     })
 }
 
-/// Makes sure that a checkpoint is whole at `place`.
-async fn have(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), Refusal> {
+/// Makes sure that a valid checkpoint is at `place`, and fetches it if not.
+async fn ensure_checkpoint(
+    stored: &StoredAttempt,
+    remote: &Remote,
+    id: &str,
+    place: &Path,
+) -> Result<(), Refusal> {
     let is_whole = {
         let place = place.to_owned();
         tokio::task::spawn_blocking(move || checkpoint::validate(&place).is_ok()).await
@@ -114,16 +120,16 @@ async fn have(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -
         return Ok(());
     }
     tracing::info!(checkpoint = id, "fetching it from the server");
-    let mut tries = Tries::of(remote);
+    let mut tries = Backoff::of(remote);
     let mut damaged = 0;
-    while let Err(trouble) = fetch(stored, remote, id, place).await {
+    while let Err(error) = fetch(stored, remote, id, place).await {
         tries
-            .wait(match trouble {
-                Trouble::Damaged(why) if damaged < DAMAGED => {
+            .wait(match error {
+                FetchError::Damaged(why) if damaged < DAMAGED => {
                     damaged += 1;
                     Failed::Later(why).into()
                 }
-                trouble => trouble,
+                error => error,
             })
             .await?;
     }
@@ -131,27 +137,27 @@ async fn have(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -
     Ok(())
 }
 
-async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Trouble> {
-    Ok(remote.talk(&stored.start.attempt)?.begin().await?)
+async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), FetchError> {
+    Ok(remote.client(&stored.start.attempt)?.begin().await?)
 }
 
 /// Whether the server keeps this fingerprint, or has the same.
-async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<bool, Trouble> {
-    match remote.talk(&stored.start.attempt)?.dataset(note.to_vec()).await {
+async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<bool, FetchError> {
+    match remote.client(&stored.start.attempt)?.dataset(note.to_vec()).await {
         Err(Failed::Never(StatusCode::CONFLICT, _)) => Ok(false),
         other => Ok(other.map(|()| true)?),
     }
 }
 
-/// One try. What has come stays for the next.
-async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), Trouble> {
-    let talk = remote.talk(&stored.start.attempt)?;
+/// One try. What has arrived stays for the next.
+async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), FetchError> {
+    let client = remote.client(&stored.start.attempt)?;
     let (Some(all), Some(name)) = (place.parent(), place.file_name()) else { return Ok(()) };
     let gathering = all.join(format!(".fetch-{}", name.to_string_lossy()));
     fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
-    let text = small(&talk, id, MANIFEST).await?;
+    let text = small(&client, id, MANIFEST).await?;
     let manifest: Manifest =
-        serde_json::from_slice(&text).map_err(|e| Trouble::Damaged(format!("{MANIFEST}: {e}")))?;
+        serde_json::from_slice(&text).map_err(|e| FetchError::Damaged(format!("{MANIFEST}: {e}")))?;
     let path = gathering.join(MANIFEST);
     if fs::read(&path).ok().as_ref() != Some(&text) {
         fs::remove_dir_all(&gathering).map_err(on_disk(&gathering))?;
@@ -160,7 +166,7 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) 
     }
     for (file, wanted) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
-            return Err(Trouble::Damaged(format!("{MANIFEST} names {file:?}")));
+            return Err(FetchError::Damaged(format!("{MANIFEST} names {file:?}")));
         }
         let path = gathering.join(file);
         let mut to = File::options().create(true).append(true).open(&path).map_err(on_disk(&path))?;
@@ -172,7 +178,7 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) 
         if there == wanted.size_bytes {
             continue;
         }
-        let mut download = talk.file(id, file, there).await?;
+        let mut download = client.file(id, file, there).await?;
         while let Some(bytes) = download.next().await? {
             there += bytes.len() as u64;
             if there > wanted.size_bytes {
@@ -183,17 +189,17 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) 
     }
     let (all, place) = (all.to_owned(), place.to_owned());
     let finished = tokio::task::spawn_blocking(move || finish(&gathering, &place, &all)).await;
-    finished.map_err(|e| Trouble::Disk(PathBuf::new(), io::Error::other(e)))?
+    finished.map_err(|e| FetchError::Disk(PathBuf::new(), io::Error::other(e)))?
 }
 
-/// Checks what has come and gives it its name, synced.
-fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), Trouble> {
+/// Checks a fetched checkpoint, syncs it and renames it to its final name.
+fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), FetchError> {
     let manifest = match checkpoint::validate(gathering) {
         Ok(manifest) => manifest,
-        Err(CheckpointError::Io { path, error }) => return Err(Trouble::Disk(path, error)),
+        Err(CheckpointError::Io { path, error }) => return Err(FetchError::Disk(path, error)),
         Err(error) => {
             fs::remove_dir_all(gathering).map_err(on_disk(gathering))?;
-            return Err(Trouble::Damaged(error.to_string()));
+            return Err(FetchError::Damaged(error.to_string()));
         }
     };
     let sync = |path: &Path| File::open(path).and_then(|file| file.sync_all()).map_err(on_disk(path));
@@ -209,25 +215,25 @@ fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), Trouble> {
     sync(all)
 }
 
-async fn small(talk: &Talk<'_>, id: &str, file: &str) -> Result<Vec<u8>, Trouble> {
-    let mut download = talk.file(id, file, 0).await?;
+async fn small(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u8>, FetchError> {
+    let mut download = client.file(id, file, 0).await?;
     let mut all = Vec::new();
     while let Some(bytes) = download.next().await? {
         all.extend_from_slice(&bytes);
         if all.len() > MANIFEST_BYTES {
-            return Err(Trouble::Damaged(format!("{file} has more than {MANIFEST_BYTES} bytes")));
+            return Err(FetchError::Damaged(format!("{file} has more than {MANIFEST_BYTES} bytes")));
         }
     }
     Ok(all)
 }
 
-/// Pauses between tries.
-struct Tries<'a> {
+/// Pauses between tries, growing up to [`RETRY`]'s longest.
+struct Backoff<'a> {
     remote: &'a Remote,
     pause: Duration,
 }
 
-impl<'a> Tries<'a> {
+impl<'a> Backoff<'a> {
     fn of(remote: &'a Remote) -> Self {
         Self { remote, pause: RETRY.0 }
     }
@@ -235,9 +241,11 @@ impl<'a> Tries<'a> {
     /// Returns when it is time to try again.
     ///
     /// # Errors
-    /// It is in vain.
-    async fn wait(&mut self, trouble: Trouble) -> Result<(), Refusal> {
-        let Trouble::Server(Failed::Later(why)) = trouble else { return Err(refusal(self.remote, &trouble)) };
+    /// The error is permanent.
+    async fn wait(&mut self, error: FetchError) -> Result<(), Refusal> {
+        let FetchError::Server(Failed::Later(why)) = error else {
+            return Err(refusal(self.remote, &error));
+        };
         tracing::warn!(why, "waiting for the server before ranks can start");
         tokio::time::sleep(self.pause).await;
         self.pause = (self.pause * 2).min(RETRY.1);
@@ -245,17 +253,19 @@ impl<'a> Tries<'a> {
     }
 }
 
-fn refusal(remote: &Remote, trouble: &Trouble) -> Refusal {
+fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
     let on = &remote.name;
-    match trouble {
-        Trouble::Server(failed) => {
+    match error {
+        FetchError::Server(failed) => {
             Refusal::other(format!("{on} cannot fetch what the job needs: {}", failed.words()))
         }
-        Trouble::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
+        FetchError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
             code: ReasonCode::DiskFull,
             detail: format!("{on}: {}: {error}; free some space and retry the job", path.display()),
         },
-        Trouble::Disk(path, error) => Refusal::other(format!("{on}: {}: {error}", path.display())),
-        Trouble::Damaged(why) => Refusal::other(format!("{on} fetched a checkpoint from the server: {why}")),
+        FetchError::Disk(path, error) => Refusal::other(format!("{on}: {}: {error}", path.display())),
+        FetchError::Damaged(why) => {
+            Refusal::other(format!("{on} fetched a checkpoint from the server: {why}"))
+        }
     }
 }

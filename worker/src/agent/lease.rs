@@ -10,7 +10,7 @@ use std::{
 };
 
 /// The duration of a lease until the server has sent it.
-const UNTIL_TOLD: Duration = Duration::from_secs(20);
+const DEFAULT_LENGTH: Duration = Duration::from_secs(20);
 
 /// Margin: ranks read their lease every so often, and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
@@ -18,8 +18,8 @@ const MARGIN: Duration = Duration::from_secs(4);
 /// How often the lease's deadline is extended.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// Renewed by every `Welcome` and `HeartbeatAck`. Once it is over, the server may have given the work to another agent, so the
-/// ranks here must end. On the monotonic clock: setting the time of day fences nobody.
+/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`. Once it has expired, the server may have given the work to another
+/// agent, so the ranks here must end. It uses the monotonic clock: setting the time of day does not expire it.
 #[derive(Debug)]
 pub(super) struct Lease {
     state: Mutex<State>,
@@ -39,12 +39,12 @@ struct State {
 impl Lease {
     /// `fence`: the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
-        let state = State { last: Instant::now(), length: UNTIL_TOLD, renewed: false };
+        let state = State { last: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
         Self { state: Mutex::new(state), fence, has_complained: AtomicBool::new(false) }
     }
 
-    /// The server answered a message that was sent at `sent`: its own clock began then at the earliest. Ranks have the new
-    /// deadline when this returns, so one that is started next finds it.
+    /// Renews the lease from `sent`, when the message was sent that the server has answered: the server's own lease began no earlier.
+    /// The new deadline is on disk when this returns, so a rank that is started next reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {
             let mut state = self.lock();

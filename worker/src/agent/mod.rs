@@ -30,7 +30,7 @@ pub use place::Datasets;
 
 use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
 use address::Address;
-use attempt::{Attempt, Order, Surroundings};
+use attempt::{Attempt, AttemptContext, Order};
 use dataset_copy::Copies;
 use lease::Lease;
 use lockstep_protocol::{
@@ -88,7 +88,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let uploaded = Arc::new(Progress::default());
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copies(&options, &state_dir, &adopted)?;
-    let around = Surroundings {
+    let around = AttemptContext {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
         fence: fence_path,
@@ -179,11 +179,11 @@ struct Agent {
     until_final: bool,
     network: Network,
     state_dir: StateDir,
-    around: Surroundings,
+    around: AttemptContext,
     /// By fencing token: the order of their starts.
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
-    leaving: Option<Leaving>,
+    leaving: Option<Shutdown>,
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
@@ -207,14 +207,14 @@ struct Agent {
 
 type AttemptKey = (JobId, u32);
 
-struct Leaving {
+struct Shutdown {
     announced: bool,
     ranks_gone: Option<Instant>,
 }
 
 /// What a signal or the state asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Turn {
+enum LoopControl {
     Continue,
     /// Return.
     End,
@@ -243,7 +243,7 @@ impl Agent {
             let session = tokio::select! {
                 session = connecting => session,
                 let_go = signals.next() => {
-                    if self.signalled(let_go) == Turn::End {
+                    if self.signalled(let_go) == LoopControl::End {
                         return self.result();
                     }
                     continue;
@@ -283,7 +283,7 @@ impl Agent {
                 tracing::warn!(%server, %lost, "no connection to the server; trying on");
                 complaints.push(lost);
             }
-            if self.wait(jittered(pause), &mut signals).await == Turn::End {
+            if self.wait(jittered(pause), &mut signals).await == LoopControl::End {
                 return self.result();
             }
             pause = (pause * 2).min(RETRY.1);
@@ -298,28 +298,28 @@ impl Agent {
     }
 
     /// Waits without a connection, still listening.
-    async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> Turn {
+    async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> LoopControl {
         let until = tokio::time::Instant::now() + pause;
         loop {
             let wake = self.around.wake.clone();
             tokio::select! {
                 let_go = signals.next() => {
-                    if self.signalled(let_go) == Turn::End { return Turn::End }
+                    if self.signalled(let_go) == LoopControl::End { return LoopControl::End }
                 }
                 () = wake.notified() => {}
                 () = tokio::time::sleep_until(until) => return self.poll(false),
             }
-            if self.poll(false) == Turn::End {
-                return Turn::End;
+            if self.poll(false) == LoopControl::End {
+                return LoopControl::End;
             }
         }
     }
 
     /// Handles a signal.
-    fn signalled(&mut self, let_go: bool) -> Turn {
+    fn signalled(&mut self, let_go: bool) -> LoopControl {
         if let_go {
             tracing::info!("letting go: the ranks stay for the next agent");
-            return Turn::End;
+            return LoopControl::End;
         }
         if self.leaving.is_some() {
             tracing::warn!("second signal: killing the ranks");
@@ -329,14 +329,14 @@ impl Agent {
                     RankProcess::adopt(&stored.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
             }
-            return Turn::End;
+            return LoopControl::End;
         }
         tracing::info!("ending in order");
-        self.leaving = Some(Leaving { announced: false, ranks_gone: None });
+        self.leaving = Some(Shutdown { announced: false, ranks_gone: None });
         for attempt in self.attempts.values() {
             attempt.order(Order::Leave);
         }
-        Turn::Continue
+        LoopControl::Continue
     }
 
     /// Whether everything that was written before `moment` is where the server has it.
@@ -345,34 +345,34 @@ impl Agent {
     }
 
     /// Whether it is time to end.
-    fn poll(&mut self, connected: bool) -> Turn {
+    fn poll(&mut self, connected: bool) -> LoopControl {
         let all_over = self.attempts.values().all(Attempt::is_over);
         if !connected && !all_over {
             self.measure_spool();
         }
         if let Some(leaving) = &mut self.leaving {
             if !all_over {
-                return Turn::Continue;
+                return LoopControl::Continue;
             }
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
             let is_reported = self.attempts.is_empty() && leaving.announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { UPLOAD_FAREWELL } else { FAREWELL };
             if is_uploaded || !connected || since.elapsed() > patience {
-                return Turn::End;
+                return LoopControl::End;
             }
-            return Turn::Continue;
+            return LoopControl::Continue;
         }
         if self.parent.is_some() && self.parent != rustix::process::getppid() && all_over {
             tracing::info!("the server that started this agent is gone, and no rank is left here");
-            return Turn::End;
+            return LoopControl::End;
         }
         if let Some(since) = self.only_job_is_final
             && self.attempts.is_empty()
             && (self.is_uploaded(since) || since.elapsed() > LAST_UPLOAD)
         {
             tracing::info!("the job is over");
-            return Turn::End;
+            return LoopControl::End;
         }
         // A failed attempt may be followed by another one, and one that was stopped because another machine's part of it failed.
         let may_follow = self.only_job_failed || self.only_job_is_shared;
@@ -384,9 +384,9 @@ impl Agent {
                     && since.elapsed() >= patience
                     && self.is_uploaded(since) =>
             {
-                Turn::End
+                LoopControl::End
             }
-            _ => Turn::Continue,
+            _ => LoopControl::Continue,
         }
     }
 }

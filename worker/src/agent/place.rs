@@ -9,12 +9,12 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-/// Where this machine has datasets that are elsewhere on the server's.
+/// The agent's options that say where this machine has the server's datasets (`--dataset`, `--path-map`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Datasets {
-    /// By the name under which the server knows it.
+    /// Paths by the dataset's name on the server.
     pub by_name: Vec<(String, PathBuf)>,
-    /// The server's folders, and what stands for each here. The longest that fits counts.
+    /// Folders of the server, and their counterparts here. The longest matching prefix wins.
     pub by_prefix: Vec<(PathBuf, PathBuf)>,
 }
 
@@ -24,7 +24,7 @@ impl Datasets {
         self.mapped(name, path).unwrap_or_else(|| path.into())
     }
 
-    /// The same, where an option says it.
+    /// The same, or `None` if no option names it.
     pub(super) fn mapped(&self, name: &str, path: &str) -> Option<PathBuf> {
         if let Some((_, here)) = self.by_name.iter().find(|(known, _)| known == name) {
             return Some(here.clone());
@@ -32,7 +32,7 @@ impl Datasets {
         let path = Path::new(path);
         let fitting = self.by_prefix.iter().filter_map(|(there, here)| {
             let rest = path.strip_prefix(there).ok()?;
-            // What climbs out again is no path below it.
+            // A path that leaves the folder again (`..`) is not below it.
             let is_below = rest.components().all(|part| matches!(part, Component::Normal(_)));
             is_below.then(|| (there.components().count(), here.join(rest)))
         });
@@ -42,13 +42,13 @@ impl Datasets {
 
 /// A note in a job's folder on a disk that the server does not have: which attempt was here last.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Here {
+pub(super) struct OwnDiskNote {
     pub(super) attempt: lockstep_protocol::agent::AttemptRef,
-    /// Rank 0 was here, and so are checkpoints.
+    /// Rank 0 ran on this machine, so the checkpoints are here.
     pub(super) has_rank_0: bool,
 }
 
-impl Here {
+impl OwnDiskNote {
     fn path(job_dir: &Path) -> PathBuf {
         job_dir.join(OWN_DISK_NOTE)
     }
@@ -63,8 +63,8 @@ impl Here {
 }
 
 /// Decides where the job's folder is, and makes that of the attempt. The server's own is used only if this agent has the server's disk: it
-/// finds there the word that the server has just written, and can write beside it. A path of the same name proves nothing, and neither does
-/// a lock, which some network file systems do not pass on.
+/// reads the random word that the server has just written there, and can write into the same folder. A path of the same name proves
+/// nothing, and neither does a lock, which some network file systems do not propagate.
 ///
 /// # Errors
 /// No folder can be made.
@@ -86,26 +86,26 @@ pub(super) fn place(state_dir: &StateDir, mut start: StartAttempt) -> (StoredAtt
         start.spec.model.pretrained = Some(pretrained_dir(&job_dir, id).to_string_lossy().into_owned());
     }
     let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
-    let here = Here { attempt: start.attempt.clone(), has_rank_0 };
+    let here = OwnDiskNote { attempt: start.attempt.clone(), has_rank_0 };
     let stored = StoredAttempt { start, job_dir };
     let made = fs::create_dir_all(stored.attempt_dir()).and_then(|()| here.write(&stored.job_dir));
     (stored, made)
 }
 
-/// Where a checkpoint of another job is kept that this one begins with.
+/// The folder for another job's checkpoint that this job starts from.
 pub(super) fn pretrained_dir(job_dir: &Path, id: &str) -> PathBuf {
     job_dir.join("pretrained").join(id)
 }
 
 /// Whether an attempt's folder is on a disk that the server does not have.
 pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
-    Here::read(&stored.job_dir).is_some()
+    OwnDiskNote::read(&stored.job_dir).is_some()
 }
 
 fn has_servers_disk(state_dir: &StateDir, job_dir: &Path, mark: Option<&str>) -> bool {
     match mark {
         Some(mark) => fs::read_to_string(job_dir.join(MARK)).is_ok_and(|found| found == mark),
-        // A server that could not write it, because its disk is full, or that does not yet.
+        // The server could not write the mark because its disk is full, or it is of a version that writes none.
         None => state_dir.server_is_here(),
     }
 }

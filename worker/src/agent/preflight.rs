@@ -73,18 +73,18 @@ pub(super) fn check(
 /// The dataset's fingerprint from the job's first start (`dataset.json`), in whichever form it was taken then.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-enum Note {
+enum StoredFingerprint {
     /// A fingerprint of all files, computed by reading them.
     Files(Fingerprint),
     /// A fingerprint of the pictures, from their index.
     Pictures(PicturesFingerprint),
 }
 
-impl Note {
+impl StoredFingerprint {
     fn files_and_bytes(&self) -> (u64, u64) {
         match self {
-            Note::Files(found) => (found.files, found.bytes),
-            Note::Pictures(found) => (found.pictures, found.picture_bytes),
+            StoredFingerprint::Files(found) => (found.files, found.bytes),
+            StoredFingerprint::Pictures(found) => (found.pictures, found.picture_bytes),
         }
     }
 }
@@ -97,7 +97,7 @@ fn dataset(
     cancelled: &AtomicBool,
 ) -> Result<(), String> {
     let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
-    let by_files = || Fingerprint::of(path, cancelled).map(Note::Files).map_err(|e| wrong(&e));
+    let by_files = || Fingerprint::of(path, cancelled).map(StoredFingerprint::Files).map_err(|e| wrong(&e));
     // A process that died says nothing about the dataset, and the note is compared for the job's whole life.
     let not_examined =
         |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
@@ -105,16 +105,17 @@ fn dataset(
     let by_pictures = |known: bool| {
         let request = AgentRequest::Fingerprint { path: path.display().to_string(), known };
         match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
-            Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(Note::Pictures))),
+            Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(StoredFingerprint::Pictures))),
             Ok(_) => Err(not_examined("the inspecting process gave another kind of reply".into())),
             Err(detail) => Ok(Err(detail)),
         }
     };
     let note = stored.job_dir.join("dataset.json");
-    let before = fs::read(&note).ok().and_then(|text| serde_json::from_slice::<Note>(&text).ok());
+    let before =
+        fs::read(&note).ok().and_then(|text| serde_json::from_slice::<StoredFingerprint>(&text).ok());
     let found = match &before {
-        Some(Note::Files(_)) => by_files()?,
-        Some(Note::Pictures(_)) => match by_pictures(true)? {
+        Some(StoredFingerprint::Files(_)) => by_files()?,
+        Some(StoredFingerprint::Pictures(_)) => match by_pictures(true)? {
             Ok(found) => found.map_or_else(by_files, Ok)?,
             Err(detail) => return Err(wrong(&format!("{}: {detail}", path.display()))),
         },

@@ -40,7 +40,7 @@ pub(super) struct Remote {
 }
 
 /// A connection for some requests about one attempt.
-pub(super) struct Talk<'a> {
+pub(super) struct AttemptClient<'a> {
     remote: &'a Remote,
     client: Client,
     /// Up to the attempt.
@@ -53,14 +53,14 @@ impl Remote {
     ///
     /// # Errors
     /// What cannot be read.
-    pub(super) fn talk(&self, attempt: &AttemptRef) -> Result<Talk<'_>> {
+    pub(super) fn talk(&self, attempt: &AttemptRef) -> Result<AttemptClient<'_>> {
         let (client, server) = self.address.rest().map_err(Failed::Later)?;
         let base = format!("{server}/api/v1/agent/attempts/{}/{}", attempt.job, attempt.attempt);
-        Ok(Talk { remote: self, client, base, fencing_token: attempt.fencing_token.into() })
+        Ok(AttemptClient { remote: self, client, base, fencing_token: attempt.fencing_token.into() })
     }
 }
 
-impl Talk<'_> {
+impl AttemptClient<'_> {
     fn request(&self, method: Method, path: &str) -> RequestBuilder {
         self.client
             .request(method, format!("{}{path}", self.base))

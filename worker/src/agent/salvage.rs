@@ -1,4 +1,4 @@
-//! Checkpoints that are whole on disk and that no rank has reported.
+//! Checkpoints that are complete on disk and that no rank has reported.
 //!
 //! Rank 0 writes them concurrently with training and reports each when it is complete. When rank 0 is killed in between, or
 //! ends because another rank died during the write, the report is lost, and the next attempt would begin before that
@@ -13,7 +13,7 @@ use std::{collections::BTreeSet, path::Path};
 pub(super) struct Reported {
     /// The step that the attempt began after; none until rank 0 has reported that it runs.
     start_step: Option<u64>,
-    /// Steps of checkpoints that were written, whether kept or not.
+    /// Steps of the checkpoints that were reported as written, including removed ones.
     steps: BTreeSet<u64>,
     /// Those that were removed: too old, or damaged.
     removed: BTreeSet<u64>,
@@ -50,8 +50,8 @@ impl Reported {
             .collect()
     }
 
-    /// What is lost of an attempt that was stopped after step `step`; `unreported` are checkpoints that it wrote without
-    /// reporting them.
+    /// A sentence about the steps that an attempt loses that was stopped after step `step`; `None` if it loses none. `unreported` are
+    /// checkpoints that it wrote without reporting them.
     pub(super) fn lost(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;

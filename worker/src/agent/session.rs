@@ -1,7 +1,7 @@
 //! One connection to the server, from `Hello` to its loss.
 
 use super::{
-    Agent, Signals, Turn,
+    Agent, LoopControl, Signals,
     address::Address,
     attempt::{Attempt, Order},
     findings, machine,
@@ -211,9 +211,9 @@ impl Connected {
                     None => Ok(()),
                 },
                 let_go = signals.next() => match agent.signalled(let_go) {
-                    Turn::End => Err(Outcome::End),
+                    LoopControl::End => Err(Outcome::End),
                     // The next report carries it to the server.
-                    Turn::Continue => Ok(()),
+                    LoopControl::Continue => Ok(()),
                 },
             };
             if let Err(outcome) = outcome {
@@ -227,7 +227,7 @@ impl Connected {
     }
 
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
-        if agent.poll(true) == Turn::End {
+        if agent.poll(true) == LoopControl::End {
             return Err(Outcome::End);
         }
         let limit = SILENCE.max(self.heartbeat * 3);
@@ -280,7 +280,7 @@ impl Connected {
             self.told_ready.remove(&attempt);
             agent.forget(&attempt);
         }
-        if agent.poll(true) == Turn::End { Err(Outcome::End) } else { Ok(()) }
+        if agent.poll(true) == LoopControl::End { Err(Outcome::End) } else { Ok(()) }
     }
 
     /// What has not been reported to the server of attempts over several machines.

@@ -5,8 +5,8 @@
 //! one that another machine would continue from.
 
 use super::{
-    place::Here,
-    remote::{Failed, Remote, Talk},
+    place::OwnDiskNote,
+    remote::{AttemptClient, Failed, Remote},
 };
 use crate::checkpoint::{self, MANIFEST, Manifest, OWN_DISK_NOTE};
 use lockstep_protocol::JobId;
@@ -48,7 +48,7 @@ impl Progress {
 /// Whether no job is on a disk of this agent's own: nothing is to be waited for.
 pub(super) fn is_empty(dir: &Path) -> bool {
     let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
-    entries.flatten().all(|entry| Here::read(&entry.path()).is_none())
+    entries.flatten().all(|entry| OwnDiskNote::read(&entry.path()).is_none())
 }
 
 /// What is known of a job's folder.
@@ -96,7 +96,7 @@ impl Uploads {
         let found: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
         self.jobs.retain(|job, _| found.iter().any(|path| path.ends_with(job.as_str())));
         for job_dir in found {
-            let Some(here) = Here::read(&job_dir) else { continue };
+            let Some(here) = OwnDiskNote::read(&job_dir) else { continue };
             let mut known = self.jobs.remove(&here.attempt.job).unwrap_or_default();
             if known.wait.is_some_and(|(until, _)| Instant::now() < until) {
                 all_done = false;
@@ -123,14 +123,19 @@ impl Uploads {
     }
 
     /// Whether ranks of the attempt are here, or reports of it that the server has not taken.
-    fn is_held(&self, here: &Here) -> bool {
+    fn is_held(&self, here: &OwnDiskNote) -> bool {
         let name = format!("{}-{}.json", here.attempt.job, here.attempt.attempt);
         self.dir.join("attempts").join(name).exists()
     }
 
     /// Uploads what the server has not yet of one job, and removes the job's folder once the server needs it no more. Whether
     /// nothing is left to do.
-    async fn upload_job(&self, here: &Here, job_dir: &Path, known: &mut Known) -> Result<bool, Failed> {
+    async fn upload_job(
+        &self,
+        here: &OwnDiskNote,
+        job_dir: &Path,
+        known: &mut Known,
+    ) -> Result<bool, Failed> {
         // Before the folder is read: what is reported later is written earlier.
         let is_held = self.is_held(here);
         let mut done = true;
@@ -149,8 +154,8 @@ impl Uploads {
             if known.done.get(name) == Some(&sum) {
                 continue;
             }
-            let talk = self.remote.talk(&here.attempt)?;
-            match upload(&talk, &folder.join(name), name, &text, &sum, is_held).await? {
+            let client = self.remote.client(&here.attempt)?;
+            match upload(&client, &folder.join(name), name, &text, &sum, is_held).await? {
                 Sent::Done => {
                     known.done.insert(name.clone(), sum);
                 }
@@ -161,13 +166,13 @@ impl Uploads {
             return Ok(done);
         }
         known.asked = Some(Instant::now());
-        let keep = match self.remote.talk(&here.attempt)?.needed().await {
+        let keep = match self.remote.client(&here.attempt)?.needed().await {
             // Only the server's own word removes anything.
             Ok(needed) => needed.keep,
             Err(failed) => return Err(failed),
         };
         // An attempt may have begun meanwhile.
-        let is_same = Here::read(job_dir).is_some_and(|now| now == *here);
+        let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
         if !keep && is_same && !self.is_held(here) {
             tracing::info!(job = %here.attempt.job, "the job needs its folder here no more");
             if let Err(error) = fs::remove_dir_all(job_dir) {
@@ -186,14 +191,14 @@ fn is_older(path: &Path, other: &Path) -> bool {
 
 /// Sends what the server has not yet of one checkpoint.
 async fn upload(
-    talk: &Talk<'_>,
+    client: &AttemptClient<'_>,
     folder: &Path,
     name: &str,
     text: &[u8],
     sum: &str,
     is_held: bool,
 ) -> Result<Sent, Failed> {
-    let state = match talk.upload_state(name).await {
+    let state = match client.upload_state(name).await {
         Ok(state) => state,
         Err(failed) => return refused(failed, name, is_held),
     };
@@ -204,7 +209,7 @@ async fn upload(
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
-        talk.piece(name, MANIFEST, 0, text.to_vec()).await.map_err(later)?;
+        client.piece(name, MANIFEST, 0, text.to_vec()).await.map_err(later)?;
         received.clear();
     }
     for (file, wanted) in &manifest.files {
@@ -213,15 +218,15 @@ async fn upload(
             let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
             // Removed by retention meanwhile, or taken by a newer one of the same step: the next round looks again.
             let Ok(piece) = read(&folder.join(file), offset, size).await else { return Ok(Sent::NotYet) };
-            talk.piece(name, file, offset, piece).await.map_err(later)?;
+            client.piece(name, file, offset, piece).await.map_err(later)?;
             offset += size;
         }
         // An empty file is a file, too.
         if wanted.size_bytes == 0 && !received.contains_key(file) {
-            talk.piece(name, file, 0, Vec::new()).await.map_err(later)?;
+            client.piece(name, file, 0, Vec::new()).await.map_err(later)?;
         }
     }
-    talk.upload_done(name).await.map_err(later)?;
+    client.upload_done(name).await.map_err(later)?;
     tracing::info!(checkpoint = name, secs = began.elapsed().as_secs_f64(), "uploaded");
     Ok(Sent::Done)
 }

@@ -114,7 +114,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// What is told of it once it is written; `best` as it is then.
+    /// What is reported once it is written. `best` is the best checkpoint at that time.
     pub fn info(&self, best: Option<&Best>, size_bytes: u64) -> CheckpointInfo {
         let State { epoch, step, val_accuracy, val_loss, .. } = self.state;
         let best = best.is_some_and(|best| best.step == step);

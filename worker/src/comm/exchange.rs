@@ -16,21 +16,21 @@ impl<'a> Exchange<'a> {
     /// An exchange among the ranks of `group`: at `store` where all that meet there are in it.
     pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
         match store {
-            Some(store) if store.meeting().world_size == group.size() => Self::Store(store),
+            Some(store) if store.config().world_size == group.size() => Self::Store(store),
             _ => Self::Group(group),
         }
     }
 
     pub fn rank(&self) -> u32 {
         match self {
-            Self::Store(store) => store.meeting().rank,
+            Self::Store(store) => store.config().rank,
             Self::Group(group) => group.rank(),
         }
     }
 
     pub fn size(&self) -> u32 {
         match self {
-            Self::Store(store) => store.meeting().world_size,
+            Self::Store(store) => store.config().world_size,
             Self::Group(group) => group.size(),
         }
     }
@@ -38,7 +38,7 @@ impl<'a> Exchange<'a> {
     /// Longest wait for others.
     pub fn timeout(&self) -> Duration {
         match self {
-            Self::Store(store) => store.meeting().timeout,
+            Self::Store(store) => store.config().timeout,
             Self::Group(group) => group.timeout(),
         }
     }

@@ -19,14 +19,14 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the two ends must agree on.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms<'a> {
+pub(crate) struct HandshakeTerms<'a> {
     /// The attempt's secret.
     pub(crate) secret: &'a [u8],
     /// What the connection is for, such as `store` or `ring/gradients`.
     pub(crate) purpose: &'a str,
 }
 
-impl Terms<'_> {
+impl HandshakeTerms<'_> {
     fn proof(&self, side: &str, caller: &[u8], listener: &[u8], rank: u32) -> Hmac<Sha256> {
         // HMAC takes keys of any length.
         let mut mac = Hmac::<Sha256>::new_from_slice(self.secret).unwrap_or_else(|_| unreachable!());

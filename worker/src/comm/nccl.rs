@@ -15,12 +15,12 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-pub use abort::{abort_all, on_abort, wait_for_aborts};
+pub use abort::wait_for_aborts;
 pub use process_group::NcclProcessGroup;
 
 use super::{CommError, Exchange};
 use crate::gpu::libraries::{self, Library};
-use abort::{Comm, LIVE};
+use abort::Comm;
 use cudarc::{
     driver::CudaContext,
     nccl::sys::{self, ncclComm_t, ncclResult_t, ncclUniqueId},
@@ -90,9 +90,9 @@ impl Nccl {
         }
         let state =
             Arc::new(State { name: name.into(), comm: Owner::new(Comm(comm)), calls: Mutex::new(()) });
-        LIVE.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&state));
         let this = Self { rank, size, timeout, context, state };
-        this.wait_while_in_progress(OPERATION, status, &|| place.gives_up())?;
+        let connected = this.wait_while_in_progress(OPERATION, status, &|| place.gives_up());
+        connected.inspect_err(|error| this.abort(&error.to_string()))?;
         Ok(Arc::new(this))
     }
 
@@ -118,7 +118,9 @@ impl Nccl {
         }
     }
 
-    /// Ends what is under way in this group, from any thread, and in no other: [`abort_all`] for this group alone.
+    /// Ends what is under way in this group, from any thread, and in no other: waiting calls return with
+    /// [`CommError::Aborted`], collectives that run on the GPU end, and streams behind them come free. What they leave is garbage, also
+    /// on ranks that have not aborted: those get what this one would have sent them, and take it for its values.
     pub fn abort(&self, reason: &str) {
         self.state.comm.abort(reason);
     }
@@ -160,21 +162,15 @@ impl Nccl {
             match status {
                 ncclResult_t::ncclSuccess => return Ok(()),
                 ncclResult_t::ncclInProgress => {}
-                status => {
-                    let error = self.failure(operation, status);
-                    self.abort(&error.to_string());
-                    return Err(error);
-                }
+                status => return Err(self.failure(operation, status)),
             }
             let waited = began.elapsed();
             if stopped() {
-                self.abort("asked to stop");
                 return Err(CommError::Aborted { operation, reason: "asked to stop".into() });
             }
             if waited > self.timeout {
                 let secs = waited.as_secs_f64();
                 let detail = format!("group {}: not done after {secs:.0} s", self.state.name);
-                self.abort(&detail);
                 return Err(CommError::Failed { operation, detail });
             }
             // Most calls are taken up within microseconds.

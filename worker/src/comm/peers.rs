@@ -274,7 +274,7 @@ fn host() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::rendezvous::{Store, free_port, tests::meeting};
+    use crate::comm::rendezvous::{Store, free_port, tests::rendezvous_config};
 
     /// Where a machine has GPUs two ranks on one of them must not share memory either.
     #[test]
@@ -284,7 +284,7 @@ mod tests {
             let ranks: Vec<_> = (0..2)
                 .map(|rank| {
                     scope.spawn(move || {
-                        let store = Store::join(meeting(port, rank, 2)).unwrap();
+                        let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
                         let peers = Peers::connect(Exchange::Store(&store), "test", 0, 4096, 64).unwrap();
                         // The store goes with rank 0's.
                         store.barrier("done").unwrap();

@@ -21,7 +21,7 @@ const SLICE: Duration = Duration::from_millis(100);
 
 /// Where and how an attempt meets.
 #[derive(Debug, Clone)]
-pub struct Meeting {
+pub struct RendezvousConfig {
     /// Where rank 0 listens: an address or a name.
     pub addr: String,
     /// Its port.

@@ -34,9 +34,9 @@ use std::{
     time::Duration,
 };
 
-/// Up to this many bytes a vector is gathered whole: on loopback a hop costs about as much as
-/// sending 100 KiB. For n ranks that is n - 1 hops and as many times the vector to send; in parts it is twice the hops
-/// and less than twice the vector, so whole is faster up to about a hop's worth of bytes, at any number of ranks.
+/// Vectors of up to this many bytes are all-gathered whole and summed by every rank. For n ranks that takes n - 1 hops, each of
+/// which sends the whole vector; reduce-scatter and all-gather take twice the hops and send less than two vectors in all. On
+/// loopback a hop costs about as much as sending 100 KiB, so whole is faster for short vectors at any number of ranks.
 const SHORT: usize = 32 << 10;
 /// Bytes received before they are added: they fit the second-level cache together with their target.
 const BLOCK: usize = 128 << 10;
@@ -48,7 +48,7 @@ pub struct Ring {
     size: u32,
     timeout: Duration,
     identity: Identity,
-    lane: Mutex<Lane>,
+    sockets: Mutex<RingSockets>,
     mesh: Arc<Mesh>,
     end: Arc<End>,
     concurrent: Option<Arc<Ring>>,
@@ -60,7 +60,7 @@ pub struct Ring {
 /// What groups that are split from a ring connect with.
 #[derive(Debug, Clone)]
 struct Identity {
-    /// Tells the groups of an attempt apart: connections of one are not taken for those of another.
+    /// Unique among the groups of an attempt, so that a connection of one is not taken for that of another.
     name: String,
     secret: Vec<u8>,
     local_ip: IpAddr,
@@ -68,7 +68,7 @@ struct Identity {
 
 /// The two connections of a rank.
 #[derive(Debug)]
-struct Lane {
+struct RingSockets {
     next: TcpStream,
     previous: TcpStream,
     /// Calls so far.
@@ -82,9 +82,9 @@ struct Lane {
 /// A call under way.
 struct Wire<'a> {
     ring: &'a Ring,
-    lane: &'a mut Lane,
+    sockets: &'a mut RingSockets,
     operation: &'static str,
-    /// The call, until its header has gone.
+    /// The call, until its header has been sent.
     unopened: Option<Call>,
 }
 
@@ -97,20 +97,20 @@ impl Ring {
     ) -> Result<T, CommError> {
         let operation = what.operation.name();
         self.not_ended(operation)?;
-        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        lane.sequence += 1;
-        let mut wire = Wire { ring: self, lane: &mut lane, operation, unopened: Some(what) };
+        let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.sequence += 1;
+        let mut wire = Wire { ring: self, sockets: &mut sockets, operation, unopened: Some(what) };
         let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
         result.map_err(|error| self.failed(error))
     }
 
-    /// Collective: ranks that call different things find out, before they do it in another way than over the ring.
+    /// Collective: checks that all ranks make the same call, for calls that then do their work in another way than over the ring.
     pub(super) fn announce(&self, what: Call) -> Result<(), CommError> {
-        // A byte has been at every rank when it is back.
+        // When an all-gather of one byte returns, every rank has checked the header.
         self.call(what, |wire| wire.gather(&mut vec![0; wire.ring.size as usize]))
     }
 
-    /// Says why its ranks share no memory.
+    /// Records why its ranks do not share memory; [`ProcessGroup::shared_memory`] returns it.
     pub(super) fn set_shm_unavailable(&self, reason: String) {
         let _ = self.shm_unavailable_reason.set(reason);
     }
@@ -120,12 +120,15 @@ impl Ring {
         self.end.not_ended(operation)
     }
 
-    /// Whether the neighbours are there, for those who wait for ranks in another way than by a call.
+    /// Checks that the neighbours' connections are open, for callers that wait for ranks in another way than by a call.
+    ///
+    /// # Errors
+    /// A neighbour has closed its connection, or the group has ended.
     pub(super) fn neighbours_are_there(&self, operation: &'static str) -> Result<(), CommError> {
         self.not_ended(operation)?;
-        // A call that is under way sees it by itself.
-        let Ok(lane) = self.lane.try_lock() else { return Ok(()) };
-        for (stream, peer) in [(&lane.next, self.next_rank()), (&lane.previous, self.previous_rank())] {
+        // A call in progress notices a closed connection by itself.
+        let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
+        for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
             let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
             let polled = poll(&mut ready, Some(&Timespec::default()));
             let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
@@ -137,8 +140,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Ends the group because of `error`, so that the neighbours learn of it now and not by their
-    /// time-outs.
+    /// Ends the group because of `error`, so that the neighbours notice at once and not by their time-outs.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         self.end.failed(error)
     }
@@ -148,8 +150,8 @@ impl Ring {
     /// # Errors
     /// The connection has ended.
     pub fn next_is_elsewhere(&self) -> std::io::Result<bool> {
-        let lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        let (own, peer) = (lane.next.local_addr()?.ip(), lane.next.peer_addr()?.ip());
+        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let (own, peer) = (sockets.next.local_addr()?.ip(), sockets.next.peer_addr()?.ip());
         Ok(own != peer && !peer.is_loopback())
     }
 

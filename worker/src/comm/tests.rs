@@ -5,7 +5,7 @@ mod split;
 
 use super::*;
 use half::{bf16, f16};
-use rendezvous::{Store, free_port, tests::meeting};
+use rendezvous::{Store, free_port, tests::rendezvous_config};
 use ring::Ring;
 use shm::ShmProcessGroup;
 
@@ -50,7 +50,7 @@ pub(super) fn on_connected_ranks<G, T: Send>(
         let (connect, body) = (&connect, &body);
         let rank = |rank| {
             scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, size)).unwrap();
+                let store = Store::join(rendezvous_config(port, rank, size)).unwrap();
                 let ring = Ring::connect(&store, timeout).unwrap();
                 store.barrier("connected").unwrap();
                 body(connect(&store, ring))

@@ -57,7 +57,7 @@ pub enum Reduction {
     Max,
 }
 
-/// Values that are read; 16-bit ones by their bits.
+/// Values to read; 16-bit ones as their bit patterns.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
     U8(&'a [u8]),

@@ -20,7 +20,7 @@ const POST_EVERY: Duration = Duration::from_secs(1);
 /// A rank whose posts have not changed for this long is silent.
 const SILENT: Duration = Duration::from_secs(5);
 
-/// Watches the steps of one rank. Dropped: nothing is watched any more.
+/// Watches the steps of one rank, until it is dropped.
 #[derive(Debug)]
 pub struct Watchdog {
     shared: Arc<Shared>,
@@ -30,23 +30,23 @@ pub struct Watchdog {
 struct Shared {
     began: Instant,
     rank: u32,
-    /// Steps that an earlier attempt had done.
+    /// The step of the checkpoint that this attempt continues from.
     base: AtomicU64,
     submitted: AtomicU64,
     done: AtomicU64,
-    /// Milliseconds after `began` at which a step was last done, or waited for anew.
+    /// Milliseconds after `began` at which a step was last completed, or submitted when no other was pending.
     moved_ms: AtomicU64,
     over: AtomicBool,
-    board: Mutex<Board>,
+    board: Mutex<PostedSteps>,
     stall_reason: OnceLock<String>,
 }
 
 /// What the ranks have posted.
 #[derive(Debug, Default)]
-struct Board {
+struct PostedSteps {
     /// By rank: the last finished step, what was posted, and when that was first seen.
     ranks: Vec<Option<(u64, Vec<u8>, Instant)>>,
-    /// When rank 0, who keeps it, last answered.
+    /// When rank 0, which stores the posts, last answered.
     answered: Option<Instant>,
 }
 
@@ -71,8 +71,8 @@ impl Watchdog {
         stalled: impl FnOnce(&str) + Send + 'static,
     ) -> io::Result<Arc<Self>> {
         let (rank, world_size) =
-            store.as_ref().map_or((0, 1), |store| (store.meeting().rank, store.meeting().world_size));
-        let board = Board { ranks: vec![None; world_size as usize], answered: None };
+            store.as_ref().map_or((0, 1), |store| (store.config().rank, store.config().world_size));
+        let board = PostedSteps { ranks: vec![None; world_size as usize], answered: None };
         let shared = Arc::new(Shared {
             began: Instant::now(),
             rank,
@@ -101,7 +101,7 @@ impl Watchdog {
         self.shared.base.store(base, Ordering::Release);
     }
 
-    /// Step number `step` (from 1, of this process) is on its way to the GPU: from now on it is waited for.
+    /// Step number `step` (from 1, of this process) was submitted to the GPU: it has to complete within the limit.
     pub fn submitted(&self, step: u64) {
         let shared = &self.shared;
         if shared.submitted.fetch_max(step, Ordering::AcqRel) <= shared.done.load(Ordering::Acquire) {
@@ -165,7 +165,7 @@ impl Shared {
     }
 
     fn post(&self, store: &Store, every: Duration) {
-        let world_size = store.meeting().world_size;
+        let world_size = store.config().world_size;
         let key = |rank: u32| format!("watchdog/{rank}");
         let keys: Vec<String> = (0..world_size).map(key).collect();
         let mut beat = 0u64;
@@ -173,7 +173,7 @@ impl Shared {
             beat += 1;
             let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
             let mut value = at.to_le_bytes().to_vec();
-            // Changes although the step does not: a rank that still posts is alive.
+            // A counter, so that the posts of a live rank change even while its step does not.
             value.extend_from_slice(&beat.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
             let Ok(values) = posted else { return };
@@ -183,7 +183,7 @@ impl Shared {
     }
 }
 
-impl Board {
+impl PostedSteps {
     fn take(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
         self.answered = Some(now);
         for (known, value) in self.ranks.iter_mut().zip(values) {
@@ -204,7 +204,7 @@ impl Board {
             .map(|(rank, known)| match known {
                 _ if rank == own => (rank, Some(own_step), Duration::ZERO),
                 Some((step, _, at)) => {
-                    // When rank 0 does not answer, nobody's posts are seen: only what is older counts.
+                    // While rank 0 does not answer, no post is seen: silence is measured up to its last answer.
                     let seen = away.map_or(now, |away| now - away);
                     (rank, Some(*step), seen.saturating_duration_since(*at))
                 }
@@ -248,7 +248,7 @@ impl Board {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::rendezvous::{free_port, tests::meeting};
+    use crate::comm::rendezvous::{free_port, tests::rendezvous_config};
     use std::sync::mpsc;
 
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -257,7 +257,7 @@ mod tests {
     fn the_rank_behind_is_named_by_those_that_wait_for_it() {
         let port = free_port("127.0.0.1").unwrap();
         let (sender, receiver) = mpsc::channel();
-        let store = |rank| Arc::new(Store::join(meeting(port, rank, 3)).unwrap());
+        let store = |rank| Arc::new(Store::join(rendezvous_config(port, rank, 3)).unwrap());
         let stores: Vec<_> = std::thread::scope(|scope| {
             let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || store(rank))).collect();
             joining.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -265,7 +265,7 @@ mod tests {
         let dogs: Vec<_> = stores
             .iter()
             .map(|store| {
-                let (rank, sender) = (store.meeting().rank, sender.clone());
+                let (rank, sender) = (store.config().rank, sender.clone());
                 let stalled = move |text: &str| sender.send((rank, text.to_owned())).unwrap();
                 let limit = Duration::from_millis(400);
                 Watchdog::with(Some(store.clone()), limit, Duration::from_millis(5), stalled).unwrap()
@@ -313,7 +313,7 @@ mod tests {
         let Some(long_ago) = now.checked_sub(Duration::from_secs(60)) else { return };
         let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
         let limit = Duration::from_secs(120);
-        let mut board = Board { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
+        let mut board = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
         assert_eq!(
             board.describe(limit, 0, 7, now),
             "no step for 120 s: all ranks are at step 7, in a collective that does not end"
@@ -323,8 +323,8 @@ mod tests {
             board.describe(limit, 0, 7, now),
             "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
-        // Rank 0 keeps the board: suspended, it does not answer.
-        board = Board { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
+        // Rank 0 stores the posts: suspended, it does not answer.
+        board = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
         assert_eq!(
             board.describe(limit, 1, 7, now),
             "no step for 120 s: rank 0 is at step 7 and silent for 60 s (suspended?), the other at 7"

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-pub use super::picture::jpeg::ForCores;
+pub use super::picture::jpeg::CpuDecodeReason;
 #[cfg(test)]
 pub(crate) use super::picture::jpeg::{MOST_SIDE, Subsampling};
 pub(crate) use super::picture::{
@@ -69,7 +69,7 @@ const MOST_FAILURES: u32 = 4;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decoded {
     pub by_device: u64,
-    pub by_cores: BTreeMap<ForCores, u64>,
+    pub by_cores: BTreeMap<CpuDecodeReason, u64>,
     /// What the device said last when it failed.
     pub failure: Option<String>,
     /// It has failed too often: cores do everything from now on.
@@ -133,7 +133,7 @@ impl OnDevice {
     }
 
     /// Counts pictures that cores decode.
-    pub(super) fn for_cores(&self, why: ForCores, pictures: u64) {
+    pub(super) fn for_cores(&self, why: CpuDecodeReason, pictures: u64) {
         if pictures == 0 {
             return;
         }
@@ -147,14 +147,14 @@ impl OnDevice {
             decoded.failures = 0;
         });
         if refused > 0 {
-            self.for_cores(ForCores::Refused, refused);
+            self.for_cores(CpuDecodeReason::Refused, refused);
         }
     }
 
     /// Counts pictures of a batch that failed; `is_first`: nothing else of it has.
     pub(super) fn failed(&self, why: String, pictures: u64, is_first: bool) {
         tracing::warn!("the GPU could not decode {pictures} pictures, cores do: {why}");
-        self.for_cores(ForCores::Failed, pictures);
+        self.for_cores(CpuDecodeReason::Failed, pictures);
         self.with(|decoded| {
             decoded.failure = Some(why);
             decoded.failures += u32::from(is_first);

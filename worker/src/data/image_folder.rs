@@ -7,7 +7,7 @@
 
 use super::{
     Catalog, DataError, Format, Samples, Split,
-    index::{self, Folder, FolderStamp, FoundFile, IndexStore, Recalled},
+    index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
     listing::{Listing, Place},
     picture::{self, is_named_like_one},
 };
@@ -66,7 +66,7 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
     let mut splits: Vec<Listed> = Vec::new();
     let began = SystemTime::now();
-    let recalled = index::recall(dir, store);
+    let cached = index::recall(dir, store);
     let train = classes(&dir.join("train"))?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
@@ -98,11 +98,11 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
         if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
             continue;
         }
-        splits.push(list_split(dir, split, found, &names, &recalled)?);
+        splits.push(list_split(dir, split, found, &names, &cached)?);
     }
     // `train` first, as everywhere.
     splits.sort_by_key(|s| s.name != "train");
-    let splits = examine(dir, splits, recalled, store, began)?;
+    let splits = examine(dir, splits, cached, store, began)?;
     Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
 }
 
@@ -118,7 +118,7 @@ struct Listed {
 fn examine(
     dir: &Path,
     splits: Vec<Listed>,
-    recalled: Recalled,
+    cached: CachedFolders,
     store: &IndexStore,
     began: SystemTime,
 ) -> Result<Vec<Split>, DataError> {
@@ -132,11 +132,11 @@ fn examine(
             folders.push(folder);
         }
     }
-    let entries = index::of_files(dir, &folders, recalled, store, began);
+    let entries = index::of_files(dir, &folders, cached, store, began);
     let mut all = labels.into_iter().zip(folders).zip(entries);
     let mut found = Vec::new();
     for ((name, mut broken), count) in named.into_iter().zip(counts) {
-        let (mut listing, mut labels) = (Listing::new(dir).remembered(store.remembered(dir)), Vec::new());
+        let (mut listing, mut labels) = (Listing::new(dir).folder_cache(store.folder_cache(dir)), Vec::new());
         for ((label, folder), entries) in all.by_ref().take(count) {
             if entries.is_empty() && !folder.has_broken {
                 return Err(empty(&dir.join(&folder.path)));
@@ -175,7 +175,7 @@ fn list_split(
     split: &str,
     found: Classes,
     names: &[String],
-    recalled: &Recalled,
+    cached: &CachedFolders,
 ) -> Result<Listed, DataError> {
     let Classes { folders, mut broken } = found;
     let mut labelled = Vec::new();
@@ -191,7 +191,7 @@ fn list_split(
     }
     let list = |(_, folder): &(u32, PathBuf)| {
         let path = folder.strip_prefix(dir).unwrap_or(folder).to_owned();
-        match recalled.stamp(&path) {
+        match cached.stamp(&path) {
             Some(stamp) => (path, Some(stamp), None),
             None => (path, FolderStamp::of(folder), Some(list_class(folder))),
         }

@@ -8,7 +8,7 @@ mod store;
 mod tests;
 
 pub(crate) use file::{Entry, Stamp, content_hash};
-pub(super) use folders::{FolderStamp, Recalled, Remembered, recall};
+pub(super) use folders::{CachedFolders, FolderCacheFile, FolderStamp, recall};
 pub(crate) use store::IndexStore;
 pub use store::Progress;
 
@@ -23,7 +23,7 @@ use std::{
     path::{Path, PathBuf},
     time::SystemTime,
 };
-use store::Making;
+use store::IndexBuilder;
 
 /// Pictures that are read between two writes of the results: about a second's work.
 const PART: usize = 2048;
@@ -37,7 +37,7 @@ pub(super) struct Folder {
     pub(super) path: PathBuf,
     /// From before it was listed; `None` when it has to be listed each time.
     pub(super) stamp: Option<FolderStamp>,
-    /// By name; none where it was not listed, being [`Recalled`].
+    /// By name; none where it was not listed, being [`CachedFolders`].
     pub(super) files: Vec<FoundFile>,
     /// Something else in it was named as broken.
     pub(super) has_broken: bool,
@@ -68,22 +68,22 @@ pub(super) struct Members {
 pub(super) fn of_files(
     root: &Path,
     folders: &[Folder],
-    recalled: Recalled,
+    cached: CachedFolders,
     store: &IndexStore,
     began: SystemTime,
 ) -> Vec<Vec<Entry>> {
-    let Recalled { facts, folders: mut same } = recalled;
+    let CachedFolders { facts, folders: mut same } = cached;
     let mut known = matched(&facts, root, folders);
     drop(facts);
     let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
-    let mut making = None;
+    let mut builder = None;
     let files = folders.iter().map(|f| f.files.len()).sum::<usize>()
         + same.values().map(|(_, entries)| entries.len()).sum::<usize>();
     if missing > 0 && store.keeps(files, missing) {
         match store.begin(root) {
             Ok(Some((begun, facts))) => {
                 known = matched(&facts, root, folders);
-                making = Some(begun);
+                builder = Some(begun);
             }
             Ok(None) => {}
             Err(error) => log_not_stored(&error),
@@ -95,7 +95,7 @@ pub(super) fn of_files(
         }
     }
     if missing > 0 {
-        read_unknown(root, folders, &mut known, making);
+        read_unknown(root, folders, &mut known, builder);
     }
     let entry = |slot| match slot {
         Slot::Known(entry) => Some(entry),
@@ -106,7 +106,7 @@ pub(super) fn of_files(
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
-        store.remembered(root).note(examined, store.min_age(), began);
+        store.folder_cache(root).note(examined, store.min_age(), began);
     }
     entries
 }
@@ -146,7 +146,7 @@ fn is_no_picture(path: &Path) -> bool {
 }
 
 /// Reads what is unknown, in parts, and keeps what it finds.
-fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut making: Option<Making>) {
+fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut builder: Option<IndexBuilder>) {
     let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
         let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
         here.map(|(i, _)| (f, i)).collect()
@@ -162,7 +162,7 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut ma
         let examined: Vec<Entry> = part.par_iter().map(one).collect();
         done += part.len() as u64;
         learned |= examined.iter().any(|entry| !entry.passing);
-        if let Some(index) = &mut making {
+        if let Some(index) = &mut builder {
             index.publish(Progress { done, total });
             let mut rest = &examined[..];
             for group in part.chunk_by(|a, b| a.0 == b.0) {
@@ -175,7 +175,7 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut ma
                 }
                 if let Err(error) = index.append(container, block) {
                     log_not_stored(&error);
-                    making = None;
+                    builder = None;
                     break;
                 }
             }
@@ -185,7 +185,7 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut ma
         }
     }
     // A file that could not be read is tried each time, which is no reason to write the whole index anew.
-    if let Some(making) = making.filter(|_| learned) {
+    if let Some(builder) = builder.filter(|_| learned) {
         let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
                 Slot::Known(entry) => Some(entry),
@@ -193,7 +193,7 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut ma
             });
             (folder.path.as_os_str().as_bytes(), block_of(None, None, entries))
         });
-        if let Err(error) = making.finish(blocks) {
+        if let Err(error) = builder.finish(blocks) {
             log_not_stored(&error);
         }
     }
@@ -254,12 +254,12 @@ pub(super) fn of_shards(
         let all = shards.iter().map(|(_, stamp)| stamp.size).sum();
         let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
         let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
-        let mut making = None;
+        let mut builder = None;
         if store.keeps(pictures(all), pictures(missing)) {
             match store.begin(dataset) {
                 Ok(Some((begun, facts))) => {
                     known = recall(&facts);
-                    making = Some(begun);
+                    builder = Some(begun);
                 }
                 Ok(None) => {}
                 Err(error) => log_not_stored(&error),
@@ -272,25 +272,25 @@ pub(super) fn of_shards(
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if let Some(index) = making.as_mut().filter(|_| !members.passing) {
+                if let Some(index) = builder.as_mut().filter(|_| !members.passing) {
                     index.publish(Progress { done, total: shards.len() as u64 });
                     let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
                     if let Err(error) = index.append(path.as_os_str().as_bytes(), block) {
                         log_not_stored(&error);
-                        making = None;
+                        builder = None;
                     }
                 }
                 known[*i] = Some(members);
             }
         }
         let learned = unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.passing));
-        if let Some(making) = making.filter(|_| learned) {
+        if let Some(builder) = builder.filter(|_| learned) {
             let blocks = shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
                 let members = members.as_ref().filter(|members| !members.passing)?;
                 let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
                 Some((path.as_os_str().as_bytes(), block))
             });
-            if let Err(error) = making.finish(blocks) {
+            if let Err(error) = builder.finish(blocks) {
                 log_not_stored(&error);
             }
         }

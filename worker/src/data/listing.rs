@@ -2,7 +2,7 @@
 
 use super::{
     DataError, Picture,
-    index::{Entry, Remembered, Stamp, content_hash},
+    index::{Entry, FolderCacheFile, Stamp, content_hash},
     parquet::ParquetFile,
     picture,
 };
@@ -24,7 +24,7 @@ pub(crate) struct Listing {
     names: Vec<u8>,
     rows: Vec<Row>,
     /// Notified of a file that has changed.
-    remembered: Remembered,
+    folder_cache: FolderCacheFile,
 }
 
 /// A folder or a shard.
@@ -67,8 +67,8 @@ impl Listing {
     }
 
     /// Tells `remembered` of files that have changed.
-    pub(super) fn remembered(self, remembered: Remembered) -> Self {
-        Self { remembered, ..self }
+    pub(super) fn folder_cache(self, folder_cache: FolderCacheFile) -> Self {
+        Self { folder_cache, ..self }
     }
 
     /// What is pushed next lies in it.
@@ -134,7 +134,7 @@ impl Listing {
         let row = &self.rows[number];
         let container = &self.containers[row.container as usize];
         let found = match &container.place {
-            Place::Folder => read_file(&self.path(number), row, &self.remembered),
+            Place::Folder => read_file(&self.path(number), row, &self.folder_cache),
             Place::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
             Place::Parquet(stamp, file) => read_row(row, &self.root.join(&container.path), *stamp, file),
         };
@@ -246,11 +246,11 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
     Ok((file, Stamp { size, modified_ns }))
 }
 
-fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>, String> {
+fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<Vec<u8>, String> {
     // Where a link leads to has times of its own.
-    let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| remembered.forget())?;
+    let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| folder_cache.forget())?;
     if bytes.len() as u64 != row.size {
-        remembered.forget();
+        folder_cache.forget();
         return Err(format!(
             "has changed since it was first inspected: it had {} bytes then, and has {} now",
             row.size,
@@ -260,7 +260,7 @@ fn read_file(path: &Path, row: &Row, remembered: &Remembered) -> Result<Vec<u8>,
     // A file that was only touched, or replaced by the same one, has not changed.
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
-        remembered.forget();
+        folder_cache.forget();
         return Err("has changed since it was first inspected".into());
     }
     Ok(bytes)

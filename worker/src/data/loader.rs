@@ -14,7 +14,7 @@ pub use mix::{Mix, MixParams};
 pub use mixing::Mixing;
 pub use shape::Shape;
 
-use batch::Maker;
+use batch::BatchBuilder;
 use demand::Demand;
 use part::{Part, Pixels};
 use workers::Workers;
@@ -196,7 +196,7 @@ impl DataSource {
             )));
         };
         let (transform, workers, demand) = (self.transform(epoch), Workers::alone(1), &Demand::default());
-        let maker = Maker {
+        let builder = BatchBuilder {
             part,
             transform,
             format: BatchFormat::Normalised,
@@ -204,7 +204,7 @@ impl DataSource {
             device: None,
             demand,
         };
-        let batch = maker.make(&[chosen], epoch)?;
+        let batch = builder.make(&[chosen], epoch)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {
             let channel = i % channels;

@@ -59,14 +59,14 @@ pub(crate) struct ParquetFile {
 
 /// Why a file cannot be used.
 #[derive(Debug, Clone)]
-pub(super) struct Trouble {
+pub(super) struct UnusableFile {
     /// To stand after its name.
     pub(super) detail: String,
     /// It could not be read, which may succeed next time.
     pub(super) passing: bool,
 }
 
-impl Trouble {
+impl UnusableFile {
     fn lasting(detail: impl Into<String>) -> Self {
         Self { detail: detail.into(), passing: false }
     }
@@ -76,13 +76,13 @@ impl Trouble {
     }
 }
 
-impl From<Trouble> for Members {
-    fn from(Trouble { detail, passing }: Trouble) -> Self {
+impl From<UnusableFile> for Members {
+    fn from(UnusableFile { detail, passing }: UnusableFile) -> Self {
         Self { trouble: Some(detail), passing, ..Self::default() }
     }
 }
 
-impl From<ParquetError> for Trouble {
+impl From<ParquetError> for UnusableFile {
     fn from(error: ParquetError) -> Self {
         if let ParquetError::External(inner) = &error
             && let Some(io) = inner.downcast_ref::<io::Error>()
@@ -99,45 +99,46 @@ impl From<ParquetError> for Trouble {
 }
 
 /// The decoder's checks leave out a few things that only a damaged file has.
-fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, Trouble> {
+fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, UnusableFile> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => Ok(done?),
-        Err(_) => Err(Trouble::lasting("is damaged: its pages do not fit together; get it again")),
+        Err(_) => Err(UnusableFile::lasting("is damaged: its pages do not fit together; get it again")),
     }
 }
 
 impl ParquetFile {
     /// Reads the footer of the file at `path`.
-    pub(super) fn open(path: &Path) -> Result<Self, Trouble> {
-        let (file, size) = files::open(path).map_err(Trouble::passing)?;
+    pub(super) fn open(path: &Path) -> Result<Self, UnusableFile> {
+        let (file, size) = files::open(path).map_err(UnusableFile::passing)?;
         Self::of(&Source::new(file, size))
     }
 
-    fn of(source: &Source) -> Result<Self, Trouble> {
+    fn of(source: &Source) -> Result<Self, UnusableFile> {
         check_tail(source)?;
         let options = ParquetMetaDataOptions::new()
             .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll)
             .with_size_stats_policy(ParquetStatisticsPolicy::SkipAll);
         let reader = ParquetMetaDataReader::new().with_metadata_options(Some(options));
         let metadata = guarded(|| reader.parse_and_finish(source))?;
-        let columns = columns::choose(metadata.file_metadata()).map_err(Trouble::lasting)?;
+        let columns = columns::choose(metadata.file_metadata()).map_err(UnusableFile::lasting)?;
         let mut first_rows = vec![0u64];
         for group in metadata.row_groups() {
             for column in [columns.picture, columns.label] {
                 if let Some(codec) = not_read(group.column(column).compression_codec()) {
-                    return Err(Trouble::lasting(format!(
+                    return Err(UnusableFile::lasting(format!(
                         "is compressed with {codec}, which is not read; write it with snappy, zstd, gzip or none"
                     )));
                 }
             }
             let rows = u64::try_from(group.num_rows()).ok();
             let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
-            first_rows
-                .push(end.ok_or_else(|| Trouble::lasting("is damaged: its numbers of rows make no sense"))?);
+            first_rows.push(
+                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows make no sense"))?,
+            );
         }
         // A null takes next to nothing, and a footer may claim any number of them.
         if first_rows.last().is_some_and(|rows| *rows > source.size() / LEAST_ROW_BYTES) {
-            return Err(Trouble::lasting("is damaged: it has too many rows for its size"));
+            return Err(UnusableFile::lasting("is damaged: it has too many rows for its size"));
         }
         // Where there is one, it saves walking from page to page.
         let mut indexed = ParquetMetaDataReader::new_with_metadata(metadata.clone())
@@ -152,7 +153,7 @@ impl ParquetFile {
     ///
     /// # Errors
     /// It cannot be used any more.
-    pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, Trouble> {
+    pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
             return Ok(Arc::clone(file));
@@ -248,29 +249,29 @@ impl ParquetFile {
 }
 
 /// Tells what is no Parquet file, or only a part of one.
-fn check_tail(source: &Source) -> Result<(), Trouble> {
+fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL as usize]);
     let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
-        read => read.map_err(|error| Trouble::passing(files::cannot_be_read(error))),
+        read => read.map_err(|error| UnusableFile::passing(files::cannot_be_read(error))),
     };
     at(&mut head, 0)?;
     at(&mut tail, source.size().saturating_sub(TAIL))?;
     if source.size() == 0 {
-        return Err(Trouble::lasting("is empty"));
+        return Err(UnusableFile::lasting("is empty"));
     }
     if head == *b"PARE" || tail[4..] == *b"PARE" {
-        return Err(Trouble::lasting("is encrypted; write it without"));
+        return Err(UnusableFile::lasting("is encrypted; write it without"));
     }
     if head != *MAGIC {
-        return Err(Trouble::lasting("is no Parquet file"));
+        return Err(UnusableFile::lasting("is no Parquet file"));
     }
     if tail[4..] != *MAGIC || source.size() < TAIL + 4 {
-        return Err(Trouble::lasting("is cut off: a Parquet file without its footer; get it again"));
+        return Err(UnusableFile::lasting("is cut off: a Parquet file without its footer; get it again"));
     }
     let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
     if footer > MAX_FOOTER_BYTES {
-        return Err(Trouble::lasting(format!(
+        return Err(UnusableFile::lasting(format!(
             "has a footer of {footer} bytes; up to {MAX_FOOTER_BYTES} are read: write larger row groups, or more files"
         )));
     }

@@ -15,12 +15,12 @@ use super::{
     copy::{damage, is_unfinished},
     index::{self, IndexStore, Members, Stamp},
     listing::{Listing, Place},
-    parquet::{self, ParquetFile, Trouble},
+    parquet::{self, ParquetFile, UnusableFile},
     pattern::{self, SHARDS, fixed_part},
 };
 use crate::files;
 use classes::{class_names, classes, is_negative, unknown};
-use folder::{Kind, Lying, is_unpacked, lying, split_of};
+use folder::{FolderContents, Kind, contents, is_unpacked, split_of};
 use lockstep_protocol::dataset::BrokenFile;
 use rayon::prelude::*;
 use std::{
@@ -58,7 +58,7 @@ fn find_kind(
     store: &IndexStore,
 ) -> Option<Result<Catalog, DataError>> {
     let wrong = |detail| DataError::File { path: dir.display().to_string(), detail };
-    let Lying { shards, compressed, unread } = match lying(kind, dir) {
+    let FolderContents { shards, compressed, unread } = match contents(kind, dir) {
         Ok(found) => found,
         Err(detail) => return Some(Err(wrong(detail))),
     };
@@ -83,7 +83,7 @@ fn find_kind(
 
 /// Whether `path` is a shard, or a folder in which [`find`] finds some.
 pub(super) fn has_any(path: &Path) -> bool {
-    let holds = |kind| lying(kind, path).is_ok_and(|found| !found.shards.is_empty());
+    let holds = |kind| contents(kind, path).is_ok_and(|found| !found.shards.is_empty());
     Kind::of(path).is_some() || holds(Kind::Tar) || holds(Kind::Parquet)
 }
 
@@ -129,7 +129,7 @@ fn read(
     }
     let stamped: Vec<_> = there.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
     // Footers are small, and say what classes are called and where to read.
-    let opened: HashMap<&Path, Result<Arc<ParquetFile>, Trouble>> = match kind {
+    let opened: HashMap<&Path, Result<Arc<ParquetFile>, UnusableFile>> = match kind {
         Kind::Tar => HashMap::new(),
         Kind::Parquet => {
             let open =
@@ -141,7 +141,7 @@ fn read(
     let look = |shard: &Path| match opened.get(shard) {
         None => members::of(&root.join(shard)),
         Some(Ok(file)) => parquet::members(file, &root.join(shard)),
-        Some(Err(trouble)) => trouble.clone().into(),
+        Some(Err(error)) => error.clone().into(),
     };
     let members = index::of_shards(dataset, &stamped, store, look);
     let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
@@ -151,7 +151,7 @@ fn read(
             None => found.add(root, shard, Place::Tar(*stamp), members),
             Some(Ok(file)) => found.add(root, shard, Place::Parquet(*stamp, Arc::clone(file)), members),
             // It could be read once, and not now.
-            Some(Err(trouble)) => found.broken.push(named_broken(&root.join(shard), trouble.detail.clone())),
+            Some(Err(error)) => found.broken.push(named_broken(&root.join(shard), error.detail.clone())),
         }
     }
     let names = class_names(
@@ -216,7 +216,7 @@ impl Found {
 
     fn add(&mut self, root: &Path, shard: &Path, place: Place, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
+        self.broken.extend(members.error.map(|detail| named_broken(&path, detail)));
         self.listing.add_container(shard, place);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {

@@ -4,7 +4,7 @@
 //! Each machine listens on a port that its kernel chooses, as ranks do. A probe connects to it from another machine and proves that it knows
 //! the secret. Then the caller sends one byte for each thing that it wants.
 
-use crate::comm::handshake::Terms;
+use crate::comm::handshake::HandshakeTerms;
 use serde::{Deserialize, Serialize};
 use std::{
     io::{self, Read, Write},
@@ -38,7 +38,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 
 /// What was measured from one end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Way {
+pub struct LinkMeasurement {
     pub connect_ms: f64,
     /// The median; there and back, and a thread that wakes up at each end.
     pub round_trip_ms: f64,
@@ -50,7 +50,7 @@ pub struct Way {
     pub clock_within_ms: f64,
 }
 
-impl Way {
+impl LinkMeasurement {
     /// Of two measurements of the same way, what each says best: a machine that is busy at the moment makes a way seem slower than it is, and
     /// never faster.
     #[must_use]
@@ -102,7 +102,7 @@ pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
 }
 
 fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
-    Terms { secret, purpose: PURPOSE }.answer(&mut stream)?;
+    HandshakeTerms { secret, purpose: PURPOSE }.answer(&mut stream)?;
     stream.set_read_timeout(Some(LONGEST))?;
     stream.set_write_timeout(Some(LONGEST))?;
     let began = Instant::now();
@@ -127,14 +127,14 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// There is no connection, or nothing comes over it; a sentence that begins with what was tried.
-pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<Way, String> {
+pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
     let began = Instant::now();
     let mut stream = TcpStream::connect_timeout(&to, CONNECT).map_err(|e| match e.kind() {
         io::ErrorKind::TimedOut => format!("connecting to {to}: no answer in {} s", CONNECT.as_secs()),
         _ => format!("connecting to {to}: {e}"),
     })?;
     let connect_ms = millis(began.elapsed());
-    Terms { secret, purpose: PURPOSE }
+    HandshakeTerms { secret, purpose: PURPOSE }
         .call(&mut stream, 0)
         .map_err(|e| format!("connected to {to}, which does not answer as Lockstep does: {e}"))?;
     stream.set_read_timeout(Some(SILENCE)).map_err(|e| e.to_string())?;
@@ -142,7 +142,7 @@ pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<Way, String> {
     let bytes_per_second = speed(&mut stream).map_err(|e| {
         format!("connected to {to}; short messages pass, and then {} when many bytes were to come", lost(&e))
     })?;
-    Ok(Way { connect_ms, bytes_per_second, ..clock })
+    Ok(LinkMeasurement { connect_ms, bytes_per_second, ..clock })
 }
 
 fn lost(error: &io::Error) -> String {
@@ -154,7 +154,7 @@ fn lost(error: &io::Error) -> String {
     }
 }
 
-fn clock(stream: &mut TcpStream) -> io::Result<Way> {
+fn clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
     let began = Instant::now();
     let mut trips = Vec::new();
     let (mut ahead, mut within) = (0.0, f64::MAX);
@@ -175,7 +175,7 @@ fn clock(stream: &mut TcpStream) -> io::Result<Way> {
     }
     trips.sort_by(f64::total_cmp);
     let round_trip_ms = trips[trips.len() / 2];
-    Ok(Way {
+    Ok(LinkMeasurement {
         connect_ms: 0.0,
         round_trip_ms,
         bytes_per_second: 0.0,
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn of_two_measurements_each_number_is_the_better_one() {
-        let way = |round_trip_ms, bytes_per_second, clock_ahead_ms, clock_within_ms| Way {
+        let way = |round_trip_ms, bytes_per_second, clock_ahead_ms, clock_within_ms| LinkMeasurement {
             connect_ms: round_trip_ms,
             round_trip_ms,
             bytes_per_second,
@@ -268,7 +268,7 @@ mod tests {
         let to = SocketAddr::from((LOOPBACK, port));
         let call = || {
             let mut stream = TcpStream::connect(to).unwrap();
-            Terms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
+            HandshakeTerms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
         };
         let mut callers: Vec<_> = (0..MOST_CALLERS).map(|_| call().unwrap()).collect();
         assert!(call().is_err(), "one more");

@@ -90,9 +90,9 @@ pub trait Backend: Debug + Sync {
     ) -> Result<Option<Box<dyn Any + Send>>, String> {
         Ok(None)
     }
-    /// Ends what is under way on this process's devices and waits for other ranks, from any thread.
+    /// This process is about to end, from any thread, while its devices may wait for other ranks.
     fn abort(&self, _reason: &str) {}
-    /// Waits until all that [`Backend::abort`] has begun is done; false: `limit` has passed.
+    /// Waits until the process's exit handlers may run; false: `limit` has passed, or they would wait for a device.
     fn wait_for_aborts(&self, _limit: Duration) -> bool {
         true
     }

@@ -4,7 +4,7 @@ use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult
 use crate::{
     comm::{
         ProcessGroup, SingleRank,
-        rendezvous::{Meeting, Store, free_port},
+        rendezvous::{RendezvousConfig, Store, free_port},
         ring::Ring,
         shm::ShmProcessGroup,
     },
@@ -120,7 +120,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
         let ranks: Vec<_> = (0..ranks)
             .map(|rank| {
                 scope.spawn(move || {
-                    let meeting = Meeting {
+                    let rendezvous = RendezvousConfig {
                         addr: "127.0.0.1".into(),
                         port,
                         secret: secret.to_vec(),
@@ -129,7 +129,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
                         timeout: TIMEOUT,
                         stop: Arc::default(),
                     };
-                    let store = Store::join(meeting).map_err(|e| e.to_string())?;
+                    let store = Store::join(rendezvous).map_err(|e| e.to_string())?;
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
                     let comm = ShmProcessGroup::meet(&store, ring).map_err(|e| e.to_string())?;

@@ -28,7 +28,7 @@ pub(super) use across_convolutions::{EXPANDED, REDUCED};
 use super::shape::ConvShape;
 use crate::net::{Network, Op, TensorId};
 
-/// What an engine has kernels for. With none (the default) every operation runs by itself.
+/// The fused kernels that an engine has. With none (the default) every operation runs by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Capabilities {
     /// Batch norm, the addition that reads it and the ReLU after it in one pass.
@@ -46,7 +46,7 @@ pub(super) struct Capabilities {
 }
 
 impl Capabilities {
-    /// Those that remain where batch norms are frozen: the others' kernels take statistics, or sums in the backward pass.
+    /// Without those that a network with frozen batch norms cannot use: their kernels compute statistics, or sums in the backward pass.
     fn for_frozen_norm(self) -> Self {
         Self { norm_max_pool: false, one_sum_buffer: false, wgmma: false, ..self }
     }

@@ -292,10 +292,11 @@ pub trait Engine: Send {
             loss_scaling: self.loss_scaling()?,
         })
     }
-    /// After a collective method has failed because another rank is gone: makes this rank's state that of the last step which
-    /// has returned its result. False: parts of it may be of two steps, or it cannot be had; nothing may be kept of it.
-    fn undo_step(&mut self) -> bool {
-        false
+    /// After a collective method has failed because another rank is gone: makes this rank's state, as [`Engine::own_state`] gives it, that
+    /// of the newest step that it has finished. Gives the results of finished steps that have not been returned, oldest first.
+    /// `None`: parts of it may be of two steps, or it cannot be had; nothing may be kept of it.
+    fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        None
     }
     /// Collective: continues from `state`, which is the same on every rank but for the average, which only rank 0 keeps. Where
     /// ranks share memory, none may use the old state any more when one calls this, nor the new one before all have: a
@@ -326,8 +327,7 @@ pub trait Engine: Send {
     /// # Errors
     /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
-    /// The end in a process that is about to end itself: nothing that is under way is waited for, and memory of a
-    /// device goes with the process.
+    /// Drops the engine in a process that is about to exit: waits for nothing in flight, and leaves device memory for the driver to free.
     fn abandon(self: Box<Self>) {}
     /// Memory of the device that this process holds; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
@@ -341,7 +341,7 @@ pub trait Engine: Send {
     fn device_name(&self) -> String;
 }
 
-/// What is said of a size that an engine was not made ready for.
+/// The error for an image size that [`Engine::take_sizes`] did not name.
 fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine is not ready for pictures of {image_size} pixels"))
 }

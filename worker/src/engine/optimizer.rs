@@ -37,7 +37,7 @@ pub struct OptimizerState {
 
 /// How one parameter is treated.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(in crate::engine) struct Treatment {
+pub(in crate::engine) struct ParameterPolicy {
     /// Weight decay.
     pub(in crate::engine) decay: f32,
     /// Whether its learning rate follows from the norms of the parameter.
@@ -46,7 +46,7 @@ pub(in crate::engine) struct Treatment {
     pub(in crate::engine) frozen: bool,
 }
 
-impl Treatment {
+impl ParameterPolicy {
     /// That of a parameter that stays as it is.
     pub(in crate::engine) const FROZEN: Self = Self { decay: 0.0, adapted: false, frozen: true };
 }
@@ -84,12 +84,12 @@ impl Optimizer {
 
     /// How a parameter is treated; `is_weight`: it is a weight of a convolution or linear layer, not of a batch norm, and
     /// no bias.
-    pub(in crate::engine) fn treatment(&self, is_weight: bool) -> Treatment {
+    pub(in crate::engine) fn policy(&self, is_weight: bool) -> ParameterPolicy {
         let decayed = match self.kind {
             OptimizerKind::Lars => is_weight,
             _ => is_weight || self.decay_norm_and_bias,
         };
-        Treatment {
+        ParameterPolicy {
             decay: if decayed { self.weight_decay } else { 0.0 },
             adapted: decayed && self.needs_norms(),
             frozen: false,
@@ -138,7 +138,7 @@ mod tests {
         let treat = |kind, decay_norm_and_bias, is_weight| {
             let optimizer =
                 Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
-            let Treatment { decay, adapted, .. } = optimizer.treatment(is_weight);
+            let ParameterPolicy { decay, adapted, .. } = optimizer.policy(is_weight);
             (decay, adapted)
         };
         for (kind, _) in OptimizerKind::ALL {

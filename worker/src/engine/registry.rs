@@ -44,18 +44,19 @@ pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
     Ok(Devices { slots: Vec::new(), hindrance: why })
 }
 
-/// Ends what is under way on this process's devices and waits for other ranks, from any thread.
+/// Says that this process is about to end, from any thread, while its devices may wait for other ranks.
 pub fn abort(reason: &str) {
     BACKENDS.iter().for_each(|backend| backend.abort(reason));
 }
 
-/// Waits until all aborts of this process are done; false: `limit` has passed.
+/// Waits until the process's exit handlers may run; false: `limit` has passed, or they would wait for a device.
 pub fn wait_for_aborts(limit: Duration) -> bool {
     BACKENDS.iter().all(|backend| backend.wait_for_aborts(limit))
 }
 
 /// Exits. Exit handlers free what aborts use (NCCL's do), and a process that ran them meanwhile would end with a segmentation
-/// fault instead of its status: aborts have `limit` to finish, and handlers do not run where one has not.
+/// fault instead of its status: aborts have `limit` to finish, and handlers do not run where one has not. Nor do they where a GPU
+/// may wait for ranks that are gone: CUDA's wait for the GPU.
 pub fn exit(status: i32, limit: Duration) -> ! {
     if wait_for_aborts(limit) {
         std::process::exit(status)

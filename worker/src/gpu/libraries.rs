@@ -150,18 +150,18 @@ impl Libraries {
     fn find_in(folders: &Folders, linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
-            let beside = |list: &[PathBuf], file: &str| {
+            let in_folders = |list: &[PathBuf], file: &str| {
                 list.iter().map(|dir| dir.join(file)).find(|path| path.is_file())
             };
             let library = which.files().iter().find_map(|file| {
                 let elsewhere = |path| FoundLibrary { which, path, by_itself: false };
-                beside(&folders.setting, file)
+                in_folders(&folders.setting, file)
                     .map(elsewhere)
                     .or_else(|| {
                         let path = linker.then(|| by_linker(file)).flatten()?;
                         Some(FoundLibrary { which, path, by_itself: true })
                     })
-                    .or_else(|| beside(&folders.usual, file).map(elsewhere))
+                    .or_else(|| in_folders(&folders.usual, file).map(elsewhere))
             });
             let copied = || {
                 let path = (which == Library::Nvjpeg).then(|| folders.copied_nvjpeg()).flatten()?;

@@ -46,8 +46,8 @@ fn value(text: &str, key: &str) -> Option<u64> {
     line.trim().parse().ok()
 }
 
-/// The group's folder and those around it. A container may see its own group as the outermost, under another name than it
-/// is told.
+/// The control group's folder and its ancestors. A container may see its own group as the root, under another name than
+/// `/proc/self/cgroup` has.
 fn folders(root: &Path, path: &str) -> Vec<PathBuf> {
     let inner = root.join(path.trim_start_matches('/'));
     inner.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_owned).collect()

@@ -1,6 +1,8 @@
 //! The signals a rank listens to, and its agent's lease.
 
-use super::{EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, Life, RankConfig, error::RankError, last_words, leave};
+use super::{
+    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, last_words, leave,
+};
 use crate::{fence, report::Reporter};
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -16,11 +18,11 @@ const LEASE_EVERY: Duration = Duration::from_secs(1);
 /// however long the step takes; ignores SIGHUP. Ends at once when the agent's lease is over: others have the job then.
 pub(super) fn listen_to_signals(
     config: &RankConfig,
-    life: &Arc<Life>,
+    state: &Arc<RankState>,
     reporter: &Arc<Reporter>,
 ) -> std::io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
-    let (life, reporter) = (life.clone(), reporter.clone());
+    let (state, reporter) = (state.clone(), reporter.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (mut term, mut int, mut hangup, mut patient) = {
         let _inside = runtime.enter();
@@ -45,16 +47,16 @@ pub(super) fn listen_to_signals(
             };
             tokio::select! {
                 () = late => break,
-                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&life, within))),
-                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&life, within))),
-                _ = patient.recv() => life.stop.store(true, Ordering::Relaxed),
+                _ = term.recv() => until = until.or_else(|| Some(begin_stop(&state, within))),
+                _ = int.recv() => until = until.or_else(|| Some(begin_stop(&state, within))),
+                _ = patient.recv() => state.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
                     overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
                     if overdue > 1 {
                         let why = "its agent did not extend its lease in time";
-                        life.abort(why);
-                        last_words(&config, &life, &reporter, &RankError::Stalled(why.into()));
+                        state.abort(why);
+                        last_words(&config, &state, &reporter, &RankError::Stalled(why.into()));
                         let _ = reporter.flush();
                         leave(EXIT_FAILED, LEAVE_WITHIN);
                     }
@@ -62,17 +64,17 @@ pub(super) fn listen_to_signals(
             }
         }
         let why = format!("the step or its checkpoint was not done within {} s", within.as_secs());
-        life.abort(&why);
+        state.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
         // Still running: it waits for something that cannot be interrupted otherwise. A rank that ended in order is exiting.
-        let lost = life.lost(config.rank).filter(|_| !life.ended.load(Ordering::Relaxed));
-        if lost.is_none() && life.ended.load(Ordering::Relaxed) {
+        let lost = state.lost(config.rank).filter(|_| !state.ended.load(Ordering::Relaxed));
+        if lost.is_none() && state.ended.load(Ordering::Relaxed) {
             return;
         }
         let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
         if let Some(lost) = lost {
             let interrupted = RankError::Interrupted { why, lost, secondary: false, unreachable: Vec::new() };
-            last_words(&config, &life, &reporter, &interrupted);
+            last_words(&config, &state, &reporter, &interrupted);
         }
         let _ = reporter.flush();
         leave(status, LEAVE_WITHIN);
@@ -82,7 +84,7 @@ pub(super) fn listen_to_signals(
 }
 
 /// Orders the rank to stop; returns the time by which it has to have ended.
-fn begin_stop(life: &Life, within: Duration) -> tokio::time::Instant {
-    life.stop.store(true, Ordering::Relaxed);
+fn begin_stop(state: &RankState, within: Duration) -> tokio::time::Instant {
+    state.stop.store(true, Ordering::Relaxed);
     tokio::time::Instant::now() + within
 }

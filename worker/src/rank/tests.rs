@@ -93,7 +93,7 @@ fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
     let why = "steps have stopped for 60 s";
     let noted = || toy::ASKED.lock().unwrap().iter().filter(|what| **what == format!("abort: {why}")).count();
     assert_eq!(noted(), 0);
-    Life::default().abort(why);
+    RankState::default().abort(why);
     assert_eq!(noted(), 1, "{:?}", toy::ASKED.lock().unwrap());
     assert!(registry::wait_for_aborts(Duration::ZERO), "a backend still waits, though it had nothing to end");
 }

@@ -3,7 +3,7 @@
 use super::{
     cause::{FailureCause, RankEnd, failure_cause},
     process::Exit,
-    rank::{Notes, Rank},
+    rank::{Rank, RecordSink},
 };
 use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
 use rustix::process::Signal;
@@ -79,7 +79,7 @@ struct Stopping {
 }
 
 /// The ranks, in their order.
-pub struct RankGroup<N: Notes> {
+pub struct RankGroup<N: RecordSink> {
     pub ranks: Vec<Rank<N>>,
     stopping: Option<Stopping>,
     /// Since when a rank's failure is known.
@@ -89,7 +89,7 @@ pub struct RankGroup<N: Notes> {
     orphans: Orphans,
 }
 
-impl<N: Notes> RankGroup<N> {
+impl<N: RecordSink> RankGroup<N> {
     /// An empty group.
     pub fn new(orphans: Orphans) -> Self {
         Self { ranks: Vec::new(), stopping: None, trouble_since: None, kill_suspended: false, orphans }
@@ -213,7 +213,7 @@ impl<N: Notes> RankGroup<N> {
     }
 }
 
-impl<N: Notes> Drop for RankGroup<N> {
+impl<N: RecordSink> Drop for RankGroup<N> {
     fn drop(&mut self) {
         match self.orphans {
             Orphans::Stay => {}

@@ -18,18 +18,18 @@ const STDERR_LINES: usize = 20;
 const STDERR_BYTES: usize = 64 << 10;
 
 /// What a supervisor's caller stores of a rank's records, in addition to [`RankEnd`].
-pub trait Notes {
+pub trait RecordSink {
     /// Takes one of its records, in order.
     fn note(&mut self, event: AttemptEvent);
 }
 
 /// Nothing.
-impl Notes for () {
+impl RecordSink for () {
     fn note(&mut self, _event: AttemptEvent) {}
 }
 
 /// All records, until the caller takes them.
-impl Notes for Vec<AttemptEvent> {
+impl RecordSink for Vec<AttemptEvent> {
     fn note(&mut self, event: AttemptEvent) {
         self.push(event);
     }
@@ -48,7 +48,7 @@ pub struct Rank<N> {
     pub damaged: Option<String>,
 }
 
-impl<N: Notes> Rank<N> {
+impl<N: RecordSink> Rank<N> {
     /// A rank of the attempt in `attempt_dir`.
     pub fn of_attempt(process: RankProcess, attempt_dir: &Path, notes: N) -> Self {
         let tail = Tail::open(&events_path(attempt_dir, process.rank()), 0);

@@ -38,7 +38,10 @@ impl DecoderChoice {
         }
     }
 
-    /// Whether the GPU's decoder is to be opened; if not, why not, unless that goes without saying.
+    /// Whether to open the GPU's decoder.
+    ///
+    /// # Errors
+    /// It is not to be opened; the reason for the log, if it needs one.
     fn of_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
         match self {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),

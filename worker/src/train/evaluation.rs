@@ -42,7 +42,7 @@ impl Run<'_> {
     /// Validation passes over the weights and, if there is one, over their average. False: all ranks have voted to stop
     /// before the end.
     fn validate(&mut self) -> Result<bool, TrainError> {
-        self.pulse.report("evaluating");
+        self.throughput.report("evaluating");
         if !self.training.spec.parallel.sync_batch_norm {
             // Running statistics differ by rank; those of the checkpoint are rank 0's.
             self.engine.broadcast_parameters()?;
@@ -59,7 +59,7 @@ impl Run<'_> {
             self.report_evaluation(&evaluation, averaged.as_ref());
         }
         self.evaluation = Some(evaluation);
-        self.pulse.report("training");
+        self.throughput.report("training");
         Ok(true)
     }
 
@@ -131,7 +131,7 @@ impl Run<'_> {
         let mut batches =
             self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
         let mut votes = Votes::timed(0);
-        // The part of the rank that has most pictures: every rank must take part in as many votes.
+        // As many batches as the rank with the most pictures has: every rank must take part in every vote.
         let most = self.data.shape.validation_samples.div_ceil(world_size.into());
         for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
             if let Some(batch) = batches.next() {
@@ -139,7 +139,7 @@ impl Run<'_> {
                 sums[0] += result.loss_sum;
                 sums[1] += result.correct as f64;
                 sums[2] += result.samples as f64;
-                self.pulse.still_alive("evaluating");
+                self.throughput.still_alive("evaluating");
             }
             if votes.is_due(number) {
                 let stop = self.training.stop.load(Ordering::Relaxed);

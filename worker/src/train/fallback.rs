@@ -42,7 +42,7 @@ impl Run<'_> {
         if training.spec.train.precision != Precision::Auto {
             return Err(TrainError::Overflow { what: what.into(), step });
         }
-        self.pulse.report("starting");
+        self.throughput.report("starting");
         if self.is_first() {
             training.observer.log(&format!(
                 "float16 could not hold {what}: training continues in bfloat16 after step {step}, from the last weights \
@@ -53,10 +53,10 @@ impl Run<'_> {
         let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
         let average = self.engine.averaged()?;
         if let Some(store) = &training.store {
-            // A rank that left the others while they connect would end without a checkpoint, and leave them waiting.
+            // A rank that stopped while the others connect would end without a checkpoint and keep them waiting.
             store.leave_stops_to_votes();
         }
-        // Ranks use each other's memory until all have come here.
+        // Ranks map each other's memory until all have reached this point.
         training.group.barrier()?;
         drop(self.engine.0.take());
         let build: &BuildEngine<'_> = self.build_engine;
@@ -68,8 +68,8 @@ impl Run<'_> {
         if let Some(average) = average {
             engine.set_averaged(&average)?;
         }
-        self.pulse.device(engine.device_name());
-        self.pulse.report("training");
+        self.throughput.device(engine.device_name());
+        self.throughput.report("training");
         self.engine = CurrentEngine(Some(engine));
         self.skipped.recent.clear();
         Ok(())

@@ -26,27 +26,39 @@ const KEPT: usize = 2;
 impl Run<'_> {
     /// Another rank is gone: writes a checkpoint of the last finished step, if this rank has all of it and none is there.
     pub(super) fn keep_last_step(&mut self) {
-        if !self.has_whole_step() {
-            return;
-        }
-        if let Err(error) = self.write_last_step() {
+        let kept = match self.has_whole_step() {
+            Ok(true) => self.write_last_step(),
+            Ok(false) => Ok(()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = kept {
             let step = self.step;
             self.training.observer.log(&format!("step {step}, the last, is not kept: {error}"));
         }
     }
 
-    /// Whether all that a checkpoint has is here and of one step.
-    fn has_whole_step(&mut self) -> bool {
+    /// Whether all that a checkpoint has is here and of one step; [`Run::step`] is then that step, and all up to it are reported.
+    fn has_whole_step(&mut self) -> Result<bool, TrainError> {
         let spec = self.training.spec;
         // Only rank 0 has the average, and the running statistics that count where each rank has its own.
         let is_alike =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
-        self.step > self.began_after
-            && self.in_flight.is_empty()
-            && self.not_finite.is_none()
-            && self.has_own_weights
-            && (is_alike || self.is_first())
-            && self.engine.undo_step()
+        // There is no engine while another one is connected.
+        if !self.has_own_weights || self.engine.0.is_none() || !(is_alike || self.is_first()) {
+            return Ok(false);
+        }
+        let Some(results) = self.engine.undo_unfinished_steps() else { return Ok(false) };
+        for result in &results {
+            self.note_not_finite(Some(result));
+            self.report_step(result, 0.0);
+        }
+        self.step -= self.in_flight.len() as u64;
+        self.in_flight.clear();
+        if self.averaged < self.step {
+            // It had finished when its start failed.
+            self.average()?;
+        }
+        Ok(self.step > self.began_after && self.not_finite.is_none())
     }
 
     fn write_last_step(&mut self) -> Result<(), TrainError> {

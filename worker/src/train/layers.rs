@@ -1,5 +1,5 @@
-//! What rank 0 says of the network's layers: their description, how long each takes, and every `log.histograms` steps how their
-//! weights and gradients are distributed.
+//! Rank 0's reports about layers: the network's description, the time of each layer, and every `log.histograms` steps histograms of
+//! weights and gradients.
 
 mod histogram;
 
@@ -17,25 +17,25 @@ use lockstep_protocol::{
 /// The step of an attempt whose layers are timed, from 1: the first ones load kernels and allocate.
 const TIMED_STEP: u64 = 3;
 
-/// What a step is asked for in addition to its result.
+/// The reports that a step makes in addition to its result.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
+pub(super) struct LayerReports {
     histograms: bool,
     times: bool,
 }
 
-/// What rank 0 knows of the layers; nothing on other ranks.
+/// The layers that rank 0 reports about; empty on other ranks.
 #[derive(Default)]
 pub(super) struct Layers {
     description: Vec<LayerDescription>,
-    /// What each layer makes.
+    /// The output of each layer.
     outputs: Vec<TensorId>,
     /// The step that is timed, counted as [`Run::step`].
     timed: u64,
 }
 
 impl Layers {
-    /// Of a run that has done `step` steps, whose network rank 0 describes.
+    /// For a run that has done `step` steps. Rank 0 reports the network's description.
     pub(super) fn describe(training: &Training<'_>, shape: &Shape, step: u64) -> Self {
         if training.group.rank() != 0 {
             return Self::default();
@@ -57,8 +57,8 @@ impl Layers {
 }
 
 impl Run<'_> {
-    /// Asks the engine for what the next step is to find out in addition to its result. All ranks keep their gradients together.
-    pub(super) fn ask_of_layers(&mut self) -> Result<Asked, TrainError> {
+    /// Requests from the engine what the next step reports in addition to its result. Keeping gradients is collective.
+    pub(super) fn request_layer_reports(&mut self) -> Result<LayerReports, TrainError> {
         let (next, every) = (self.step + 1, self.training.spec.log.histograms);
         let histograms = every > 0 && next.is_multiple_of(every);
         if histograms {
@@ -68,12 +68,12 @@ impl Run<'_> {
         if times {
             self.engine.time_layers();
         }
-        Ok(Asked { histograms, times })
+        Ok(LayerReports { histograms, times })
     }
 
-    /// The layers' times, after the start of the step that was to measure them.
-    pub(super) fn report_layer_times(&mut self, asked: Asked) {
-        if !asked.times {
+    /// Reports the layers' times, after the step was started that measures them.
+    pub(super) fn report_layer_times(&mut self, reports: LayerReports) {
+        if !reports.times {
             return;
         }
         let times = self.engine.layer_times();
@@ -94,9 +94,9 @@ impl Run<'_> {
         }
     }
 
-    /// The histograms of a step that was to keep its gradients, when it is done.
-    pub(super) fn report_histograms(&mut self, asked: Asked) -> Result<(), TrainError> {
-        if !asked.histograms {
+    /// Reports the histograms of a step that has kept its gradients, once it is done.
+    pub(super) fn report_histograms(&mut self, reports: LayerReports) -> Result<(), TrainError> {
+        if !reports.histograms {
             return Ok(());
         }
         self.drain()?;

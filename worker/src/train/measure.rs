@@ -1,4 +1,4 @@
-//! Where a rank's time goes: reported about once a second, and whenever it begins to do something else.
+//! What a rank spends its time on, reported about once a second and whenever its activity changes.
 
 use crate::report::Observer;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_secs(1);
 
 /// Sums since the last report.
-pub(super) struct Pulse<'a> {
+pub(super) struct ThroughputMeter<'a> {
     observer: &'a dyn Observer,
     rank: u32,
     device: String,
@@ -23,8 +23,8 @@ pub(super) struct Pulse<'a> {
     averages: [f64; 4],
 }
 
-impl<'a> Pulse<'a> {
-    /// `device`: a name for it until the engine is built and knows a better one.
+impl<'a> ThroughputMeter<'a> {
+    /// `device` is a provisional name, until the engine is built and [`ThroughputMeter::device`] sets the real one.
     pub(super) fn new(observer: &'a dyn Observer, rank: u32, device: String) -> Self {
         Self {
             observer,

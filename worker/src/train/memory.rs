@@ -12,9 +12,9 @@ use std::{fs, path::Path};
 /// A float32, as weights and a CPU rank's activations are.
 const VALUE: u64 = 4;
 
-/// The memory that the ranks of a machine need at least. What a run may never need (a larger size of later epochs or of evaluation,
-/// pictures that a split does not have) is not counted, so nothing that fits is refused.
-pub(super) struct Needed {
+/// A lower bound of the memory that the ranks of a machine need. It leaves out what a run may never need (a larger size of later
+/// epochs or of evaluation, batches that a split cannot fill), so no run that fits is refused.
+pub(super) struct RequiredMemory {
     /// The most pictures that a rank has in a micro-batch.
     pictures: u64,
     /// Bytes of each rank.
@@ -24,9 +24,9 @@ pub(super) struct Needed {
     ranks: u32,
 }
 
-impl Needed {
-    /// For a network at the smallest of the sizes that it is trained at, with `samples` pictures over `world_size` ranks. Less than a
-    /// run needs: buffers of convolutions and pictures that are prepared ahead come on top.
+impl RequiredMemory {
+    /// For a network at the smallest image size that it is trained at, with `samples` pictures over `world_size` ranks. Buffers of
+    /// convolutions and pictures that are prepared ahead are not counted.
     pub(super) fn of(
         network: &Network,
         config: &EngineConfig,
@@ -39,22 +39,22 @@ impl Needed {
         let pictures = (config.batch_size as u64).min(of_rank);
         let parameters = (network.parameter_count() as u64).saturating_mul(VALUE);
         let each = match needs.host_memory {
-            // With gradients; weights may be those of all ranks.
+            // With gradients. Weights and optimizer state may be shared by all ranks.
             true => pictures
                 .saturating_mul(network.kept_values())
                 .saturating_mul(VALUE)
                 .saturating_add(parameters),
-            // A batch on its way to the GPU, a byte per value. The engine checks the GPU's own memory.
+            // A batch in transit to the GPU, a byte per value. The engine checks the GPU's own memory.
             false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
         let shared = if needs.host_memory { parameters } else { 0 };
         Self { pictures, each, shared, ranks: ranks.max(1) }
     }
 
-    /// Compares the need with the memory that there `is`.
+    /// Compares the need with the memory `is`, in bytes, that the machine has.
     ///
     /// # Errors
-    /// What is needed, what there is, and what to lower.
+    /// It has less. The message says what is needed, what there is, and what to lower.
     pub(super) fn check(&self, spec: &JobSpec, network: &Network, is: u64) -> Result<(), TrainError> {
         let all = self.each.saturating_mul(self.ranks.into()).saturating_add(self.shared);
         if all <= is {
@@ -82,8 +82,8 @@ fn gigabytes(bytes: u64) -> String {
     format!("{:.1} GB", bytes as f64 / 1e9)
 }
 
-/// Memory that this process may have at most: the machine's plus swap, or its control group's limit. None where the system does
-/// not report it.
+/// Bytes that this process may use at most: the machine's memory plus swap, or its control group's limit. `None` where the system
+/// does not report it.
 pub(super) fn of_machine() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -101,7 +101,7 @@ fn meminfo(text: &str) -> Option<(u64, u64)> {
     Some((of("MemTotal")?.saturating_mul(1024), of("SwapTotal").unwrap_or(0).saturating_mul(1024)))
 }
 
-/// Limits of the control groups that a process is in, of both versions, with what they may swap out of the machine's `swap`.
+/// Limits in bytes of the control groups (v1 and v2) that a process is in, each with the part of the machine's `swap` that it may use.
 fn limits(groups: &str, root: &Path, swap: u64) -> Vec<u64> {
     let number = |path: &Path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let mut found = Vec::new();
@@ -115,7 +115,7 @@ fn limits(groups: &str, root: &Path, swap: u64) -> Vec<u64> {
         } else {
             continue;
         };
-        // In a container the group itself is the root, whatever its name outside is.
+        // In a container the group itself is mounted as the root, whatever its name outside is.
         let own = root.join(path.trim_start_matches('/'));
         for folder in own.ancestors().take_while(|folder| folder.starts_with(&root)) {
             let Some(most) = number(&folder.join(most)) else { continue };
@@ -150,11 +150,11 @@ mod tests {
         let network = resnet::build(&model, 32, 3, 10).unwrap();
         let cpu = Needs { host_memory: true, ..Needs::default() };
         let many = (1_000_000, 2);
-        let needed = Needed::of(&network, &config(64), cpu, 2, many);
+        let needed = RequiredMemory::of(&network, &config(64), cpu, 2, many);
         let parameters = 4 * network.parameter_count() as u64;
         assert_eq!(needed.each, 64 * 4 * network.kept_values() + parameters);
         let spec = JobSpec::default();
-        let check = |needed: &Needed, is: u64| needed.check(&spec, &network, is);
+        let check = |needed: &RequiredMemory, is: u64| needed.check(&spec, &network, is);
         // Weights are there once.
         let all = 2 * needed.each + parameters;
         assert!(check(&needed, all).is_ok());
@@ -168,13 +168,13 @@ mod tests {
             assert!(said.contains(words), "{words} in {said}");
         }
         // A batch is no larger than what there is for it.
-        let few = Needed::of(&network, &config(64), cpu, 2, (10, 2));
+        let few = RequiredMemory::of(&network, &config(64), cpu, 2, (10, 2));
         assert_eq!(few.each, 5 * 4 * network.kept_values() + parameters);
         // Nothing overflows.
         let huge = resnet::build(&ModelSpec::default(), 4096, 3, 100_000).unwrap();
-        let needed = Needed::of(&huge, &config(usize::MAX), cpu, u32::MAX, (u64::MAX, 1));
+        let needed = RequiredMemory::of(&huge, &config(usize::MAX), cpu, u32::MAX, (u64::MAX, 1));
         assert!(needed.check(&spec, &huge, u64::MAX - 1).is_err());
-        let gpu = Needed::of(&network, &config(64), Needs::default(), 1, many);
+        let gpu = RequiredMemory::of(&network, &config(64), Needs::default(), 1, many);
         assert_eq!((gpu.each, gpu.shared), (64 * 3 * 32 * 32, 0));
     }
 

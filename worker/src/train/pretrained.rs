@@ -12,8 +12,8 @@ use std::path::Path;
 /// Differences between a file and the network that are named.
 const NAMED: usize = 5;
 
-/// The weights of the file at `path` in place of `initial`. Where it has another number of classes, the last layer `head`,
-/// which has a row for each class, stays as it is initialised, which is logged.
+/// Replaces `initial` by the weights of the file at `path`. If the file has another number of classes, the last layer `head`, which
+/// has a row for each class, keeps its initial values, which is logged.
 ///
 /// # Errors
 /// The file cannot be read, or a tensor of it does not fit, is missing or is not of this network.
@@ -46,30 +46,34 @@ pub(super) fn weights(
 }
 
 #[derive(Debug)]
-struct Taken {
+struct FittedWeights {
     weights: NamedTensors,
     /// Shapes of the head's weights in the file and in the network, where classes differ.
     other_head: Option<[Vec<usize>; 2]>,
 }
 
-/// `given` in place of `initial`, tensor by tensor.
+/// Replaces `initial` by `given`, tensor by tensor.
 ///
 /// # Errors
-/// Every tensor that keeps them from fitting, by name.
-fn take_over(mut given: NamedTensors, initial: NamedTensors, head: &str) -> Result<Taken, Vec<String>> {
+/// The names of all tensors that do not fit.
+fn take_over(
+    mut given: NamedTensors,
+    initial: NamedTensors,
+    head: &str,
+) -> Result<FittedWeights, Vec<String>> {
     let Fit { problems, other_head } = compare(&shapes(&given), &shapes(&initial), Some(head));
     if !problems.is_empty() {
         return Err(problems);
     }
-    // Only a head of other classes still has another shape.
+    // Only a head for another number of classes still has another shape.
     let taken = initial.into_iter().map(|(name, own)| {
         let tensor = given.remove(&name).filter(|tensor| tensor.shape == own.shape).unwrap_or(own);
         (name, tensor)
     });
-    Ok(Taken { weights: taken.collect(), other_head })
+    Ok(FittedWeights { weights: taken.collect(), other_head })
 }
 
-/// The first of them, and how many more there are.
+/// The first [`NAMED`] problems, and the number of further ones.
 pub(super) fn some_of(problems: &[String]) -> String {
     first_of(problems, NAMED)
 }
@@ -147,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn another_stem_is_told_with_what_to_set() {
+    fn another_stem_is_refused_with_what_to_set() {
         let [imagenet, cifar] =
             [Stem::Imagenet, Stem::Cifar].map(|stem| network(Arch::ResNet18, stem, 10, 1));
         let found = take_over(imagenet.clone(), cifar.clone(), "fc").unwrap_err();

@@ -22,7 +22,7 @@ impl Run<'_> {
         self.check_state()?;
         // On every rank: this report writes out what the rank has reported so far. So no step before a checkpoint is missing
         // from the records when the rank is killed right after.
-        self.pulse.report("checkpointing");
+        self.throughput.report("checkpointing");
         let contribution = self.engine.state_dict()?;
         // Every rank knows which checkpoint is the best: any may have to write the next one.
         let keep_best = &self.training.spec.checkpoint.keep_best;
@@ -31,7 +31,7 @@ impl Run<'_> {
             self.best = Some(best);
         }
         let Some(writer) = &self.writer else {
-            self.pulse.report("training");
+            self.throughput.report("training");
             return Ok(());
         };
         let saved = writer.save(self.snapshot(*whole(contribution)?));
@@ -39,7 +39,7 @@ impl Run<'_> {
             return Err(self.diverged(detail));
         }
         saved?;
-        self.pulse.report("training");
+        self.throughput.report("training");
         self.announce_checkpoints();
         Ok(())
     }
@@ -86,20 +86,20 @@ impl Run<'_> {
         }
     }
 
-    /// The end of a run that has done all its steps.
+    /// Ends a run that has done all its steps.
     pub(super) fn finished(&mut self) -> Result<Outcome, TrainError> {
         self.drain()?;
         self.flush_checkpoints()?;
-        self.pulse.report("finished");
+        self.throughput.report("finished");
         Ok(Outcome::Finished { step: self.step })
     }
 
-    /// The end of a run after the ranks have voted to stop. All are at the same step, so a checkpoint of it is complete.
+    /// Ends a run after the ranks have voted to stop, with a checkpoint. All ranks are at the same step, so it is complete.
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
         self.flush_checkpoints()?;
         self.training.observer.log(&format!("asked to stop: stopped after step {}", self.step));
-        self.pulse.report("stopped");
+        self.throughput.report("stopped");
         Ok(Outcome::Stopped { step: self.step })
     }
 
@@ -107,7 +107,7 @@ impl Run<'_> {
     /// half as long as a stall may last.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let Some(mut writer) = self.writer.take() else { return Ok(()) };
-        self.pulse.report("checkpointing");
+        self.throughput.report("checkpointing");
         let patience = Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into()) / 2;
         let began = Instant::now();
         let mut failed = None;
@@ -135,17 +135,18 @@ impl Run<'_> {
         let Some(writer) = &self.writer else { return };
         announce(self.training, writer.events());
         let warning = may_not_fit(writer.took(), self.training.stop_within);
-        // Once in a run: the next ones take as long.
-        if let Some(warning) = warning.filter(|_| !self.told_slow) {
-            self.told_slow = true;
+        // Once in a run: later checkpoints take as long.
+        if let Some(warning) = warning.filter(|_| !self.slow_warned) {
+            self.slow_warned = true;
             self.training.observer.log(&warning);
         }
     }
 }
 
-/// What to know of checkpoints that take so long to write, where ranks that are asked to end have `within` for their step and its checkpoint.
+/// A warning for the log if a checkpoint that took `took` to write may not be done in time: ranks that are asked to end have `within`
+/// for their step and its checkpoint.
 fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
-    // The step comes first, and the disk is not always as fast.
+    // Half of the time: the step comes first, and the disk may be slower then.
     (took > within / 2).then(|| {
         format!(
             "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
@@ -201,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_checkpoint_that_may_not_be_done_in_time_is_told() {
+    fn a_checkpoint_that_may_not_be_done_in_time_is_warned_of() {
         let within = Duration::from_secs(20);
         assert_eq!(may_not_fit(Duration::from_secs(10), within), None);
         let words = may_not_fit(Duration::from_millis(10_001), within).unwrap();

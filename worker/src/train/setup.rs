@@ -2,7 +2,7 @@
 
 use super::{
     TrainError, Training,
-    memory::{self, Needed},
+    memory::{self, RequiredMemory},
 };
 use crate::{
     checkpoint,
@@ -26,7 +26,7 @@ pub(super) struct Plan {
     pub(super) global_batch_size: u64,
     pub(super) steps_per_epoch: u64,
     pub(super) total_steps: u64,
-    /// Threads that prepare pictures: known when the engine has said how it wants them.
+    /// Threads that prepare pictures: known once the engine has said in which format it takes batches.
     pub(super) data_threads: usize,
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
@@ -36,7 +36,7 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(spec: &JobSpec, shape: &Shape, group: &dyn ProcessGroup) -> Result<Self, TrainError> {
         let impossible = |text: String| Err(TrainError::Impossible(text));
-        // The specification's batch sizes are of `parallel.ranks` ranks that see different pictures: those of this group.
+        // The specification's batch sizes are for `parallel.ranks` ranks that see different pictures: the ranks of this group.
         if group.size() != spec.parallel.ranks {
             let (is, wanted) = (group.size(), spec.parallel.ranks);
             return impossible(format!("{is} ranks were started for a job of parallel.ranks = {wanted}"));
@@ -77,14 +77,14 @@ impl Plan {
         self.checkpoint_every_steps > 0 && step.is_multiple_of(self.checkpoint_every_steps)
     }
 
-    /// At the end of an epoch, or of the run.
+    /// Whether `step` ends an epoch, or the run, with a checkpoint.
     pub(super) fn checkpoint_after_epoch(&self, step: u64) -> bool {
         step == self.total_steps
             || self.checkpoint_after_step(step)
             || self.epoch_is_due(step, self.checkpoint_every_epochs)
     }
 
-    /// At the end of an epoch, or of the run.
+    /// Whether `step` ends an epoch, or the run, with an evaluation.
     pub(super) fn evaluation_after_epoch(&self, step: u64) -> bool {
         step == self.total_steps || self.epoch_is_due(step, self.evaluate_every_epochs)
     }
@@ -101,7 +101,7 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
     let mixing = Mixing::from(&spec.train);
     data.set_mixing(mixing);
-    // A GPU mixes in float32 what it holds, the host in bytes what it sends: the same bits in every run are one of the two.
+    // A GPU mixes the pictures that it holds in float32, the host mixes bytes. For the same bits in every run, only one may be used.
     if spec.train.deterministic && mixing.is_on() {
         data.stay();
     }
@@ -117,8 +117,8 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
     Ok(data)
 }
 
-/// Makes all ranks normalise as rank 0 does, and as the checkpoint's network was trained with: the statistics depend on which
-/// pictures could be read, and on how this version reads them.
+/// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint that the run continues from. They
+/// depend on which pictures could be read, and on how this version reads them.
 fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (asked, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
@@ -138,11 +138,11 @@ fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(),
     Ok(())
 }
 
-/// One in so many of a CPU rank's threads prepares pictures: decoding one takes a small part of what training on it does.
+/// Of a CPU rank's threads, one in so many prepares pictures: decoding a picture takes a small part of the time of training on it.
 const TRAINING_TO_DATA: usize = 8;
 
-/// Threads of this rank that prepare pictures. A GPU leaves the rank's cores to them; batches of pictures that are ready
-/// in memory take one.
+/// Threads of this rank that prepare pictures. On a GPU rank they may use all of its cores. Pictures that are in memory already need
+/// one thread.
 pub(super) fn data_threads(needs: Needs, threads: usize, prepared_each_step: bool) -> usize {
     match needs.leaves_threads {
         _ if !prepared_each_step => 1,
@@ -151,14 +151,14 @@ pub(super) fn data_threads(needs: Needs, threads: usize, prepared_each_step: boo
     }
 }
 
-/// Ranks that had other pictures, or the same in another order, would train on some twice and on others never.
+/// Checks that all ranks have the same pictures in the same order. Otherwise they would train on some twice and on others never.
 fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
     let group = &training.group;
     if group.size() == 1 {
         return Ok(());
     }
     let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
-    // In pieces that float32 holds exactly.
+    // In parts that float32 represents exactly.
     let piece = |bits: u64| (bits & 0xffff) as f32;
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
     let mut all = vec![0.0f32; own.len() * group.size() as usize];
@@ -182,13 +182,13 @@ pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     for file in news.iter().take(NAMED.saturating_sub(before)) {
         training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
     }
-    // The rest is only counted, each time that their number has doubled.
+    // The rest is only counted: a line each time that their number has doubled.
     if count > NAMED && count.ilog2() != before.max(1).ilog2() {
         training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
     }
 }
 
-/// The engine, with initial weights. `precision` in place of the job's; `generation`: how many there were before.
+/// Builds the engine with initial weights. `precision` replaces the job's; `generation` counts the engines before it in this process.
 pub(super) fn build_engine(
     training: &Training<'_>,
     shape: &Shape,
@@ -198,7 +198,7 @@ pub(super) fn build_engine(
     let spec = training.spec;
     let DeviceChoice { backend, ordinal } = training.device;
     backend.check(spec).map_err(TrainError::Impossible)?;
-    // The stem is that of the size it is measured at, whatever size it trains on meanwhile.
+    // The evaluation's image size decides the stem, whatever size training uses.
     let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
     let of_size = |side: usize| {
         net::build(&model, side, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
@@ -223,7 +223,7 @@ pub(super) fn build_engine(
     if let Some(is) = memory::of_machine() {
         let smallest = network.resized(training_sizes.iter().copied().fold(network.image_size, usize::min));
         let of_split = (shape.train_samples, training.group.size());
-        let needed = Needed::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
+        let needed = RequiredMemory::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
         needed.check(spec, &smallest, is)?;
     }
     let mut engine = backend.build(BuildArgs {
@@ -296,7 +296,7 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
             .collect();
         observer.log(&format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
     }
-    // Where a job says `train.steps`, nobody knew before how many epochs these are.
+    // With `train.steps` the number of epochs was not known before.
     let epochs = plan.total_steps.div_ceil(plan.steps_per_epoch);
     for (epoch, side) in shape.training_sizes.iter().filter(|(epoch, _)| u64::from(*epoch) >= epochs) {
         observer.log(&format!(

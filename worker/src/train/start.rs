@@ -22,17 +22,17 @@ use lockstep_protocol::{
 };
 use std::path::{Path, PathBuf};
 
-pub(super) struct Beginning {
+pub(super) struct InitialState {
     /// Optimizer steps done before.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
     pub(super) skipped: SkippedSteps,
-    /// It is that of a checkpoint right after which there was no evaluation.
+    /// The step has no evaluation yet: the earlier run was stopped before it.
     pub(super) unmeasured: bool,
 }
 
-/// The format that the checkpoint's run used last, where the job leaves the choice to us: a run that left float16 does not go
-/// back to it. The same on every rank.
+/// With `precision = "auto"`, the number format that the checkpoint's run used last: a run that has left float16 does not return to
+/// it. The same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
     let Some(folder) = training.resume else { return Ok(None) };
     if training.spec.train.precision != Precision::Auto || !training.device.backend.needs().half_precision {
@@ -57,7 +57,7 @@ pub(super) fn begin(
     plan: &Plan,
     shape: &Shape,
     engine: &mut dyn Engine,
-) -> Result<Beginning, TrainError> {
+) -> Result<InitialState, TrainError> {
     if let Some(folder) = training.resume {
         return resume(training, plan, &shape.classes, engine, folder);
     }
@@ -73,7 +73,7 @@ pub(super) fn begin(
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
-    Ok(Beginning { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
+    Ok(InitialState { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
 }
 
 fn resume(
@@ -82,7 +82,7 @@ fn resume(
     classes: &[String],
     engine: &mut dyn Engine,
     folder: &Path,
-) -> Result<Beginning, TrainError> {
+) -> Result<InitialState, TrainError> {
     let group = training.group.as_ref();
     let loaded = if group.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
     let (state, parameters, optimizer, average) = match loaded {
@@ -99,7 +99,7 @@ fn resume(
     };
     let state = shared_state(group, state)?;
     let parameters = shared(group, engine.parameters()?, parameters)?;
-    // Before there were others it was one of SGD's.
+    // Older checkpoints do not name it: it was always SGD.
     let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
     let kind = training.spec.train.optimizer;
     let carries_over = slots(note.kind) == slots(kind);
@@ -111,10 +111,10 @@ fn resume(
         false => None,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
-    // Ranks may share them: every rank has read the old ones before they change.
+    // Ranks may share the weights: all have to have read the old ones before they change.
     group.barrier()?;
     engine.load_state_dict(&loaded)?;
-    // Nor does anybody use the new ones before rank 0 has written them.
+    // Nor may a rank use the new ones before rank 0 has written them.
     group.barrier()?;
 
     let step = if state.global_batch_size == plan.global_batch_size
@@ -169,11 +169,11 @@ fn resume(
     });
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // They count other steps.
+        // Their steps are counted for the other batch size.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(Beginning { step, best, skipped, unmeasured })
+    Ok(InitialState { step, best, skipped, unmeasured })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run

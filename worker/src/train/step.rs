@@ -15,7 +15,7 @@ pub(super) struct InFlight {
     pub(super) step: u64,
     pub(super) lr: f32,
     began: Instant,
-    /// The part of the step's time that it waited for its batches.
+    /// Seconds that the step waited for its batches.
     data_secs: f64,
 }
 
@@ -33,13 +33,14 @@ impl Run<'_> {
         let data_secs = began.elapsed().as_secs_f64();
         setup::report_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
-        let asked = self.ask_of_layers()?;
+        let reports = self.request_layer_reports()?;
+
+        self.step += 1;
+        self.in_flight.push_back(InFlight { step: self.step, lr, began, data_secs });
 
         let result = self.engine.start_step(&micro_batches, lr)?;
 
-        self.step += 1;
         self.average()?;
-        self.in_flight.push_back(InFlight { step: self.step, lr, began, data_secs });
         let waited = Instant::now();
         self.note_not_finite(result.as_ref());
         let vote = self.vote(false);
@@ -47,39 +48,42 @@ impl Run<'_> {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
         self.announce_checkpoints();
-        self.report_layer_times(asked);
+        self.report_layer_times(reports);
         let continues = vote?;
         if continues {
-            self.report_histograms(asked)?;
+            self.report_histograms(reports)?;
         }
         Ok(continues)
     }
 
-    /// Takes the weights into their moving average when that is due. Rank 0 keeps the average; the others get it when it is
+    /// Updates the moving average of the weights when that is due. Rank 0 keeps the average; the other ranks get it when it is
     /// evaluated.
-    fn average(&mut self) -> Result<(), TrainError> {
+    pub(super) fn average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
         if let Some(decay) = decay.filter(|_| self.is_first()) {
             self.engine.average(decay)?;
         }
+        self.averaged = self.step;
         Ok(())
     }
 
     /// Waits for the steps in flight: afterwards the engine's state is that of step [`Run::step`].
     pub(super) fn drain(&mut self) -> Result<(), TrainError> {
+        let mut vote = Ok(true);
         for result in self.engine.finish_steps()? {
             self.note_not_finite(Some(&result));
             // Every rank votes after every step here, so none leaves before all have seen the end of their steps. A stop is
-            // acted on at the next vote.
-            let vote = self.vote(true);
+            // acted on at the next vote. After a vote that failed the others are done all the same.
+            if vote.is_ok() {
+                vote = self.vote(true);
+            }
             self.report_step(&result, 0.0);
-            vote?;
         }
-        Ok(())
+        vote.map(|_| ())
     }
 
     /// Reports the oldest step in flight; `waited_secs` were spent on other ranks after it.
-    fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
+    pub(super) fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
         let Some(InFlight { step, lr, began, data_secs }) = self.in_flight.pop_front() else { return };
         // An engine that runs behind its caller times the step itself; the caller's time would include other steps.
         let secs = if result.step_secs > 0.0 { result.step_secs } else { began.elapsed().as_secs_f64() };
@@ -112,7 +116,7 @@ impl Run<'_> {
             }
             observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
         }
-        self.pulse.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
     }
 
     /// Logs which pictures the GPU could not decode, when there are new reasons.

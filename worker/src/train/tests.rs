@@ -8,7 +8,7 @@ use crate::{
     checkpoint::{self, State},
     comm::{
         ProcessGroup, SingleRank,
-        rendezvous::{Meeting, free_port},
+        rendezvous::{RendezvousConfig, free_port},
         ring::Ring,
     },
     engine::registry,
@@ -119,7 +119,7 @@ impl Bench {
         let is_told = rank + 1 == self.ranks;
         let timeout = Duration::from_secs(60);
         let store = (self.ranks > 1).then(|| {
-            let meeting = Meeting {
+            let config = RendezvousConfig {
                 addr: "127.0.0.1".into(),
                 port,
                 secret: b"of these ranks".to_vec(),
@@ -128,7 +128,7 @@ impl Bench {
                 timeout,
                 stop: stop.clone(),
             };
-            Arc::new(Store::join(meeting).unwrap())
+            Arc::new(Store::join(config).unwrap())
         });
         let group: Arc<dyn ProcessGroup> = match &store {
             Some(store) => Ring::connect(store, timeout).unwrap(),

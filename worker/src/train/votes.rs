@@ -14,9 +14,9 @@ use std::{
 
 /// Up to this many ranks vote after every step.
 const FEW_RANKS: u32 = 16;
-/// Between two votes, while steps take as long as they did.
+/// Time between two votes, as predicted from the duration of the last steps.
 const EVERY: Duration = Duration::from_millis(250);
-/// Steps between two votes at most: the next steps may be slower than the ones before.
+/// Steps between two votes, at most: the prediction fails when steps become slower.
 const MOST_STEPS: u64 = 256;
 
 /// The votes of a run of steps (or of an evaluation's batches), which are counted from 1.
@@ -35,7 +35,7 @@ impl Votes {
         Self { after_every_step: world_size <= FEW_RANKS, ..Self::timed(done) }
     }
 
-    /// The same, due by time alone, whatever the number of ranks.
+    /// Votes that are due by time alone, for any number of ranks.
     pub(super) fn timed(done: u64) -> Self {
         Self { after_every_step: false, next: done + 1, last: (Instant::now(), done) }
     }
@@ -85,7 +85,7 @@ impl Run<'_> {
     /// [`TrainError::Diverged`] on all ranks when the numbers of any are not finite.
     pub(super) fn vote(&mut self, always: bool) -> Result<bool, TrainError> {
         let group = &self.training.group;
-        // Always before a checkpoint and an evaluation: numbers that are not finite are not saved, and neither is begun in vain.
+        // `always` before a checkpoint and an evaluation: non-finite numbers are not saved, and neither is started after a stop.
         let due = always
             || self.votes.is_due(self.step)
             || self.step == self.plan.total_steps
@@ -100,7 +100,7 @@ impl Run<'_> {
         let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
         group.all_reduce((&mut votes).into(), Reduction::Sum)?;
         let [stop, not_finite, losses, step_secs] = votes;
-        // Votes that do not wait until they are due say nothing about how long a step takes.
+        // Only votes that were due measure the duration of a step.
         if !always {
             self.votes.voted(self.step, step_secs / f64::from(group.size()));
         }

@@ -104,8 +104,8 @@ fn validation_pictures_are_never_mixed() {
     assert!(all(&source) == all(&plain));
 }
 
-/// What an engine that has the pictures is told is enough to mix them: the pictures themselves, which of them with which, and
-/// how, at any number of ranks and micro-batches.
+/// A batch of augmentation parameters is enough for an engine that holds the pictures to mix them: it names the pictures, their
+/// partners and the rectangle, at any number of ranks and micro-batches.
 #[test]
 fn an_engine_that_has_the_pictures_can_mix_them_itself() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };

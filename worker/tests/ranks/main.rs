@@ -9,7 +9,7 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
 use lockstep_worker::{
     comm::{
         CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
-        rendezvous::{Meeting, Store, free_port},
+        rendezvous::{RendezvousConfig, Store, free_port},
         ring::Ring,
         shm::ShmProcessGroup,
     },
@@ -87,7 +87,7 @@ fn meet<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGroup>) 
         let threads: Vec<_> = (0..ranks)
             .map(|rank| {
                 scope.spawn(move || {
-                    let store = Store::join(Meeting {
+                    let store = Store::join(RendezvousConfig {
                         addr: "127.0.0.1".into(),
                         port,
                         secret: b"of these ranks".to_vec(),

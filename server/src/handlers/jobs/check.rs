@@ -114,7 +114,7 @@ pub(super) async fn check_with(
     let mut not_checked = None;
     // Also of a document with mistakes: people mend all at once.
     let (mut spec, mut errors) = spec::read(document);
-    let own = Own(errors.iter().map(|e| e.pointer.clone()).collect());
+    let own = DocumentMistakes(errors.iter().map(|e| e.pointer.clone()).collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
     let datasets = datasets::seen_by(app, caller).await?;
@@ -162,9 +162,9 @@ pub(super) async fn check_with(
 }
 
 /// Pointers of a document's own mistakes. Their keys have other values in the specification that is checked than its writer meant.
-struct Own(Vec<String>);
+struct DocumentMistakes(Vec<String>);
 
-impl Own {
+impl DocumentMistakes {
     /// Whether one of them is at one of these places, or below it.
     fn concern(&self, places: &[&str]) -> bool {
         let at = |pointer: &str, place: &str| {

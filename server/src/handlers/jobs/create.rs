@@ -107,7 +107,7 @@ pub(in crate::handlers) async fn store(
     key: Option<(String, String)>,
     fork: Option<Fork>,
 ) -> Result<(StatusCode, Job)> {
-    // Beside the specification, where they can be changed later.
+    // Not in the specification: they can be changed after submission.
     let annotation = Annotation {
         notes: std::mem::take(&mut spec.notes),
         tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),

@@ -23,7 +23,7 @@ pub(in crate::handlers) struct Pages<'a> {
 /// What a cursor says. Clients hand it back as it is.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Place<K> {
+struct CursorPosition<K> {
     list: String,
     of: Option<String>,
     sort: String,
@@ -59,7 +59,7 @@ impl<'a> Pages<'a> {
     /// The place cannot be written as JSON.
     pub(in crate::handlers) fn cursor<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.of.map(|(_, id)| id.to_owned());
-        let place = Place { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
+        let place = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };
         let text = serde_json::to_vec(&place).map_err(|e| Error::Internal(format!("a cursor: {e}")))?;
         Ok(BASE64_URL_SAFE_NO_PAD.encode(text))
     }
@@ -72,7 +72,8 @@ impl<'a> Pages<'a> {
         let Some(text) = cursor else { return Ok(None) };
         let wrong = |what: &str| Error::Of(Code::WrongCursor, format!("the cursor is {what}: {BEGIN_ANEW}"));
         let bytes = (text.len() <= CURSOR_BYTES).then(|| BASE64_URL_SAFE_NO_PAD.decode(text).ok()).flatten();
-        let place: Option<Place<Value>> = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let place: Option<CursorPosition<Value>> =
+            bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let Some(place) = place else { return Err(wrong("none of this list")) };
         if place.list != self.list {
             return Err(wrong("of another list"));

@@ -91,7 +91,7 @@ pub fn revocation_list(data_dir: &Path) -> PathBuf {
     super::folder(data_dir).join("ca.crl")
 }
 
-/// Whether the records beside a revocation list name a certificate that was revoked.
+/// Whether the records in the revocation list's folder (`issued.jsonl`) name a certificate that was revoked.
 pub fn has_revoked(list: &Path) -> bool {
     let records = fs::read_to_string(list.with_file_name("issued.jsonl")).unwrap_or_default();
     let revoked =

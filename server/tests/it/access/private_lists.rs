@@ -260,7 +260,7 @@ async fn what_people_change_on_a_job_is_streamed_to_those_who_see_it() {
     let frame = job.until(|frame| frame["type"] == "changed").await.pop().unwrap();
     let expected = json!({"type": "changed", "project": "hidden", "tags": ["hidden"], "priority": 7});
     assert_eq!(frame, expected);
-    // Notes alone are told, and not sent.
+    // A change of notes sends the frame, without the notes.
     let (status, _) =
         server.as_who(&mona, "PATCH", &format!("/jobs/{secret}"), Some(json!({"notes": "more"}))).await;
     assert_eq!((status, job.next().await.unwrap()), (200, expected));

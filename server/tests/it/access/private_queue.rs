@@ -1,4 +1,4 @@
-//! A private job in the queue of others: it has a place, and nothing else is told of it.
+//! A private job in the queue of others: it has a place, and nothing else of it is shown.
 
 use super::{People, people};
 use crate::{

@@ -53,7 +53,7 @@ pub(super) fn every_path() -> Vec<String> {
     paths
 }
 
-/// What a caller is told: that it is not known, that this is not for it, or something else.
+/// How a request is answered: not signed in, forbidden, or anything else.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     SignIn,
@@ -129,7 +129,7 @@ async fn every_route_refuses_strangers_and_scopes_that_do_not_suffice() {
                 let outcome = ask(&server, client, method, &path).await;
                 match enough {
                     Some(_) => assert_eq!(outcome, Outcome::SignIn, "{who}: {method} {path}"),
-                    // A wrong token is a failed attempt to sign in, which is told as such.
+                    // A wrong token is answered as a failed sign-in.
                     None => assert!(
                         outcome != Outcome::Forbidden && (outcome != Outcome::SignIn || path == "/login"),
                         "{who}: {method} {path}: {outcome:?}"

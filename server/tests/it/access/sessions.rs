@@ -136,7 +136,7 @@ async fn a_token_is_pasted_and_guessing_is_limited() {
     let submitted = browser.post("/jobs/new", "name=x").await;
     assert_eq!(submitted.status(), 403, "a session may do no more than its token");
 
-    // Each of these is a failure that is told, up to ten a minute.
+    // Each of these is answered as a failed sign-in, up to ten a minute.
     for (n, wrong) in ["", "hunter2", agent.as_str()].into_iter().cycle().take(10).enumerate() {
         let answer = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
         assert_eq!(answer.status(), 401, "{n}");

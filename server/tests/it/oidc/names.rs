@@ -52,7 +52,7 @@ async fn somebody_new_is_added_with_the_role_that_is_set_and_no_name_is_taken_ov
     }
     assert_eq!(people(&server).await.len(), 2);
 
-    // An admin says so: then it is bob, beside the password, and under whatever name.
+    // An admin links the account to bob, who keeps the password: the provider's name for it does not matter then.
     assert_eq!(server.change_person("bob", &json!({"subject": "s2"})).await.0, 200);
     let mut browser = Browser::new(&server);
     assert_eq!(browser.sign_in(&provider).await.status(), 303);

@@ -1,8 +1,8 @@
 use super::*;
 use lockstep_worker::doctor::Facts;
 
-fn way(gigabits: f64, round_trip_ms: f64) -> Way {
-    Way {
+fn way(gigabits: f64, round_trip_ms: f64) -> LinkMeasurement {
+    LinkMeasurement {
         connect_ms: 0.1,
         round_trip_ms,
         bytes_per_second: gigabits * 125e6,
@@ -11,7 +11,7 @@ fn way(gigabits: f64, round_trip_ms: f64) -> Way {
     }
 }
 
-fn pair(to_b: Result<Way, String>, to_a: Result<Way, String>) -> Pair {
+fn pair(to_b: Result<LinkMeasurement, String>, to_a: Result<LinkMeasurement, String>) -> Pair {
     Pair {
         a: "a".into(),
         b: "b".into(),
@@ -91,13 +91,13 @@ fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
     assert!(with(-59_000.0, 0.0).unwrap() == (Grade::Note, "that of a is 59.0 s ahead of that of b".into()));
     assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
     // The other direction knows it more exactly.
-    let mut uneven = pair(Ok(way(1.0, 4.0)), Ok(Way { clock_ahead_ms: 7.0, ..way(1.0, 0.2) }));
+    let mut uneven = pair(Ok(way(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..way(1.0, 0.2) }));
     assert_eq!(clocks(&uneven), Some((-7.0, 0.1)));
     uneven.to_a = Err("no".into());
     assert_eq!(clocks(&uneven), Some((0.0, 2.0)));
 }
 
-fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> Examined {
+fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> ExaminedMachine {
     let facts = Facts {
         hostname: name.into(),
         network_id: name.into(),
@@ -109,12 +109,17 @@ fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> Examined {
         driver: gpu.map(|(driver, _)| driver.into()),
         nccl: gpu.map(|(_, nccl)| nccl.into()),
     };
-    Examined { name: name.into(), lockstep: Some(lockstep.into()), facts: Some(facts), findings: Vec::new() }
+    ExaminedMachine {
+        name: name.into(),
+        lockstep: Some(lockstep.into()),
+        facts: Some(facts),
+        findings: Vec::new(),
+    }
 }
 
 #[test]
 fn versions_must_agree_where_they_matter() {
-    let of = |a: &Examined, b: &Examined| -> Vec<(String, Grade)> {
+    let of = |a: &ExaminedMachine, b: &ExaminedMachine| -> Vec<(String, Grade)> {
         versions(a, b).into_iter().map(|f| (f.what, f.grade)).collect()
     };
     let problem = |what: &str| vec![(what.to_owned(), Grade::Problem)];

@@ -45,19 +45,19 @@ impl Kind {
 
 /// How long a cluster is waited for.
 #[derive(Debug, Clone, Copy)]
-struct Waits {
+struct Timeouts {
     /// For the answer to a request that is no watch. A machine that is gone without a word keeps a connection open.
     answer: Duration,
     /// While the API server is away.
     away: Duration,
 }
 
-const WAITS: Waits = Waits { answer: Duration::from_secs(30), away: PATIENCE };
+const WAITS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: PATIENCE };
 
 /// A namespace of a cluster.
 pub(super) struct Cluster {
     client: Client,
-    waits: Waits,
+    waits: Timeouts,
     pub(super) namespace: String,
     /// Whether it has been said that the API server is away.
     is_away: AtomicBool,

@@ -10,7 +10,7 @@ use tokio::{
 const JOB: &str = r#"{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a-job"}}"#;
 
 /// A cluster whose first requests, so many, get no answer; and how many there were.
-async fn cluster(silent: usize, waits: Waits) -> (Cluster, Arc<AtomicUsize>) {
+async fn cluster(silent: usize, waits: Timeouts) -> (Cluster, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
     let requests = Arc::new(AtomicUsize::new(0));
@@ -38,7 +38,7 @@ async fn cluster(silent: usize, waits: Waits) -> (Cluster, Arc<AtomicUsize>) {
 
 #[tokio::test]
 async fn a_request_without_an_answer_is_sent_again() {
-    let waits = Waits { answer: Duration::from_millis(100), away: Duration::from_secs(30) };
+    let waits = Timeouts { answer: Duration::from_millis(100), away: Duration::from_secs(30) };
     let (cluster, requests) = cluster(1, waits).await;
     let found = cluster.get(Kind::Job, "a-job").await.unwrap().expect("a Job");
     assert_eq!(found["metadata"]["name"], "a-job");
@@ -47,7 +47,7 @@ async fn a_request_without_an_answer_is_sent_again() {
 
 #[tokio::test]
 async fn an_api_server_that_never_answers_is_given_up() {
-    let waits = Waits { answer: Duration::from_millis(50), away: Duration::from_millis(300) };
+    let waits = Timeouts { answer: Duration::from_millis(50), away: Duration::from_millis(300) };
     let (cluster, _) = cluster(usize::MAX, waits).await;
     let why = cluster.get(Kind::Job, "a-job").await.expect_err("nobody answers").to_string();
     assert!(why.contains("reading Job a-job") && why.contains("no answer within 50ms"), "{why}");

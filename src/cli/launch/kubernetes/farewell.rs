@@ -3,7 +3,7 @@
 use super::{
     super::{
         Launch,
-        uploads::{LAST_UPLOAD, Standing, say_once},
+        uploads::{LAST_UPLOAD, UploadStatus, say_once},
     },
     POLL,
     cluster::{Cluster, Kind},
@@ -38,17 +38,17 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
             return Ok(Farewell::Ended);
         }
         let may_end = match launch.standing().await {
-            Ok(Standing::Complete(ours)) if !ours.state.is_final() && !is_over => {
+            Ok(UploadStatus::Complete(ours)) if !ours.state.is_final() && !is_over => {
                 return Ok(Farewell::QueuedAgain);
             }
             // There is no pod that could bring a checkpoint.
             Ok(_) if words::is_suspended(&job) && !has_pods => true,
-            Ok(Standing::Deleted) => true,
-            Ok(Standing::Complete(ours)) => {
+            Ok(UploadStatus::Deleted) => true,
+            Ok(UploadStatus::Complete(ours)) => {
                 let since = complete_since.get_or_insert_with(Instant::now);
                 is_over || ours.state == JobState::Cancelled || since.elapsed() > FAREWELL
             }
-            Ok(Standing::Uploading) => {
+            Ok(UploadStatus::Uploading) => {
                 say_once(&mut said);
                 false
             }

@@ -94,7 +94,7 @@ impl Plan<'_> {
                     // Preempted, evicted, its node drained: the next pod continues.
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     exit("Ignore", &[IN_POD_SIGNALLED]),
-                    // The job has failed, or what the agent was told cannot be used.
+                    // The job has failed, or the agent's bundle cannot be used.
                     exit("FailJob", &[2, IN_POD_JOB_FAILED]),
                 ]},
                 "ttlSecondsAfterFinished": TTL_SECS,
@@ -115,7 +115,7 @@ impl Plan<'_> {
         })
     }
 
-    /// What the agents are told; without `bundle` only what can be shown.
+    /// The agents' bundles; without `bundle` only what may be printed.
     ///
     /// # Errors
     /// It is larger than Kubernetes takes.

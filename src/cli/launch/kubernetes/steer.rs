@@ -4,7 +4,7 @@ use super::{
     super::{
         super::output,
         Launch,
-        uploads::{Standing, say_once},
+        uploads::{UploadStatus, say_once},
     },
     POLL,
     cluster::{Cluster, Kind},
@@ -84,7 +84,7 @@ struct Steering<'a> {
     queue: Option<&'a str>,
     /// The Job as it was last seen.
     job: Option<Value>,
-    /// How it ended, and when that was seen. It is told once, and may be told while our server is away.
+    /// How it ended, and when that was seen. It is printed once, also while our server is away.
     over: Option<(String, Instant)>,
     /// What was last said of it.
     line: String,
@@ -179,8 +179,8 @@ impl Steering<'_> {
             // The pods have the last checkpoint on a disk that goes with them: they stay until it is known to be on the server, and until the job is
             // seen to be paused after that.
             match self.launch.standing().await {
-                Ok(Standing::Complete(ours)) if ours.state == JobState::Paused => {}
-                Ok(Standing::Uploading) => {
+                Ok(UploadStatus::Complete(ours)) if ours.state == JobState::Paused => {}
+                Ok(UploadStatus::Uploading) => {
                     say_once(&mut self.said_upload);
                     return Ok(());
                 }

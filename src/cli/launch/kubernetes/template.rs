@@ -2,7 +2,7 @@
 
 use super::super::{
     super::{file, wrong},
-    Args, MOST_HOSTS, MOST_SLOTS, With,
+    Args, LauncherKind, MOST_HOSTS, MOST_SLOTS,
     hosts::Host,
 };
 use lockstep_protocol::{JobSpec, spec::Device};
@@ -49,8 +49,8 @@ pub(in super::super) struct Template {
 /// Exit status 2: what is wrong with it, and where.
 pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>> {
     let path = match (&args.template, args.with) {
-        (Some(path), With::Kubernetes) => path,
-        (None, With::Kubernetes) => {
+        (Some(path), LauncherKind::Kubernetes) => path,
+        (None, LauncherKind::Kubernetes) => {
             return Err(wrong("which pods? Give their template: --template pod.yaml"));
         }
         (Some(_), _) => return Err(wrong("--template is for --with kubernetes")),

@@ -122,7 +122,7 @@ pub(super) fn is_suspended(job: &Value) -> bool {
     job["spec"]["suspend"] == true
 }
 
-/// Whether it has pods, be it that these are told to end.
+/// Whether it has pods, including those that are terminating.
 pub(super) fn has_pods(job: &Value) -> bool {
     ["active", "terminating"].iter().any(|key| job["status"][key].as_u64().is_some_and(|pods| pods > 0))
 }

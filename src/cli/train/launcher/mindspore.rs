@@ -1,6 +1,6 @@
 //! The variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers, of which each is a rank.
 
-use super::{Place, number, port, table::of_rank};
+use super::{LaunchedRank, number, port, table::of_rank};
 use crate::cli::rank_table::RankTable;
 use std::{net::IpAddr, path::Path};
 
@@ -16,7 +16,7 @@ pub(in super::super) fn is_scheduler(variable: impl Fn(&str) -> Option<String>) 
 ///
 /// # Errors
 /// A variable is missing or no number.
-pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Place, String> {
+pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<LaunchedRank, String> {
     let role = variable("MS_ROLE").unwrap_or_default();
     if role.trim() != "MS_WORKER" {
         return Err(format!("MS_ROLE={role:?}: Lockstep has workers (MS_WORKER) and no parameter servers"));
@@ -48,7 +48,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Place
             return Err(format!("MS_WORKER_NUM is {world_size} and RANK_TABLE_FILE has {ranks} devices"));
         }
         let place = of_rank(&table, rank, variable)?;
-        return Ok(Place { by: BY, addr, port, secret, ..place });
+        return Ok(LaunchedRank { by: BY, addr, port, secret, ..place });
     }
     let device = number(variable, "DEVICE_ID")?;
     // All workers are on one machine where the scheduler is at its loopback address. Elsewhere nothing says how many there are on each.
@@ -56,7 +56,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Place
     let here = number(variable, "LOCAL_WORLD_SIZE")?;
     let local_ranks = here.unwrap_or(if is_one_machine { world_size } else { 1 }).clamp(1, world_size);
     let local_rank = number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
-    Ok(Place { by: BY, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    Ok(LaunchedRank { by: BY, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
 #[cfg(test)]
@@ -71,7 +71,7 @@ mod tests {
         ("MS_NODE_ID", "5"),
     ];
 
-    fn with(more: &[(&str, &str)]) -> Result<Place, String> {
+    fn with(more: &[(&str, &str)]) -> Result<LaunchedRank, String> {
         let all = [more, &WORKER].concat();
         // The first of a name counts; an empty one takes it away.
         detect(&|name: &str| {

@@ -1,6 +1,6 @@
 //! Places by a rank table.
 
-use super::{Place, number, port, port_for};
+use super::{LaunchedRank, number, port, port_for};
 use crate::cli::rank_table::{Machine, RankTable};
 use std::fmt::Write as _;
 
@@ -25,15 +25,15 @@ pub(in super::super) fn of_rank(
     table: &RankTable,
     rank: u32,
     variable: &impl Fn(&str) -> Option<String>,
-) -> Result<Place, String> {
+) -> Result<LaunchedRank, String> {
     let world_size = table.world_size();
     let (machine, local_rank) = table
         .place(rank)
         .ok_or_else(|| format!("{RANK_TABLE} has no rank {rank}: its ranks are 0 to {}", world_size - 1))?;
-    let Meeting { addr, port, secret } = meeting(table, variable)?;
+    let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local_ranks = machine.devices.len() as u32;
     let device = Some(machine.devices[local_rank as usize].device);
-    Ok(Place { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    Ok(LaunchedRank { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
 /// The ranks of the machine `node`, counted from 0 in the table's order.
@@ -48,18 +48,21 @@ pub(in super::super) fn of_machine(
     let machine: &Machine = table.machines.get(node).ok_or_else(|| {
         format!("--node {node}: {RANK_TABLE} has {} machines, which are counted from 0", table.machines.len())
     })?;
-    let Meeting { addr, port, secret } = meeting(table, variable)?;
+    let RendezvousAddress { addr, port, secret } = rendezvous_address(table, variable)?;
     let local = machine.devices.iter().map(|device| (device.rank, device.device)).collect();
     Ok(Ranks { world_size: table.world_size(), local, addr, port, secret })
 }
 
-struct Meeting {
+struct RendezvousAddress {
     addr: String,
     port: u16,
     secret: String,
 }
 
-fn meeting(table: &RankTable, variable: &impl Fn(&str) -> Option<String>) -> Result<Meeting, String> {
+fn rendezvous_address(
+    table: &RankTable,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<RendezvousAddress, String> {
     // All that the machines know of each other, in one order: the same text on each.
     let mut text = String::new();
     for machine in &table.machines {
@@ -74,7 +77,7 @@ fn meeting(table: &RankTable, variable: &impl Fn(&str) -> Option<String>) -> Res
     };
     let port = port(variable)?.unwrap_or_else(|| port_for(&text));
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{text}/{addr}/{port}"));
-    Ok(Meeting { addr, port, secret })
+    Ok(RendezvousAddress { addr, port, secret })
 }
 
 /// `RANK_ID`, by which MindSpore's scripts give a process its rank in the table.

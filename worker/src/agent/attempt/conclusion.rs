@@ -2,7 +2,7 @@
 
 use super::{
     agent_events_path,
-    watch::{Recorded, Watch},
+    watch::{RecordSummary, Watch},
 };
 use crate::{
     host,
@@ -18,7 +18,7 @@ use std::{fs, io, time::Duration};
 
 impl Watch {
     /// Every rank has ended: writes the remaining records, how the attempt ended last.
-    pub(super) async fn conclude(self, mut ranks: RankGroup<Recorded>) {
+    pub(super) async fn conclude(self, mut ranks: RankGroup<RecordSummary>) {
         for rank in &mut ranks.ranks {
             // Damage is reported below.
             let _ = rank.read();
@@ -74,7 +74,7 @@ impl Watch {
     }
 
     /// Whole checkpoints of this attempt that no rank lived to report.
-    async fn unreported_checkpoints(&self, ranks: &RankGroup<Recorded>) -> Vec<CheckpointInfo> {
+    async fn unreported_checkpoints(&self, ranks: &RankGroup<RecordSummary>) -> Vec<CheckpointInfo> {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
         let reported = first.notes.reported.clone();
         let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);

@@ -19,7 +19,7 @@ use std::{
 struct Place {
     dir: tempfile::TempDir,
     stored: StoredAttempt,
-    around: Surroundings,
+    around: AttemptContext,
 }
 
 /// A job folder, and a shell script in the ranks' place; `$R` is its rank.
@@ -44,7 +44,7 @@ fn place(ranks: u32, script: &str) -> Place {
     };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
-    let around = Surroundings {
+    let around = AttemptContext {
         program,
         lease: Arc::new(Lease::new(Fence::open(dir.path()).unwrap())),
         fence: dir.path().join("lease"),
@@ -257,7 +257,7 @@ async fn ranks_are_fenced_when_the_server_stays_silent() {
 async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
-    let beginning = Beginning::Launch { refusal: None };
+    let beginning = StartMode::Launch { refusal: None };
     let (_, mut first) = Watch::begin(place.stored.clone(), &place.around, orders, beginning);
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unseen.

@@ -2,13 +2,14 @@
 
 use super::{
     super::{lease::Lease, preflight::Refusal, salvage::Reported, state_dir::StoredAttempt},
-    Beginning, Order, Surroundings,
+    AttemptContext, Order, StartMode,
 };
 use crate::{
     checkpoint, host,
     rank::RankConfig,
     supervisor::{
-        EndDelays, Notes, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, configs, supervise,
+        EndDelays, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, RecordSink, Stop, configs,
+        supervise,
     },
 };
 use lockstep_protocol::{
@@ -40,13 +41,13 @@ const PROVISIONAL: Duration = Duration::from_secs(1);
 
 /// What the agent keeps of a rank's records.
 #[derive(Default)]
-pub(super) struct Recorded {
+pub(super) struct RecordSummary {
     /// Lines of its log so far.
     pub(super) lines: u64,
     pub(super) reported: Reported,
 }
 
-impl Notes for Recorded {
+impl RecordSink for RecordSummary {
     fn note(&mut self, event: AttemptEvent) {
         self.reported.note(&event);
         if let AttemptEvent::Log { lines, .. } = event {
@@ -78,10 +79,10 @@ impl Watch {
     /// Starts the ranks, or finds those that an earlier agent started.
     pub(super) fn begin(
         stored: StoredAttempt,
-        around: &Surroundings,
+        around: &AttemptContext,
         orders: mpsc::UnboundedReceiver<Order>,
-        beginning: Beginning,
-    ) -> (Self, RankGroup<Recorded>) {
+        beginning: StartMode,
+    ) -> (Self, RankGroup<RecordSummary>) {
         let mut this = Self {
             dir: stored.attempt_dir(),
             stored,
@@ -96,13 +97,13 @@ impl Watch {
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
         let decided = match beginning {
-            Beginning::Launch { refusal: None } => {
+            StartMode::Launch { refusal: None } => {
                 let launched = this.launch(around, &mut ranks);
                 launched.err().map(|error| not_started(Refusal::other(error.to_string())))
             }
-            Beginning::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
-            Beginning::Over(ending) => Some(ending),
-            Beginning::Adopt => {
+            StartMode::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
+            StartMode::Over(ending) => Some(ending),
+            StartMode::Adopt => {
                 let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
                 ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
                 this.never_begun().then(|| not_begun(around))
@@ -115,7 +116,7 @@ impl Watch {
         (this, ranks)
     }
 
-    fn launch(&self, around: &Surroundings, ranks: &mut RankGroup<Recorded>) -> io::Result<()> {
+    fn launch(&self, around: &AttemptContext, ranks: &mut RankGroup<RecordSummary>) -> io::Result<()> {
         let start = &self.stored.start;
         let all = configs(start, &around.devices_of(start), Some(&around.fence), &self.stored.job_dir);
         for config in all {
@@ -130,24 +131,24 @@ impl Watch {
         !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::was_begun(&self.dir, *rank))
     }
 
-    fn watched(&self, process: RankProcess) -> Rank<Recorded> {
-        Rank::of_attempt(process, &self.dir, Recorded::default())
+    fn watched(&self, process: RankProcess) -> Rank<RecordSummary> {
+        Rank::of_attempt(process, &self.dir, RecordSummary::default())
     }
 
     /// Watches the ranks to their end, and writes down how the attempt ended.
-    pub(super) async fn run(mut self, mut ranks: RankGroup<Recorded>) {
+    pub(super) async fn run(mut self, mut ranks: RankGroup<RecordSummary>) {
         let Ok(()) = supervise(&mut self, &mut ranks).await;
         self.conclude(ranks).await;
     }
 
     /// Whether a rank is there, and a checkpoint is begun.
-    fn is_writing(&self, ranks: &RankGroup<Recorded>) -> bool {
+    fn is_writing(&self, ranks: &RankGroup<RecordSummary>) -> bool {
         ranks.ends().any(|end| end.exit.is_none())
             && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
     /// The rank that holds up the others, when one has reported nothing for too long.
-    fn stall_reason(&self, ranks: &RankGroup<Recorded>) -> Option<Reason> {
+    fn stall_reason(&self, ranks: &RankGroup<RecordSummary>) -> Option<Reason> {
         let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
         let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
@@ -170,7 +171,7 @@ impl Watch {
 }
 
 impl Policy for Watch {
-    type Notes = Recorded;
+    type Records = RecordSummary;
     type Order = Order;
     type Error = Infallible;
 
@@ -183,7 +184,7 @@ impl Policy for Watch {
         }
     }
 
-    fn obey(&mut self, order: Order, ranks: &mut RankGroup<Recorded>) {
+    fn obey(&mut self, order: Order, ranks: &mut RankGroup<RecordSummary>) {
         let how = match &order {
             Order::Stop { patient: false } => Stop::Terminate,
             Order::Stop { patient: true } => Stop::Save { within: PAUSE },
@@ -197,7 +198,7 @@ impl Policy for Watch {
         ranks.stop(how);
     }
 
-    fn observe(&mut self, ranks: &mut RankGroup<Recorded>) -> Result<(), Infallible> {
+    fn observe(&mut self, ranks: &mut RankGroup<RecordSummary>) -> Result<(), Infallible> {
         if self.read_at.elapsed() >= READ_EVERY {
             self.read_at = Instant::now();
             for rank in &mut ranks.ranks {
@@ -208,7 +209,7 @@ impl Policy for Watch {
         Ok(())
     }
 
-    fn decide(&mut self, ranks: &mut RankGroup<Recorded>) {
+    fn decide(&mut self, ranks: &mut RankGroup<RecordSummary>) {
         let failed = |reason| Some(Ending::Failed { reason, retriable: true });
         if let Some(silent) = self.lease.overdue() {
             let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
@@ -229,12 +230,12 @@ impl Policy for Watch {
         ranks.stop(Stop::Terminate);
     }
 
-    fn grace(&self, ranks: &RankGroup<Recorded>) -> Duration {
+    fn grace(&self, ranks: &RankGroup<RecordSummary>) -> Duration {
         if self.peer_died && !self.is_writing(ranks) { GRACE_AFTER_DEATH } else { GRACE }
     }
 }
 
-fn not_begun(around: &Surroundings) -> Ending {
+fn not_begun(around: &AttemptContext) -> Ending {
     let agent = around.remote.as_ref().map(|remote| remote.name.clone());
     let reason = Reason::new(ReasonCode::AgentRestarted, Facts { agent, ..Facts::default() });
     Ending::Failed { reason, retriable: true }

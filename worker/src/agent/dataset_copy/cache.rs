@@ -1,10 +1,11 @@
-//! The folder with copies of datasets: which are there, who uses them, and which go when there is no room.
+//! The folder with copies of datasets: which there are, which attempts use them, and which are evicted.
 //!
-//! A copy is a folder named by its list: `about.json`, `list`, `used` (when it was last), `uses/` with a file for each attempt, and the files
-//! themselves in `part/` until all have come, then in `data/`. All of it is on disk, as ranks outlive their agent.
+//! A copy is a folder that is named by the hash of its list. It has `about.json`, `list`, `used` (the time of its last use), `uses/`
+//! (a file for each attempt that uses it), and the dataset's files: in `part/` until all have arrived, then in `data/`. All of this
+//! is on disk, because ranks outlive their agent.
 
 use super::{
-    Trouble, blocking,
+    CopyError, blocking,
     list::{LISTED, List},
     on_disk,
     size::{megabytes, sizes},
@@ -21,14 +22,14 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Before the name of what is to be removed, or not whole.
+/// Prefix of names that are about to be removed, or incomplete.
 const HIDDEN: &str = ".";
-/// In the file of an attempt that has found the copy whole. One that waits for it has an empty file.
+/// Content of an attempt's file in `uses/` once it has found the copy complete. While it waits for the copy, the file is empty.
 const READS: &str = "reads";
 const LOCK: &str = ".lock";
 const NEW: &str = ".new-";
 const GONE: &str = ".gone-";
-/// The rights to folders: other accounts of the machine need not be allowed to see a dataset.
+/// The mode of folders: other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
 /// Why there can be no copies.
@@ -45,11 +46,11 @@ pub(in crate::agent) enum CacheError {
 pub(in crate::agent) struct Copies {
     dir: PathBuf,
     limit_bytes: u64,
-    /// Held while copies come or go.
+    /// Held while a copy is added or removed.
     changes: Mutex<()>,
-    /// Who pulls, by copy.
+    /// By the copy's folder: the lock of the job that pulls it.
     turns: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
-    /// Locked while this agent is there.
+    /// Locked while this agent runs.
     _lock: File,
 }
 
@@ -60,24 +61,24 @@ pub(super) struct About {
     pub(super) dataset: String,
     /// On the server.
     pub(super) path: String,
-    /// What is to be opened, seen from the copy's files.
+    /// The path to open, relative to the copy's files.
     pub(super) within: String,
     pub(super) files: u64,
     pub(super) bytes: u64,
 }
 
-/// A job's turn at a copy. What goes on off the threads that serve others has it, too: it does not end with the job.
+/// The right to write a copy, which one job has at a time. Blocking work holds a clone: it keeps running when the job is stopped.
 #[derive(Debug, Clone)]
-pub(super) struct Turn {
+pub(super) struct CopyLock {
     _held: Arc<tokio::sync::OwnedMutexGuard<()>>,
 }
 
-impl Turn {
-    /// Does what may take long, and keeps the turn until it is done.
+impl CopyLock {
+    /// Runs blocking work and holds the lock until it is done.
     pub(super) async fn blocking<T: Send + 'static>(
         &self,
-        work: impl FnOnce() -> Result<T, Trouble> + Send + 'static,
-    ) -> Result<T, Trouble> {
+        work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
+    ) -> Result<T, CopyError> {
         let turn = self.clone();
         blocking(move || {
             let done = work();
@@ -88,7 +89,7 @@ impl Turn {
     }
 }
 
-/// A copy, whole or not.
+/// A copy, complete or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     dir: PathBuf,
@@ -99,12 +100,12 @@ impl Entry {
         &self.dir
     }
 
-    /// The files, once all are there.
+    /// The dataset's files, once all have arrived.
     pub(super) fn data(&self) -> PathBuf {
         self.dir.join("data")
     }
 
-    /// The files that have come.
+    /// The files that have arrived so far.
     pub(super) fn part(&self) -> PathBuf {
         self.dir.join("part")
     }
@@ -130,7 +131,7 @@ impl Entry {
         self.uses().iter().any(reads)
     }
 
-    /// The attempt has found the copy whole.
+    /// Records that the attempt has found the copy complete and may read it.
     pub(super) fn note_read(&self, attempt: &AttemptRef) -> io::Result<()> {
         fs::write(self.use_of(attempt), READS)
     }
@@ -156,7 +157,7 @@ fn use_name(attempt: &AttemptRef) -> String {
     format!("{}-{}", attempt.job, attempt.attempt)
 }
 
-/// Whether a name is of what an agent that was killed has left. Others in the folder are none of its business.
+/// Whether a killed agent has left an entry of this name. Entries with other names are not ours to remove.
 fn is_left(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     [NEW, GONE, LISTED].iter().any(|kind| name.starts_with(kind))
@@ -203,11 +204,11 @@ impl Copies {
                 fs::remove_file(entry.dir.join("uses").join(left)).map_err(failed)?;
             }
         }
-        // The limit may have been lowered. What is hidden was about to be removed, or had not come.
+        // The limit may have been lowered. Hidden entries were about to be removed, or are incomplete.
         let mut gone = copies.evict(0, None).map_err(failed)?.0;
         let found = fs::read_dir(&copies.dir).map_err(failed)?.flatten();
         gone.extend(found.filter(|found| is_left(&found.file_name())).map(|found| found.path()));
-        // Large folders take a while, and nobody needs to wait for it.
+        // Removing large folders takes a while, and nothing has to wait for it.
         std::thread::spawn(move || {
             if let Err(error) = remove(&gone) {
                 tracing::warn!(?error, "an old copy of a dataset cannot be removed");
@@ -220,7 +221,7 @@ impl Copies {
         &self.dir
     }
 
-    /// Whether the folder is this account's and has copies alone: one that has other things, too, may be there for others.
+    /// Whether the folder belongs to this account and holds nothing but copies. With other files in it, other accounts may need it.
     fn is_own(&self) -> io::Result<bool> {
         if fs::metadata(&self.dir)?.uid() != rustix::process::geteuid().as_raw() {
             return Ok(false);
@@ -236,14 +237,14 @@ impl Copies {
         Ok(true)
     }
 
-    /// Of the jobs that want a copy one at a time pulls: waits until it is this one's turn.
-    pub(super) async fn turn(&self, entry: &Entry) -> Turn {
+    /// Waits until no other job pulls this copy, and locks it.
+    pub(super) async fn turn(&self, entry: &Entry) -> CopyLock {
         let turn = {
             let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
             turns.retain(|_, turn| Arc::strong_count(turn) > 1);
             turns.entry(entry.dir.clone()).or_default().clone()
         };
-        Turn { _held: Arc::new(turn.lock_owned().await) }
+        CopyLock { _held: Arc::new(turn.lock_owned().await) }
     }
 
     fn entries(&self) -> io::Result<Vec<(Entry, About)>> {
@@ -260,30 +261,30 @@ impl Copies {
         Ok(all)
     }
 
-    /// Gives an attempt the copy of a list, for which there is room under the limit; and what has to be removed for it, already out of
-    /// sight.
+    /// Reserves room for the copy of a list and records that the attempt uses it. Also returns the folders that were evicted for it:
+    /// they are hidden already, and the caller removes them.
     ///
     /// # Errors
-    /// There is no room, and what to change.
+    /// The limit has no room for it. The message says what to change.
     pub(super) fn reserve(
         &self,
         list: List,
         about: &About,
         attempt: &AttemptRef,
-    ) -> Result<(Entry, Vec<PathBuf>), Trouble> {
+    ) -> Result<(Entry, Vec<PathBuf>), CopyError> {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = on_disk(&self.dir);
         self.forget(attempt).map_err(&failed)?;
         let entry = Entry { dir: self.dir.join(&list.key) };
         let mut gone = Vec::new();
-        // The same dataset as it was before.
+        // An older state of the same dataset, which no attempt uses.
         for (old, of) in self.entries().map_err(&failed)? {
             if old != entry && of.path == about.path && of.dataset == about.dataset && old.uses().is_empty() {
                 gone.push(self.hide(&old).map_err(&failed)?);
             }
         }
         if !entry.data().exists() {
-            let refused = |why: String| Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
+            let refused = |why: String| Err(CopyError::Refused(ReasonCode::DatasetUnusable, why));
             let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
             if about.bytes > self.limit_bytes {
                 return refused(format!(
@@ -319,8 +320,8 @@ impl Copies {
         Ok((entry, gone))
     }
 
-    /// Takes those that were not used for longest away until `bytes` more have room, `but` for one. What they had, out of sight, and the
-    /// bytes of what is left.
+    /// Hides unused copies, least recently used first, until the limit has room for `bytes` more. Never hides `but`. Returns the hidden
+    /// folders, and the bytes of the copies that stay.
     fn evict(&self, bytes: u64, but: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
         let mut all = self.entries()?;
         all.retain(|(entry, _)| Some(entry) != but);
@@ -339,13 +340,13 @@ impl Copies {
         Ok((gone, kept))
     }
 
-    /// What those have that no attempt uses, of the files in their lists.
+    /// Bytes of the copies that no attempt uses, by their lists.
     pub(super) fn unused_bytes(&self) -> io::Result<u64> {
         let unused = self.entries()?.into_iter().filter(|(entry, _)| entry.uses().is_empty());
         Ok(unused.fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes)))
     }
 
-    /// Takes the one away that was not used for longest, where the disk has no room; none where all are in use.
+    /// Hides the least recently used copy and returns its folder; `None` if all are in use.
     pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let all = self.entries()?;
@@ -353,7 +354,7 @@ impl Copies {
         unused.min_by_key(Entry::used).map(|entry| self.hide(&entry)).transpose()
     }
 
-    /// Takes a copy out of sight at once; its files are removed later.
+    /// Renames a copy to a hidden name, so that it is gone at once. Its files are removed later.
     fn hide(&self, entry: &Entry) -> io::Result<PathBuf> {
         let hidden = self.dir.join(format!("{GONE}{}", uuid::Uuid::new_v4().simple()));
         fs::rename(&entry.dir, &hidden)?;
@@ -361,7 +362,7 @@ impl Copies {
         Ok(hidden)
     }
 
-    /// An attempt is over, and no rank of it is left.
+    /// Releases the copy of an attempt that is over and whose ranks have ended.
     pub(in crate::agent) fn release(&self, attempt: &AttemptRef) {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = self.forget(attempt) {
@@ -381,8 +382,8 @@ impl Copies {
     }
 }
 
-/// Removes what is out of sight.
-pub(super) fn remove(gone: &[PathBuf]) -> Result<(), Trouble> {
+/// Removes hidden folders and files.
+pub(super) fn remove(gone: &[PathBuf]) -> Result<(), CopyError> {
     for path in gone {
         let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         match removed {

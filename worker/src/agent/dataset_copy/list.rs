@@ -1,6 +1,6 @@
 //! The list of a dataset's files, as the server sends it and a copy keeps it.
 
-use super::{super::remote::Talk, Came, Trouble, on_disk};
+use super::{super::remote::AttemptClient, CopyError, PullProgress, on_disk};
 use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
 use sha2::{Digest, Sha256};
 use std::{
@@ -12,15 +12,15 @@ use tempfile::NamedTempFile;
 
 /// The longest line: paths have at most 4096 bytes.
 const LINE_BYTES: usize = 64 << 10;
-/// What a list is called until it is whole.
+/// Prefix of a list's name until it is complete.
 pub(super) const LISTED: &str = ".list-";
-/// Of a whole list. A hundred million files have about that much.
+/// Bytes of a list at most: about a hundred million files.
 const LIST_BYTES: u64 = 8 << 30;
 
-/// A list that has come.
+/// A complete list.
 pub(super) struct List {
     pub(super) file: NamedTempFile,
-    /// Another one for other files, times of change or another path on the server.
+    /// The hash of the list: it differs for other files, times of change or another path on the server.
     pub(super) key: String,
     /// See [`DatasetEntry::Begin`].
     pub(super) within: String,
@@ -31,12 +31,17 @@ pub(super) struct List {
 /// Fetches the list of the dataset that the server has at `path` into a file in `dir`.
 ///
 /// # Errors
-/// It did not come whole, or the server says why there is none.
-pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str, came: &mut Came) -> Result<List, Trouble> {
-    let mut download = talk.dataset_list().await?;
-    came.any = true;
+/// It did not arrive complete, or the server says why there is none.
+pub(super) async fn fetch(
+    client: &AttemptClient<'_>,
+    dir: &Path,
+    path: &str,
+    progress: &mut PullProgress,
+) -> Result<List, CopyError> {
+    let mut download = client.dataset_list().await?;
+    progress.answered = true;
     let mut file = NamedTempFile::with_prefix_in(LISTED, dir).map_err(on_disk(dir))?;
-    let mut reading = Reading::new(path, LIST_BYTES);
+    let mut reading = ListReader::new(path, LIST_BYTES);
     let mut out = BufWriter::new(file.as_file_mut());
     while let Some(chunk) = download.next().await? {
         reading.take(&chunk)?;
@@ -47,12 +52,12 @@ pub(super) async fn fetch(talk: &Talk<'_>, dir: &Path, path: &str, came: &mut Ca
     reading.done(file)
 }
 
-/// What is known of a list while it comes.
-struct Reading {
-    /// That may still come.
+/// Parses a list while it arrives.
+struct ListReader {
+    /// Bytes that may still arrive.
     left: u64,
     sum: Sha256,
-    /// Of a line whose end has not come.
+    /// The beginning of an incomplete line.
     line: Vec<u8>,
     within: Option<String>,
     files: u64,
@@ -60,7 +65,7 @@ struct Reading {
     ended: bool,
 }
 
-impl Reading {
+impl ListReader {
     fn new(path: &str, most: u64) -> Self {
         let mut sum = Sha256::new();
         sum.update(path.as_bytes());
@@ -68,29 +73,31 @@ impl Reading {
         Self { left: most, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
     }
 
-    fn take(&mut self, chunk: &[u8]) -> Result<(), Trouble> {
+    fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
         let left = self.left.checked_sub(chunk.len() as u64).ok_or_else(|| {
             let why = "the list of its files is too long; put them into fewer, or shards";
-            Trouble::Refused(ReasonCode::DatasetUnusable, why.into())
+            CopyError::Refused(ReasonCode::DatasetUnusable, why.into())
         })?;
         self.left = left;
         self.sum.update(chunk);
         for piece in chunk.split_inclusive(|byte| *byte == b'\n') {
             self.line.extend_from_slice(piece);
             if self.line.len() > LINE_BYTES {
-                return Err(Trouble::Damaged(format!("a line of the list has more than {LINE_BYTES} bytes")));
+                return Err(CopyError::Damaged(format!(
+                    "a line of the list has more than {LINE_BYTES} bytes"
+                )));
             }
             if piece.ends_with(b"\n") {
                 let entry = serde_json::from_slice(&self.line);
                 self.line.clear();
-                self.note(entry.map_err(|e| Trouble::Damaged(format!("the list of its files: {e}")))?)?;
+                self.note(entry.map_err(|e| CopyError::Damaged(format!("the list of its files: {e}")))?)?;
             }
         }
         Ok(())
     }
 
-    fn note(&mut self, entry: DatasetEntry) -> Result<(), Trouble> {
-        let odd = |what: String| Err(Trouble::Damaged(format!("the list of its files {what}")));
+    fn note(&mut self, entry: DatasetEntry) -> Result<(), CopyError> {
+        let odd = |what: String| Err(CopyError::Damaged(format!("the list of its files {what}")));
         if self.ended {
             return odd("goes on after its end".into());
         }
@@ -109,15 +116,15 @@ impl Reading {
             DatasetEntry::End(files, bytes) if (files, bytes) == (self.files, self.bytes) => {
                 self.ended = true;
             }
-            DatasetEntry::Failed(why) => return Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)),
+            DatasetEntry::Failed(why) => return Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)),
             entry => return odd(format!("has {entry:?}")),
         }
         Ok(())
     }
 
-    fn done(self, file: NamedTempFile) -> Result<List, Trouble> {
+    fn done(self, file: NamedTempFile) -> Result<List, CopyError> {
         let (Some(within), true) = (self.within, self.ended) else {
-            return Err(Trouble::Server(super::Failed::Later("the list of its files is cut off".into())));
+            return Err(CopyError::Server(super::Failed::Later("the list of its files is cut off".into())));
         };
         let key = self.sum.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
         Ok(List { file, key, within, files: self.files, bytes: self.bytes })
@@ -157,12 +164,12 @@ impl Iterator for Entries {
 mod tests {
     use super::*;
 
-    fn read(chunks: &[&str]) -> Result<List, Trouble> {
+    fn read(chunks: &[&str]) -> Result<List, CopyError> {
         read_of(chunks, LIST_BYTES)
     }
 
-    fn read_of(chunks: &[&str], most: u64) -> Result<List, Trouble> {
-        let mut reading = Reading::new("/data/x", most);
+    fn read_of(chunks: &[&str], most: u64) -> Result<List, CopyError> {
+        let mut reading = ListReader::new("/data/x", most);
         for chunk in chunks {
             reading.take(chunk.as_bytes())?;
         }
@@ -178,7 +185,7 @@ mod tests {
             let (first, rest) = list.split_at(cut);
             assert_eq!(read(&[first, rest]).unwrap().key, whole.key, "wherever it is cut on its way");
             assert!(
-                matches!(read(&[first]), Err(Trouble::Server(super::super::Failed::Later(_)))),
+                matches!(read(&[first]), Err(CopyError::Server(super::super::Failed::Later(_)))),
                 "{first}"
             );
         }
@@ -186,19 +193,19 @@ mod tests {
         for (from, to) in
             [("a/b", "../b"), ("a/b", "/b"), ("a/b", ""), ("[1,5]", "[2,5]"), ("\"\"", "\"..\"")]
         {
-            assert!(matches!(read(&[&list.replace(from, to)]), Err(Trouble::Damaged(_))), "{to}");
+            assert!(matches!(read(&[&list.replace(from, to)]), Err(CopyError::Damaged(_))), "{to}");
         }
-        assert!(matches!(read(&[list, "{\"folder\":\"b\"}\n"]), Err(Trouble::Damaged(_))));
+        assert!(matches!(read(&[list, "{\"folder\":\"b\"}\n"]), Err(CopyError::Damaged(_))));
         let failed = read(&["{\"begin\":\"\"}\n{\"failed\":\"x is a link\"}\n"]);
-        assert!(matches!(failed, Err(Trouble::Refused(_, why)) if why == "x is a link"));
+        assert!(matches!(failed, Err(CopyError::Refused(_, why)) if why == "x is a link"));
         let size = list.len() as u64;
         assert!(read_of(&[list], size).is_ok());
         assert!(
-            matches!(read_of(&[list], size - 1), Err(Trouble::Refused(_, why)) if why.contains("too long"))
+            matches!(read_of(&[list], size - 1), Err(CopyError::Refused(_, why)) if why.contains("too long"))
         );
         let long = format!("{{\"begin\":\"{}\"}}\n", "x".repeat(LINE_BYTES - 13));
         assert_eq!(long.len(), LINE_BYTES);
         assert!(read(&[&long, "{\"end\":[0,0]}\n"]).is_ok());
-        assert!(matches!(read(&[&long.replacen('x', "xx", 1)]), Err(Trouble::Damaged(_))));
+        assert!(matches!(read(&[&long.replacen('x', "xx", 1)]), Err(CopyError::Damaged(_))));
     }
 }

@@ -1,16 +1,16 @@
-//! The files of a copy come from the server, several small ones or a part of a large one at a time. What is there stays when it is cut off:
-//! the next try continues at the byte where this one ended.
+//! Pulls the files of a copy from the server: several small files or a part of a large one per request. What has arrived stays when
+//! the connection breaks, and the next try continues at the same byte.
 
 mod incoming;
 
 use super::{
-    Came, Trouble, blocking,
-    cache::{self, About, Copies, Entry, Turn},
+    CopyError, PullProgress, blocking,
+    cache::{self, About, Copies, CopyLock, Entry},
     list::Entries,
     on_disk,
     size::{down, up},
 };
-use crate::{agent::remote::Talk, host};
+use crate::{agent::remote::AttemptClient, host};
 use incoming::receive;
 use lockstep_protocol::{
     agent::{
@@ -25,25 +25,26 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Of the names in one request, so that it stays below what a server takes.
+/// Bytes of the names in one request, so that it stays below the server's limit for a body.
 const NAMES_BYTES: usize = 256 << 10;
-/// How much may have to come again after the machine has lost power.
+/// Bytes that may have to be fetched again after the machine has lost power.
 const SYNC_BYTES: u64 = 1 << 30;
-/// What a disk needs for a file, and what is to be left on it.
+/// The unit in which a disk allocates, and what has to stay free on it.
 const BLOCK_BYTES: u64 = 4096;
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// Pulls what is missing of a copy, and gives it its name. Whether anything was missing. The first request says why it is begun `anew`.
+/// Pulls what is missing of a copy and renames it to its final name. Returns whether anything was missing. The first request says
+/// why the copy starts again (`anew`).
 ///
 /// # Errors
-/// It did not come, or has no room.
+/// Something did not arrive, or the disk has no room.
 pub(super) async fn complete(
-    talk: &Talk<'_>,
-    (entry, turn): (&Entry, &Turn),
+    client: &AttemptClient<'_>,
+    (entry, turn): (&Entry, &CopyLock),
     about: &About,
     copies: &Copies,
-    (came, anew): (&mut Came, &mut Option<String>),
-) -> Result<bool, Trouble> {
+    (progress, anew): (&mut PullProgress, &mut Option<String>),
+) -> Result<bool, CopyError> {
     let missing = {
         let entry = entry.clone();
         turn.blocking(move || begin(&entry)).await?
@@ -68,10 +69,10 @@ pub(super) async fn complete(
         }
         let bytes: u64 = parts.iter().map(|part| part.length).sum();
         let wanted = DatasetParts { parts, copied_bytes, total_bytes: about.bytes, anew: anew.clone() };
-        let download = talk.dataset_parts(&wanted).await?;
-        came.any = true;
+        let download = client.dataset_parts(&wanted).await?;
+        progress.answered = true;
         *anew = None;
-        receive(download, wanted.parts, (&entry.part(), turn), came).await?;
+        receive(download, wanted.parts, (&entry.part(), turn), progress).await?;
         copied_bytes += bytes;
         unsynced += bytes;
         if unsynced >= SYNC_BYTES {
@@ -91,15 +92,16 @@ pub(super) async fn complete(
 struct Missing {
     files: u64,
     bytes: u64,
-    /// What that needs of the disk.
+    /// Disk space for it.
     disk_bytes: u64,
 }
 
-/// How far a copy is that will not be lost with the machine's power.
+/// How much of a copy is on disk for certain, also after a loss of power.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Synced {
-    /// Since when more than these lines of the list are there, too.
+    /// The boot in which further lines of the list have arrived: they are valid until the machine restarts.
     boot_id: String,
+    /// Lines of the list whose files were synced.
     lines: u64,
 }
 
@@ -117,33 +119,33 @@ impl Synced {
         read.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
-    fn note(&self, entry: &Entry) -> Result<(), Trouble> {
+    fn note(&self, entry: &Entry) -> Result<(), CopyError> {
         let text = serde_json::to_vec(self).unwrap_or_default();
         host::write_whole(&Self::path(entry), &text).map_err(on_disk(entry.dir()))
     }
 }
 
-/// Makes the copy ready to be continued; none when it is whole.
-fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
+/// Prepares the copy to be continued and says what it misses; `None` if it is complete.
+fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     let (data, part) = (entry.data(), entry.part());
     if data.exists() {
-        if look(entry, &data)? == Missing::default() {
+        if missing_of(entry, &data)? == Missing::default() {
             return Ok(None);
         }
-        // Somebody has removed files, or written into them.
+        // Files of the complete copy were removed or changed.
         if entry.is_read() {
             let why = format!(
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
                 entry.dir().display()
             );
-            return Err(Trouble::Refused(ReasonCode::DatasetUnusable, why));
+            return Err(CopyError::Refused(ReasonCode::DatasetUnusable, why));
         }
         fs::rename(&data, &part).map_err(on_disk(&data))?;
     }
     fs::create_dir_all(&part).map_err(on_disk(&part))?;
     let synced = Synced::of(entry);
     if synced.boot_id != host::boot_id() {
-        // The machine was off: what was not synced may have its size and not its content.
+        // The machine has restarted: a file that was not synced may have the right size and the wrong content.
         for (line, found) in (1..).zip(entries(entry)?) {
             if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
                 && line > synced.lines
@@ -153,20 +155,20 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, Trouble> {
         }
         Synced::here(synced.lines).note(entry)?;
     }
-    look(entry, &part).map(Some)
+    missing_of(entry, &part).map(Some)
 }
 
-fn entries(entry: &Entry) -> Result<Entries, Trouble> {
+fn entries(entry: &Entry) -> Result<Entries, CopyError> {
     let list = entry.list();
     Entries::open(&list).map_err(on_disk(&list))
 }
 
-/// The bytes that are there of a file; none: there is no file, or one that is too long.
+/// The bytes of a file that have arrived; `None` if there is no file, or one that is too long.
 fn there(path: &Path, size: u64) -> Option<u64> {
     fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len()).filter(|len| *len <= size)
 }
 
-fn look(entry: &Entry, folder: &Path) -> Result<Missing, Trouble> {
+fn missing_of(entry: &Entry, folder: &Path) -> Result<Missing, CopyError> {
     let mut missing = Missing::default();
     for found in entries(entry)? {
         match found.map_err(on_disk(entry.dir()))? {
@@ -186,7 +188,12 @@ fn look(entry: &Entry, folder: &Path) -> Result<Missing, Trouble> {
     Ok(missing)
 }
 
-async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Copies) -> Result<(), Trouble> {
+async fn check_disk(
+    entry: &Entry,
+    about: &About,
+    missing: &Missing,
+    copies: &Copies,
+) -> Result<(), CopyError> {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     loop {
         let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
@@ -195,14 +202,14 @@ async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Co
         if free >= needed {
             return Ok(());
         }
-        // None is removed in vain.
+        // Copies are evicted only if that makes enough room.
         let gone = match free.saturating_add(unused) >= needed {
             true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
             false => None,
         };
         let Some(gone) = gone else {
             let why = too_small(copies.dir(), &about.dataset, missing, free);
-            return Err(Trouble::Refused(ReasonCode::DiskFull, why));
+            return Err(CopyError::Refused(ReasonCode::DiskFull, why));
         };
         blocking(move || cache::remove(&[gone])).await?;
     }
@@ -211,7 +218,7 @@ async fn check_disk(entry: &Entry, about: &About, missing: &Missing, copies: &Co
 /// Why there is no room on the disk: what is needed, what is there, and what to change.
 fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
-    // Rounded so that whoever frees what it says has enough.
+    // Rounded up, so that freeing the named amount is enough.
     let (left, spare, short) = (up(missing.disk_bytes), up(SPARE_BYTES), up(needed.saturating_sub(free)));
     format!(
         "the copy of the dataset {dataset} needs {left} more on the disk of {}, with {spare} to be left free, and {} are free: free \
@@ -221,30 +228,30 @@ fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> Stri
     )
 }
 
-/// What is to be asked for next.
+/// Iterates over what to request next.
 struct Work {
     list: PathBuf,
     entries: Entries,
     part: PathBuf,
-    /// Lines that were read.
+    /// Lines of the list that were read so far.
     lines: u64,
-    /// The file of which more is missing, and where that begins.
+    /// The file that is requested in parts, and the offset of its next part.
     current: Option<(DatasetEntry, u64)>,
 }
 
 impl Work {
-    fn new(entry: &Entry) -> Result<Self, Trouble> {
+    fn new(entry: &Entry) -> Result<Self, CopyError> {
         let entries = entries(entry)?;
         Ok(Self { list: entry.list(), entries, part: entry.part(), lines: 0, current: None })
     }
 
-    /// Lines of the list of which all is there.
+    /// Lines of the list whose files are complete.
     fn done(&self) -> u64 {
         self.lines - u64::from(self.current.is_some())
     }
 
-    /// The next parts, of up to the most for one request; none at the end. Makes folders, and files without content.
-    fn next(&mut self) -> Result<Vec<DatasetPart>, Trouble> {
+    /// The parts for the next request, up to its limits; empty at the end. Creates folders and empty files on the way.
+    fn next(&mut self) -> Result<Vec<DatasetPart>, CopyError> {
         let (mut parts, mut bytes, mut names) = (Vec::new(), 0, 0);
         while parts.len() < DATASET_PARTS && bytes < DATASET_PARTS_BYTES && names < NAMES_BYTES {
             let (entry, offset) = match self.current.take() {
@@ -273,8 +280,8 @@ impl Work {
         Ok(parts)
     }
 
-    /// How much of an entry is there.
-    fn prepare(&self, entry: &DatasetEntry) -> Result<u64, Trouble> {
+    /// Creates an entry's folder, and says how many bytes of it have arrived.
+    fn prepare(&self, entry: &DatasetEntry) -> Result<u64, CopyError> {
         match entry {
             DatasetEntry::Folder(path) => {
                 let path = self.part.join(path);
@@ -284,7 +291,7 @@ impl Work {
                 let path = self.part.join(path);
                 let there = there(&path, *size);
                 if there.is_none() {
-                    // A pattern's names may have folders that the list does not.
+                    // With a pattern, files may be in folders that the list does not name.
                     if let Some(folder) = path.parent() {
                         fs::create_dir_all(folder).map_err(on_disk(folder))?;
                     }
@@ -298,22 +305,22 @@ impl Work {
     }
 }
 
-/// All of the copy's file system: a dataset may have a million files.
-fn sync(entry: &Entry) -> Result<(), Trouble> {
+/// Syncs the whole file system: one call for what may be a million files.
+fn sync(entry: &Entry) -> Result<(), CopyError> {
     let part = entry.part();
     let folder = File::open(&part).map_err(on_disk(&part))?;
     rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
 }
 
-/// Checks what has come, and gives it its name, if it has not got it.
-fn finish(entry: &Entry) -> Result<(), Trouble> {
+/// Checks that all files are complete, and renames the copy to its final name if it does not have it yet.
+fn finish(entry: &Entry) -> Result<(), CopyError> {
     if entry.data().exists() {
         return Ok(());
     }
     let part = entry.part();
-    let missing = look(entry, &part)?;
+    let missing = missing_of(entry, &part)?;
     if missing != Missing::default() {
-        return Err(Trouble::Damaged(format!("{} files of its copy are not whole", missing.files)));
+        return Err(CopyError::Damaged(format!("{} files of its copy are not whole", missing.files)));
     }
     sync(entry)?;
     fs::rename(&part, entry.data()).map_err(on_disk(&part))?;

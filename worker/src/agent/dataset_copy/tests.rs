@@ -1,29 +1,32 @@
 use super::*;
 
-fn later() -> Trouble {
-    Trouble::Server(Failed::Later("the files are cut off".into()))
+fn later() -> CopyError {
+    CopyError::Server(Failed::Later("the files are cut off".into()))
 }
 
 #[test]
 fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
-    let mut tries = Tries::default();
-    let (away, nothing, more) =
-        (Came::default(), Came { any: true, more: false }, Came { any: true, more: true });
-    for _ in 0..10 * WITHOUT_MORE {
+    let mut tries = RetryCounts::default();
+    let (away, nothing, more) = (
+        PullProgress::default(),
+        PullProgress { answered: true, advanced: false },
+        PullProgress { answered: true, advanced: true },
+    );
+    for _ in 0..10 * MOST_WITHOUT_PROGRESS {
         tries.note(later(), away).unwrap();
         tries.note(later(), more).unwrap();
     }
-    for _ in 1..WITHOUT_MORE {
+    for _ in 1..MOST_WITHOUT_PROGRESS {
         tries.note(later(), nothing).unwrap();
         tries.note(later(), away).unwrap();
     }
     // Something comes: it begins anew.
     tries.note(later(), more).unwrap();
-    for _ in 1..WITHOUT_MORE {
+    for _ in 1..MOST_WITHOUT_PROGRESS {
         tries.note(later(), nothing).unwrap();
     }
     match tries.note(later(), nothing) {
-        Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)) => {
+        Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)) => {
             assert_eq!(why, "the files are cut off; in 10 tries nothing more has come");
         }
         other => panic!("{other:?}"),
@@ -32,13 +35,19 @@ fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
 
 #[test]
 fn what_changes_or_comes_damaged_is_tried_again_a_few_times() {
-    let mut tries = Tries::default();
-    let more = Came { any: true, more: true };
-    for _ in 0..IN_VAIN {
-        tries.note(Trouble::Changed("x has changed".into()), more).unwrap();
+    let mut tries = RetryCounts::default();
+    let more = PullProgress { answered: true, advanced: true };
+    for _ in 0..MOST_RESTARTS {
+        tries.note(CopyError::Changed("x has changed".into()), more).unwrap();
     }
-    assert!(matches!(tries.note(Trouble::Damaged("x came damaged".into()), more), Err(Trouble::Damaged(_))));
+    assert!(matches!(
+        tries.note(CopyError::Damaged("x came damaged".into()), more),
+        Err(CopyError::Damaged(_))
+    ));
     assert!(tries.note(later(), more).is_ok());
-    let refused = Trouble::Refused(ReasonCode::DiskFull, "full".into());
-    assert!(matches!(Tries::default().note(refused, more), Err(Trouble::Refused(ReasonCode::DiskFull, _))));
+    let refused = CopyError::Refused(ReasonCode::DiskFull, "full".into());
+    assert!(matches!(
+        RetryCounts::default().note(refused, more),
+        Err(CopyError::Refused(ReasonCode::DiskFull, _))
+    ));
 }

@@ -1,11 +1,11 @@
-//! Aborts communicators: one, or all of this process.
+//! Aborts communicators.
 
 #![allow(unsafe_code)] // NCCL frees a communicator by its pointer.
 
-use super::{State, owner::Handle};
+use super::owner::Handle;
 use cudarc::nccl::sys::{self, ncclComm_t};
 use std::{
-    sync::{Condvar, Mutex, PoisonError, Weak},
+    sync::{Condvar, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -55,24 +55,4 @@ pub fn wait_for_aborts(limit: Duration) -> bool {
         Ok((under_way, _)) => *under_way == 0,
         Err(poisoned) => *poisoned.into_inner().0 == 0,
     }
-}
-
-/// Communicators of this process, which is one rank.
-pub(super) static LIVE: Mutex<Vec<Weak<State>>> = Mutex::new(Vec::new());
-
-/// What else must end then.
-type Hook = Box<dyn Fn() + Send>;
-static HOOKS: Mutex<Vec<Hook>> = Mutex::new(Vec::new());
-
-/// Has `hook` called by [`abort_all`]: for kernels that wait for other GPUs without NCCL.
-pub fn on_abort(hook: impl Fn() + Send + 'static) {
-    HOOKS.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(hook));
-}
-
-/// Ends what is under way in all groups of this process, from any thread: waiting calls return with
-/// [`CommError::Aborted`], collectives that run on the GPU end, and streams behind them come free.
-pub fn abort_all(reason: &str) {
-    HOOKS.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|hook| hook());
-    let live: Vec<_> = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
-    live.iter().filter_map(Weak::upgrade).for_each(|state| state.comm.abort(reason));
 }

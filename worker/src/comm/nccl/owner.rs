@@ -33,7 +33,7 @@ struct State<H> {
 
 /// The right to make a call, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Using<'a, H: Handle> {
+pub(super) struct HandleGuard<'a, H: Handle> {
     owner: &'a Owner<H>,
     pub(super) handle: H,
 }
@@ -55,7 +55,7 @@ impl<H: Handle> Owner<H> {
     ///
     /// # Errors
     /// The reason of an abort, also one that comes meanwhile.
-    pub(super) fn using(&self) -> Result<Using<'_, H>, String> {
+    pub(super) fn using(&self) -> Result<HandleGuard<'_, H>, String> {
         let mut state = self.state();
         loop {
             match (&state.aborted, state.handle) {
@@ -63,7 +63,7 @@ impl<H: Handle> Owner<H> {
                 (None, None) => return Err("the group has ended".into()),
                 (None, Some(handle)) if !state.busy => {
                     state.busy = true;
-                    return Ok(Using { owner: self, handle });
+                    return Ok(HandleGuard { owner: self, handle });
                 }
                 _ => state = self.free.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
@@ -93,7 +93,7 @@ impl<H: Handle> Owner<H> {
     }
 }
 
-impl<H: Handle> Drop for Using<'_, H> {
+impl<H: Handle> Drop for HandleGuard<'_, H> {
     fn drop(&mut self) {
         let mut state = self.owner.state();
         state.busy = false;

@@ -1,10 +1,10 @@
 //! Rank 0's end of the store.
 
 use super::{
-    Meeting, RendezvousError, SLICE,
+    RendezvousConfig, RendezvousError, SLICE,
     message::{Reply, Request, receive, send},
 };
-use crate::comm::handshake::Terms;
+use crate::comm::handshake::HandshakeTerms;
 use std::{
     collections::BTreeMap,
     io,
@@ -17,13 +17,13 @@ use std::{
 };
 
 #[derive(Debug, Default)]
-struct Shelf {
-    values: Mutex<Shelved>,
+struct SharedValues {
+    values: Mutex<Values>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Shelved {
+struct Values {
     values: BTreeMap<String, Vec<u8>>,
     counters: BTreeMap<String, i64>,
 }
@@ -41,8 +41,8 @@ fn is_own_name(address: &str, socket: &TcpListener) -> bool {
 }
 
 impl Listener {
-    pub(super) fn open(meeting: &Meeting) -> Result<Self, RendezvousError> {
-        let (addr, port) = (meeting.addr.clone(), meeting.port);
+    pub(super) fn open(config: &RendezvousConfig) -> Result<Self, RendezvousError> {
+        let (addr, port) = (config.addr.clone(), config.port);
         let listen = |error: io::Error| {
             if error.kind() == io::ErrorKind::AddrInUse {
                 RendezvousError::PortTaken { addr: addr.clone(), port }
@@ -50,11 +50,11 @@ impl Listener {
                 RendezvousError::Listen { addr: addr.clone(), port, error }
             }
         };
-        let socket = match TcpListener::bind((meeting.addr.as_str(), port)) {
+        let socket = match TcpListener::bind((config.addr.as_str(), port)) {
             // The name may be that of a router or a service in front of this machine.
             Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
             // Debian gives a machine's own name an address that only the machine itself reaches.
-            Ok(socket) if is_own_name(&meeting.addr, &socket) => {
+            Ok(socket) if is_own_name(&config.addr, &socket) => {
                 drop(socket);
                 TcpListener::bind(("0.0.0.0", port))
             }
@@ -63,21 +63,21 @@ impl Listener {
         .map_err(&listen)?;
         let wake = socket.local_addr().map_err(&listen)?;
         let closed = Arc::new(AtomicBool::new(false));
-        let shelf = Arc::new(Shelf::default());
-        let secret: Arc<[u8]> = meeting.secret.as_slice().into();
+        let shared = Arc::new(SharedValues::default());
+        let secret: Arc<[u8]> = config.secret.as_slice().into();
         let serving = closed.clone();
         let serve = move || {
             for stream in socket.incoming().flatten() {
                 if serving.load(Ordering::Relaxed) {
                     return;
                 }
-                let (shelf, secret) = (shelf.clone(), secret.clone());
+                let (shared, secret) = (shared.clone(), secret.clone());
                 // A thread a rank. Without one the caller is hung up on
                 // and tries again.
                 let _ = std::thread::Builder::new()
                     .name("rendezvous".into())
                     .stack_size(128 << 10)
-                    .spawn(move || serve_rank(stream, &secret, &shelf));
+                    .spawn(move || serve_rank(stream, &secret, &shared));
             }
         };
         std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(&listen)?;
@@ -90,21 +90,21 @@ impl Listener {
     }
 }
 
-fn serve_rank(mut stream: TcpStream, secret: &[u8], shelf: &Shelf) {
-    let terms = Terms { secret, purpose: "store" };
+fn serve_rank(mut stream: TcpStream, secret: &[u8], shared: &SharedValues) {
+    let terms = HandshakeTerms { secret, purpose: "store" };
     if terms.answer(&mut stream).is_err() {
         return;
     }
     // Ends when the rank hangs up.
     while let Ok(request) = receive::<Request>(&mut stream) {
-        let reply = shelf.answer(request);
+        let reply = shared.answer(request);
         if send(&mut stream, &reply).is_err() {
             return;
         }
     }
 }
 
-impl Shelf {
+impl SharedValues {
     fn answer(&self, request: Request) -> Reply {
         let mut shelved = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         match request {
@@ -120,7 +120,7 @@ impl Shelf {
             }
             Request::Get { keys, wait_ms } => {
                 let wait = Duration::from_millis(wait_ms.min(SLICE.as_millis() as u64));
-                let lacking = |s: &mut Shelved| keys.iter().any(|key| !s.values.contains_key(key));
+                let lacking = |s: &mut Values| keys.iter().any(|key| !s.values.contains_key(key));
                 let (shelved, _) = self
                     .changed
                     .wait_timeout_while(shelved, wait, lacking)

@@ -1,11 +1,11 @@
 //! A rank's end of the store.
 
 use super::{
-    Meeting, RendezvousError, SLICE,
+    RendezvousConfig, RendezvousError, SLICE,
     message::{Reply, Request, receive, send},
     server::Listener,
 };
-use crate::comm::handshake::Terms;
+use crate::comm::handshake::HandshakeTerms;
 use std::{
     io,
     net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
@@ -22,7 +22,7 @@ const RETRY: Duration = Duration::from_millis(10);
 /// A rank's connection to the store; on rank 0 it also keeps the store.
 #[derive(Debug)]
 pub struct Store {
-    meeting: Meeting,
+    config: RendezvousConfig,
     stream: Mutex<TcpStream>,
     local_ip: IpAddr,
     listener: Option<Listener>,
@@ -34,25 +34,25 @@ impl Store {
     ///
     /// # Errors
     /// The port is taken, rank 0 does not answer in time, the secrets differ.
-    pub fn join(meeting: Meeting) -> Result<Self, RendezvousError> {
-        let listener = if meeting.rank == 0 { Some(Listener::open(&meeting)?) } else { None };
+    pub fn join(config: RendezvousConfig) -> Result<Self, RendezvousError> {
+        let listener = if config.rank == 0 { Some(Listener::open(&config)?) } else { None };
         let began = Instant::now();
-        let terms = Terms { secret: &meeting.secret, purpose: "store" };
+        let terms = HandshakeTerms { secret: &config.secret, purpose: "store" };
         let stream = loop {
-            if meeting.stop.load(Ordering::Relaxed) {
+            if config.stop.load(Ordering::Relaxed) {
                 return Err(RendezvousError::Stopped);
             }
-            let left = meeting.timeout.saturating_sub(began.elapsed());
-            let attempt = connect(&meeting.addr, meeting.port, left).and_then(|mut stream| {
-                terms.call(&mut stream, meeting.rank)?;
+            let left = config.timeout.saturating_sub(began.elapsed());
+            let attempt = connect(&config.addr, config.port, left).and_then(|mut stream| {
+                terms.call(&mut stream, config.rank)?;
                 Ok(stream)
             });
             match attempt {
                 Ok(stream) => break stream,
                 Err(e) if left.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(RendezvousError::Unreachable {
-                        addr: meeting.addr.clone(),
-                        port: meeting.port,
+                        addr: config.addr.clone(),
+                        port: config.port,
                         secs: began.elapsed().as_secs_f64(),
                         detail: e.to_string(),
                     });
@@ -62,12 +62,12 @@ impl Store {
         };
         let local_ip = stream.local_addr().map_err(RendezvousError::Lost)?.ip();
         let (stream, stops_are_voted_on) = (Mutex::new(stream), AtomicBool::new(false));
-        Ok(Self { meeting, stream, local_ip, listener, stops_are_voted_on })
+        Ok(Self { config, stream, local_ip, listener, stops_are_voted_on })
     }
 
     /// How the ranks meet.
-    pub fn meeting(&self) -> &Meeting {
-        &self.meeting
+    pub fn config(&self) -> &RendezvousConfig {
+        &self.config
     }
 
     /// From now on a stop ends no waiting here. For ranks that are training: they vote on a stop and end after the same
@@ -78,7 +78,7 @@ impl Store {
 
     /// Whether this rank is asked to stop and should give up waiting for the others.
     pub fn gives_up(&self) -> bool {
-        self.meeting.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
+        self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
     /// This machine listens for other ranks at `ip`, where that is one of its addresses: it may have several.
@@ -141,8 +141,8 @@ impl Store {
     /// [`RendezvousError::Missing`] names those who did not come in time.
     pub fn exchange(&self, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
         let key = |rank: u32| format!("{what}/{rank}");
-        self.set(&key(self.meeting.rank), value)?;
-        let values = self.wait_for((0..self.meeting.world_size).map(key).collect())?;
+        self.set(&key(self.config.rank), value)?;
+        let values = self.wait_for((0..self.config.world_size).map(key).collect())?;
         let missing: Vec<u32> =
             (0..).zip(&values).filter(|(_, value)| value.is_none()).map(|(rank, _)| rank).collect();
         if missing.is_empty() {
@@ -150,7 +150,7 @@ impl Store {
         }
         Err(RendezvousError::Missing {
             ranks: missing,
-            secs: self.meeting.timeout.as_secs_f64(),
+            secs: self.config.timeout.as_secs_f64(),
             what: what.into(),
         })
     }
@@ -166,7 +166,7 @@ impl Store {
     fn wait_for(&self, keys: Vec<String>) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
         let began = Instant::now();
         loop {
-            let left = self.meeting.timeout.saturating_sub(began.elapsed());
+            let left = self.config.timeout.saturating_sub(began.elapsed());
             let wait_ms = left.min(SLICE).as_millis() as u64;
             match self.ask(&Request::Get { keys: keys.clone(), wait_ms })? {
                 Reply::Values(values) if left.is_zero() || values.iter().all(Option::is_some) => {

@@ -1,8 +1,8 @@
 use super::*;
 use std::{sync::atomic::Ordering, time::Instant};
 
-pub(crate) fn meeting(port: u16, rank: u32, world_size: u32) -> Meeting {
-    Meeting {
+pub(crate) fn rendezvous_config(port: u16, rank: u32, world_size: u32) -> RendezvousConfig {
+    RendezvousConfig {
         addr: "127.0.0.1".into(),
         port,
         secret: b"of these ranks".to_vec(),
@@ -17,7 +17,7 @@ pub(crate) fn meeting(port: u16, rank: u32, world_size: u32) -> Meeting {
 fn ranks_exchange_values_and_count() {
     let port = free_port("127.0.0.1").unwrap();
     let all = |rank| {
-        let store = Store::join(meeting(port, rank, 4)).unwrap();
+        let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
         let values = store.exchange("names", format!("rank {rank}").as_bytes()).unwrap();
         let count = store.add("arrived", 1).unwrap();
         if rank == 2 {
@@ -42,7 +42,9 @@ fn ranks_exchange_values_and_count() {
 #[test]
 fn who_does_not_come_is_named() {
     let port = free_port("127.0.0.1").unwrap();
-    let store = Store::join(Meeting { timeout: Duration::from_millis(50), ..meeting(port, 0, 4) }).unwrap();
+    let store =
+        Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
+            .unwrap();
     store.set("ring/2", b"").unwrap();
     let error = store.exchange("ring", b"").unwrap_err();
     assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
@@ -51,9 +53,11 @@ fn who_does_not_come_is_named() {
 #[test]
 fn another_secret_is_refused_at_once() {
     let port = free_port("127.0.0.1").unwrap();
-    let _store = Store::join(meeting(port, 0, 2)).unwrap();
+    let _store = Store::join(rendezvous_config(port, 0, 2)).unwrap();
     let began = Instant::now();
-    let error = Store::join(Meeting { secret: b"guessed".to_vec(), ..meeting(port, 1, 2) }).unwrap_err();
+    let error =
+        Store::join(RendezvousConfig { secret: b"guessed".to_vec(), ..rendezvous_config(port, 1, 2) })
+            .unwrap_err();
     assert!(error.to_string().contains("wrong secret"), "{error}");
     assert!(began.elapsed() < Duration::from_secs(10));
 }
@@ -62,15 +66,17 @@ fn another_secret_is_refused_at_once() {
 fn a_taken_port_is_said_so() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let error = Store::join(meeting(port, 0, 1)).unwrap_err();
+    let error = Store::join(rendezvous_config(port, 0, 1)).unwrap_err();
     assert_eq!(error.to_string(), format!("port {port} of 127.0.0.1 is taken by another program"));
 }
 
 #[test]
 fn told_to_stop_a_waiting_rank_gives_up() {
     let port = free_port("127.0.0.1").unwrap();
-    let store = Store::join(Meeting { timeout: Duration::from_secs(600), ..meeting(port, 0, 2) }).unwrap();
-    store.meeting().stop.store(true, Ordering::Relaxed);
+    let store =
+        Store::join(RendezvousConfig { timeout: Duration::from_secs(600), ..rendezvous_config(port, 0, 2) })
+            .unwrap();
+    store.config().stop.store(true, Ordering::Relaxed);
     assert!(matches!(store.exchange("ring", b""), Err(RendezvousError::Stopped)));
 }
 
@@ -78,9 +84,9 @@ fn told_to_stop_a_waiting_rank_gives_up() {
 fn once_stops_are_voted_on_a_rank_that_is_told_to_stop_waits_for_the_others() {
     let port = free_port("127.0.0.1").unwrap();
     let short = Duration::from_millis(300);
-    let store = Store::join(Meeting { timeout: short, ..meeting(port, 0, 2) }).unwrap();
+    let store = Store::join(RendezvousConfig { timeout: short, ..rendezvous_config(port, 0, 2) }).unwrap();
     store.leave_stops_to_votes();
-    store.meeting().stop.store(true, Ordering::Relaxed);
+    store.config().stop.store(true, Ordering::Relaxed);
     let missing = store.exchange("alone", b"").unwrap_err();
     assert!(matches!(&missing, RendezvousError::Missing { ranks, .. } if *ranks == [1]), "{missing}");
     store.set("met/1", b"rank 1").unwrap();

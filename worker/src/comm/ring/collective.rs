@@ -5,7 +5,7 @@ use super::{
     element::Element,
     header::{self, HEADER},
     link::Link,
-    sink::{Combine, Fill, Headed, Sink},
+    sink::{Combine, Fill, HeaderSink, Sink},
 };
 use crate::comm::{CommError, Reduction};
 use std::ops::Range;
@@ -23,29 +23,30 @@ impl Wire<'_> {
     /// first bytes: sent by itself it would cost each call a hop.
     fn exchange(&mut self, out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
         let link = Link {
-            next: &self.lane.next,
+            next: &self.sockets.next,
             next_rank: self.ring.next_rank(),
-            previous: &self.lane.previous,
+            previous: &self.sockets.previous,
             previous_rank: self.ring.previous_rank(),
             timeout: self.ring.timeout,
             operation: self.operation,
         };
         let Some(call) = self.unopened.take() else {
             link.exchange(&[], out, sink)?;
-            self.lane.sent_bytes += out.len() as u64;
+            self.sockets.sent_bytes += out.len() as u64;
             return Ok(());
         };
-        let of_call = (call, self.lane.sequence);
-        let mut sink =
-            Headed::new(sink, |theirs| header::compare(link.operation, link.previous_rank, theirs, of_call));
-        let done = link.exchange(&header::encode(call, self.lane.sequence), out, &mut sink);
+        let of_call = (call, self.sockets.sequence);
+        let mut sink = HeaderSink::new(sink, |theirs| {
+            header::compare(link.operation, link.previous_rank, theirs, of_call)
+        });
+        let done = link.exchange(&header::encode(call, self.sockets.sequence), out, &mut sink);
         if done.is_err() {
             // A neighbour that found another call than its own has gone; what it called explains that better than its end does.
             sink.read_header(link.previous);
         }
         sink.result()?;
         done?;
-        self.lane.sent_bytes += (HEADER + out.len()) as u64;
+        self.sockets.sent_bytes += (HEADER + out.len()) as u64;
         Ok(())
     }
 
@@ -174,11 +175,11 @@ impl Wire<'_> {
         target: &mut [T],
         combine: impl Fn(T, T) -> T,
     ) -> Result<(), CommError> {
-        let mut block = std::mem::take(&mut self.lane.block);
+        let mut block = std::mem::take(&mut self.sockets.block);
         let mut sink =
             Combine { target, combine, done: 0, block: bytemuck::cast_slice_mut(&mut block), held: 0 };
         let done = self.exchange(bytemuck::cast_slice(out), &mut sink);
-        self.lane.block = block;
+        self.sockets.block = block;
         done
     }
 
@@ -236,7 +237,7 @@ impl Ring {
     /// Bytes sent to the next rank so far, headers included.
     #[cfg(test)]
     pub(super) fn sent_bytes(&self) -> u64 {
-        self.lane.lock().unwrap().sent_bytes
+        self.sockets.lock().unwrap().sent_bytes
     }
 }
 

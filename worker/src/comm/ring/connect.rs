@@ -1,11 +1,11 @@
 //! How the ranks of a ring connect: all listen and exchange addresses, and each connects to the next one.
 
 use super::{
-    BLOCK, End, Identity, Lane, Mesh, Ring,
+    BLOCK, End, Identity, Mesh, Ring, RingSockets,
     liveness::{self, Neighbour},
 };
 use crate::comm::{
-    handshake::Terms,
+    handshake::HandshakeTerms,
     rendezvous::{RendezvousError, Store},
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -69,7 +69,7 @@ impl Ring {
     /// # Errors
     /// Ranks that do not come or do not answer in the store's time-out.
     pub fn connect(store: &Store, timeout: Duration) -> Result<Arc<Self>, RendezvousError> {
-        let meeting = store.meeting();
+        let rendezvous = store.config();
         let listeners = Listeners::bind(store.local_ip()).map_err(protocol)?;
         let own = listeners.addresses().map_err(protocol)?;
         let all = store.exchange("ring", &serde_json::to_vec(&own).unwrap_or_default())?;
@@ -83,12 +83,12 @@ impl Ring {
         let joining = Joining {
             identity: Identity {
                 name: "ring".into(),
-                secret: meeting.secret.clone(),
+                secret: rendezvous.secret.clone(),
                 local_ip: store.local_ip(),
             },
-            rank: meeting.rank,
+            rank: rendezvous.rank,
             addresses,
-            patience: meeting.timeout,
+            patience: rendezvous.timeout,
             timeout,
             gives_up: &|| store.gives_up(),
         };
@@ -114,22 +114,22 @@ impl Joining<'_> {
         let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
         let mesh = Arc::new(mesh.map_err(protocol)?);
         // Statistics, and gradients.
-        let lane = self.lane("concurrent", &concurrent, |a| a.concurrent, end)?;
+        let sockets = self.sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
-        let concurrent = self.ring(identity, lane, mesh.clone(), end, None);
-        let lane = self.lane("main", &main, |a| a.main, end)?;
+        let concurrent = self.ring(identity, sockets, mesh.clone(), end, None);
+        let sockets = self.sockets("main", &main, |a| a.main, end)?;
         let is_apart = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
         if self.addresses.iter().any(is_apart) {
             self.watch_neighbours(&main, end)?;
         }
-        Ok(Arc::new(self.ring(self.identity.clone(), lane, mesh, end, Some(Arc::new(concurrent)))))
+        Ok(Arc::new(self.ring(self.identity.clone(), sockets, mesh, end, Some(Arc::new(concurrent)))))
     }
 
     fn ring(
         &self,
         identity: Identity,
-        lane: Lane,
+        sockets: RingSockets,
         mesh: Arc<Mesh>,
         end: &Arc<End>,
         concurrent: Option<Arc<Ring>>,
@@ -139,7 +139,7 @@ impl Joining<'_> {
             size: self.addresses.len() as u32,
             timeout: self.timeout,
             identity,
-            lane: Mutex::new(lane),
+            sockets: Mutex::new(sockets),
             mesh,
             end: end.clone(),
             concurrent,
@@ -149,15 +149,15 @@ impl Joining<'_> {
     }
 
     /// The connections over which calls go.
-    fn lane(
+    fn sockets(
         &self,
         name: &str,
         listener: &TcpListener,
         address: impl Fn(&Addresses) -> SocketAddr,
         end: &End,
-    ) -> Result<Lane, RendezvousError> {
+    ) -> Result<RingSockets, RendezvousError> {
         let (next, previous) = self.neighbours(name, listener, address, end)?;
-        Ok(Lane { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
+        Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
     }
 
     /// Ranks on several machines: one that is gone is to be noticed.
@@ -188,7 +188,7 @@ impl Joining<'_> {
         let purpose = format!("{}/{name}", self.identity.name);
         let next_rank = (rank + 1) % size;
         let next = address(&self.addresses[next_rank as usize]);
-        let terms = Terms { secret: &self.identity.secret, purpose: &purpose };
+        let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
         let previous_rank = (rank + size - 1) % size;
         // Both at once, or every rank would wait for the next one's answer.
         let (called, accepted) = std::thread::scope(|scope| {
@@ -211,7 +211,7 @@ impl Joining<'_> {
     fn accept(
         &self,
         listener: &TcpListener,
-        terms: &Terms<'_>,
+        terms: &HandshakeTerms<'_>,
         expected: u32,
     ) -> Result<TcpStream, RendezvousError> {
         let began = Instant::now();

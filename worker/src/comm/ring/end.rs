@@ -16,6 +16,8 @@ pub(super) struct End {
     reason: OnceLock<String>,
     /// The ranks whose machines do not answer, if this is the reason.
     unreachable: OnceLock<Vec<u32>>,
+    /// The rank that closed a connection, and how that showed, if this is the reason.
+    lost: OnceLock<(u32, String)>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
     /// Where others connect for messages.
@@ -88,12 +90,15 @@ impl End {
 
     pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         let Some(reason) = self.reason.get() else { return Ok(()) };
-        match self.unreachable.get() {
-            Some(peers) => {
-                Err(CommError::Unreachable { operation, peers: peers.clone(), detail: reason.clone() })
+        Err(match (self.unreachable.get(), self.lost.get()) {
+            (Some(peers), _) => {
+                CommError::Unreachable { operation, peers: peers.clone(), detail: reason.clone() }
             }
-            None => Err(CommError::Aborted { operation, reason: reason.clone() }),
-        }
+            (None, Some((peer, detail))) => {
+                CommError::Disconnected { operation, peer: *peer, detail: detail.clone() }
+            }
+            (None, None) => CommError::Aborted { operation, reason: reason.clone() },
+        })
     }
 
     /// Ends the group because of `error`, and gives that error, or the end that came before it.
@@ -102,7 +107,32 @@ impl End {
             // To this call, a connection that an abort shut down looks lost.
             return aborted;
         }
+        if let CommError::Disconnected { peer, detail, .. } = &error {
+            // Calls that are under way at the same time have lost this rank, too.
+            let _ = self.lost.set((*peer, detail.clone()));
+        }
         self.call(error.to_string());
         error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A group has calls under way in two lanes, and either may see first that a rank is gone.
+    #[test]
+    fn all_calls_under_way_have_lost_the_rank_that_one_of_them_has_lost() {
+        let lost =
+            || CommError::Disconnected { operation: "all_reduce", peer: 3, detail: "it is gone".into() };
+        let end = End::default();
+        assert!(matches!(end.failed(lost()), CommError::Disconnected { peer: 3, .. }));
+        let other = end.failed(CommError::Failed { operation: "broadcast", detail: "closed".into() });
+        assert!(matches!(other, CommError::Disconnected { operation: "broadcast", peer: 3, .. }), "{other}");
+        // A rank that is ended itself loses connections by that, and no rank.
+        let end = End::default();
+        end.abort("asked to stop");
+        assert!(matches!(end.failed(lost()), CommError::Aborted { .. }));
+        assert!(matches!(end.not_ended("barrier"), Err(CommError::Aborted { .. })));
     }
 }

@@ -47,7 +47,7 @@ impl Operation {
     }
 }
 
-/// What the ranks must agree on.
+/// What must be the same on all ranks of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) struct Call {
     pub(in crate::comm) operation: Operation,
@@ -82,7 +82,7 @@ impl Call {
         [what, self.length as u64]
     }
 
-    /// A call by its numbers, in words; they may be anything.
+    /// Describes a call from [`Call::packed`]'s numbers, which another process may have filled with anything.
     pub(in crate::comm) fn describe([what, length]: [u64; 2]) -> String {
         words((what >> 40) as u32, (what >> 32) as u32 & 0xff, what as u32, length)
     }

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::comm::{
     CommError,
-    handshake::Terms,
+    handshake::HandshakeTerms,
     values::{Values, ValuesMut},
 };
 use std::{
@@ -24,14 +24,14 @@ use std::{
 
 /// How often a rank that waits for another's connection checks that the group still exists.
 const SLICE: Duration = Duration::from_millis(100);
-/// A machine that is there answers sooner; nothing interrupts this wait.
+/// A live machine answers sooner. Kept short because an abort cannot interrupt this wait.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 
 /// One rank's end of all connections for messages.
 #[derive(Debug)]
 pub(super) struct Mesh {
     rank: u32,
-    terms: OwnTerms,
+    terms: OwnedHandshakeTerms,
     timeout: Duration,
     /// By rank: where it listens.
     addresses: Vec<SocketAddr>,
@@ -42,14 +42,14 @@ pub(super) struct Mesh {
 }
 
 #[derive(Debug, Clone)]
-struct OwnTerms {
+struct OwnedHandshakeTerms {
     secret: Vec<u8>,
     purpose: String,
 }
 
-impl OwnTerms {
-    fn terms(&self) -> Terms<'_> {
-        Terms { secret: &self.secret, purpose: &self.purpose }
+impl OwnedHandshakeTerms {
+    fn terms(&self) -> HandshakeTerms<'_> {
+        HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
     }
 }
 
@@ -69,7 +69,10 @@ struct Incoming {
 }
 
 impl Mesh {
-    /// Takes connections at `listener` from now on, until `end`.
+    /// Accepts connections at `listener` from now on, until `end`. `addresses` says where each rank listens.
+    ///
+    /// # Errors
+    /// No thread or file descriptor can be had.
     pub(super) fn start(
         identity: &Identity,
         rank: u32,
@@ -78,11 +81,14 @@ impl Mesh {
         timeout: Duration,
         end: Arc<End>,
     ) -> io::Result<Self> {
-        let terms = OwnTerms { secret: identity.secret.clone(), purpose: format!("{}/mesh", identity.name) };
+        let terms = OwnedHandshakeTerms {
+            secret: identity.secret.clone(),
+            purpose: format!("{}/mesh", identity.name),
+        };
         let incoming = Arc::new(Incoming::default());
         let outgoing = addresses.iter().map(|_| Mutex::default()).collect();
         end.add_listener(&listener)?;
-        let accepting = Accepting {
+        let accepting = Acceptor {
             listener,
             terms: terms.clone(),
             size: addresses.len() as u32,
@@ -177,7 +183,7 @@ impl Mesh {
                 .wait_timeout(paths, left.min(SLICE))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
-            // One that has connected, sent and gone meanwhile has left a message that can be read.
+            // A rank that connected, sent and exited meanwhile has left a message that can still be read.
             if !paths.contains_key(&from) {
                 check()?;
             }
@@ -185,16 +191,16 @@ impl Mesh {
     }
 }
 
-/// What the thread has that takes connections.
-struct Accepting {
+/// What the accepting thread owns.
+struct Acceptor {
     listener: TcpListener,
-    terms: OwnTerms,
+    terms: OwnedHandshakeTerms,
     size: u32,
     incoming: Arc<Incoming>,
     end: Arc<End>,
 }
 
-impl Accepting {
+impl Acceptor {
     fn run(self) {
         while !self.end.has_come() {
             match self.listener.accept() {

@@ -8,17 +8,19 @@ use std::{
     net::TcpStream,
 };
 
-/// For the header of a neighbour that has ended the call, in nanoseconds: it was sent before the connection was closed.
+/// How long, in nanoseconds, to wait for the header of a neighbour that has failed the call: it sent the header before it closed
+/// the connection.
 const LAST_HEADER: i64 = 200_000_000;
 
-/// Takes bytes from a connection.
+/// Receives bytes from a connection.
 pub(super) trait Sink {
     /// Bytes still to come.
     fn wanted(&self) -> usize;
+    /// Reads what is available, up to [`Sink::wanted`] bytes, and returns how many that was.
     fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize>;
 }
 
-/// Into a buffer as they are.
+/// Copies bytes into a buffer.
 pub(super) struct Fill<'a> {
     buffer: &'a mut [u8],
     filled: usize,
@@ -43,15 +45,15 @@ impl Sink for Fill<'_> {
     }
 }
 
-/// Combined with `target` value by value, block by block.
+/// Combines the values that arrive with those of `target`, block by block.
 pub(super) struct Combine<'a, T, F> {
     pub(super) target: &'a mut [T],
-    /// What becomes of a target and what came in.
+    /// The new value from the target's and the one that arrived.
     pub(super) combine: F,
     /// Values combined.
     pub(super) done: usize,
     pub(super) block: &'a mut [T],
-    /// Bytes of a value that is not whole yet, at the block's start.
+    /// Bytes at the block's start that belong to an incomplete value.
     pub(super) held: usize,
 }
 
@@ -78,8 +80,8 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
     }
 }
 
-/// A call's header before what `inner` wants: nothing of that is taken before the header has been checked.
-pub(super) struct Headed<'a, C> {
+/// Reads a call's header and checks it before `inner` gets any bytes.
+pub(super) struct HeaderSink<'a, C> {
     inner: &'a mut dyn Sink,
     check: C,
     header: [u8; HEADER],
@@ -87,17 +89,17 @@ pub(super) struct Headed<'a, C> {
     result: Result<(), CommError>,
 }
 
-impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Headed<'a, C> {
+impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
     pub(super) fn new(inner: &'a mut dyn Sink, check: C) -> Self {
         Self { inner, check, header: [0; HEADER], filled: 0, result: Ok(()) }
     }
 
-    /// What the check said, if the header has come.
+    /// The result of the check; `Ok` if the header has not arrived.
     pub(super) fn result(self) -> Result<(), CommError> {
         self.result
     }
 
-    /// Reads what is there of the header, and checks it, when the connection is no longer of use.
+    /// Reads what is left of the header and checks it, after the connection has failed: the header may say why.
     pub(super) fn read_header(&mut self, mut from: &TcpStream) {
         while self.filled < HEADER {
             let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER };
@@ -109,7 +111,7 @@ impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Headed<'a, C> {
     }
 }
 
-impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for Headed<'_, C> {
+impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for HeaderSink<'_, C> {
     fn wanted(&self) -> usize {
         HEADER - self.filled + self.inner.wanted()
     }

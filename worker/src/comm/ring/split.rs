@@ -18,7 +18,7 @@ const LONGEST_REASON: usize = 1000;
 
 /// What a rank says before a split.
 #[derive(Debug, Serialize, Deserialize)]
-struct Ticket {
+struct SplitRequest {
     color: Option<u32>,
     key: i32,
     /// Or why it cannot listen.
@@ -46,8 +46,8 @@ impl Ring {
         let listeners = Listeners::bind(self.identity.local_ip);
         let addresses = listeners.as_ref().map_err(ToString::to_string);
         let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
-        let ticket = serde_json::to_vec(&Ticket { color, key, addresses }).unwrap_or_default();
-        let tickets = self.tickets(&ticket)?;
+        let request = serde_json::to_vec(&SplitRequest { color, key, addresses }).unwrap_or_default();
+        let tickets = self.tickets(&request)?;
         let joined = match (color, listeners) {
             (Some(color), Ok(listeners)) => {
                 self.join(&tickets, color, number, listeners).and_then(build).map(Some)
@@ -68,14 +68,14 @@ impl Ring {
     }
 
     /// What all ranks say, if all can listen.
-    fn tickets(&self, own: &[u8]) -> Result<Vec<Ticket>, CommError> {
+    fn tickets(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
         let all = self.all_gather_bytes(own)?;
-        let read = |(rank, text): (usize, &Vec<u8>)| -> Result<Ticket, CommError> {
-            let ticket: Ticket = serde_json::from_slice(text)
+        let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
+            let request: SplitRequest = serde_json::from_slice(text)
                 .map_err(|e| failed(format!("rank {rank} said what this rank cannot read: {e}")))?;
-            match &ticket.addresses {
+            match &request.addresses {
                 Err(why) => Err(failed(format!("rank {rank} cannot listen for others: {why}"))),
-                Ok(_) => Ok(ticket),
+                Ok(_) => Ok(request),
             }
         };
         all.iter().enumerate().map(read).collect()
@@ -84,15 +84,15 @@ impl Ring {
     /// Connects the ranks of `color`.
     fn join(
         &self,
-        tickets: &[Ticket],
+        tickets: &[SplitRequest],
         color: u32,
         number: u64,
         listeners: Listeners,
     ) -> Result<Part, CommError> {
         let mut members: Vec<(i32, u32, Addresses)> = (0..)
             .zip(tickets)
-            .filter(|(_, ticket)| ticket.color == Some(color))
-            .filter_map(|(rank, ticket)| Some((ticket.key, rank, *ticket.addresses.as_ref().ok()?)))
+            .filter(|(_, request)| request.color == Some(color))
+            .filter_map(|(rank, request)| Some((request.key, rank, *request.addresses.as_ref().ok()?)))
             .collect();
         members.sort_by_key(|(key, rank, _)| (*key, *rank));
         let rank = members.iter().position(|(_, rank, _)| *rank == self.rank).unwrap_or(0) as u32;

@@ -4,7 +4,7 @@ use super::header::HEADER;
 use super::*;
 use crate::comm::{
     ProcessGroup, Reduction,
-    rendezvous::{Meeting, Store, free_port, tests::meeting},
+    rendezvous::{RendezvousConfig, Store, free_port, tests::rendezvous_config},
     tests::{on_connected_ranks, values},
 };
 use std::time::Instant;
@@ -285,12 +285,12 @@ fn speed() {
 #[test]
 fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
     let port = free_port("127.0.0.1").unwrap();
-    let rank_0 = Store::join(meeting(port, 0, 2)).unwrap();
-    let stranger = Meeting { secret: b"guessed".to_vec(), ..meeting(port, 1, 2) };
+    let rank_0 = Store::join(rendezvous_config(port, 0, 2)).unwrap();
+    let stranger = RendezvousConfig { secret: b"guessed".to_vec(), ..rendezvous_config(port, 1, 2) };
     assert!(Store::join(stranger).is_err());
-    let short = Meeting { timeout: Duration::from_millis(50), ..rank_0.meeting().clone() };
+    let short = RendezvousConfig { timeout: Duration::from_millis(50), ..rank_0.config().clone() };
     drop(rank_0);
-    let short = Store::join(Meeting { port: free_port("127.0.0.1").unwrap(), ..short }).unwrap();
+    let short = Store::join(RendezvousConfig { port: free_port("127.0.0.1").unwrap(), ..short }).unwrap();
     let error = Ring::connect(&short, TIMEOUT).unwrap_err();
     assert!(error.to_string().contains("rank 1 has not arrived"), "{error}");
 }

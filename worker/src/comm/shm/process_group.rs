@@ -27,12 +27,12 @@ pub struct ShmProcessGroup {
     head: SharedSlice<Head>,
     lines: SharedSlice<Line>,
     slots: [SharedSlice<f64>; 2],
-    own: Mutex<Own>,
+    own: Mutex<FilePosition>,
 }
 
 /// Where this rank is; the same on every rank between calls.
 #[derive(Debug)]
-struct Own {
+struct FilePosition {
     calls: u64,
     /// Bytes of the file that are in use.
     used: usize,
@@ -108,7 +108,7 @@ impl ShmProcessGroup {
             (memory.view(size_of::<Head>(), world), slots)
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let own = Mutex::new(Own { calls: 0, used: beginning(world) });
+        let own = Mutex::new(FilePosition { calls: 0, used: beginning(world) });
         Self { ring, spins: world <= cores, file, head: descriptor::head(memory), lines, slots, own }
     }
 

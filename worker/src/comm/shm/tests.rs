@@ -3,7 +3,7 @@
 use super::*;
 use crate::comm::{
     ProcessGroup, Reduction,
-    rendezvous::{Store, free_port, tests::meeting},
+    rendezvous::{Store, free_port, tests::rendezvous_config},
     ring::Ring,
     tests::on_connected_ranks,
 };
@@ -172,7 +172,7 @@ fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, 3)).unwrap();
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let ring = Ring::connect(&store, TIMEOUT).unwrap();
                 if rank == 2 {
                     store.exchange("shm/descriptor", b"").unwrap();

@@ -141,7 +141,7 @@ fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, 3)).unwrap();
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let ring = Ring::connect(&store, TIMEOUT).unwrap();
                 store.barrier("connected").unwrap();
                 let build = |part: Part| match rank {
@@ -166,7 +166,7 @@ fn a_group_of_all_ranks_meets_at_the_store_and_any_other_over_itself() {
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {
-                let store = Store::join(meeting(port, rank, 3)).unwrap();
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let ring = Ring::connect(&store, TIMEOUT).unwrap();
                 assert!(matches!(Exchange::of(ring.as_ref(), Some(&store)), Exchange::Store(_)));
                 let pair = ring.split((rank > 0).then_some(1), 0).unwrap();

@@ -2,7 +2,7 @@
 //!
 //! A file that is added, removed, renamed or put in another's place changes its folder's times, so a folder that is the
 //! same holds the files that the index has. A file that is overwritten in place does not change its folder: that is noticed when
-//! it is read, and then [`Remembered::forget`] makes the next start stat every file.
+//! it is read, and then [`FolderCacheFile::forget`] makes the next start stat every file.
 
 use super::{Entry, Facts, IndexStore};
 use crate::files;
@@ -80,13 +80,13 @@ fn check(entries: &[Entry]) -> u32 {
 
 /// What is known of a dataset before its class folders are listed.
 #[derive(Debug, Default)]
-pub(in crate::data) struct Recalled {
+pub(in crate::data) struct CachedFolders {
     pub(super) facts: Facts,
     /// All pictures of folders that need not be listed, by the folder's path in the dataset, in the order of their names.
     pub(super) folders: HashMap<PathBuf, (FolderStamp, Vec<Entry>)>,
 }
 
-impl Recalled {
+impl CachedFolders {
     /// The stamp of a folder, by its path in the dataset, that need not be listed.
     pub(in crate::data) fn stamp(&self, folder: &Path) -> Option<FolderStamp> {
         self.folders.get(folder).map(|(stamp, _)| *stamp)
@@ -94,9 +94,9 @@ impl Recalled {
 }
 
 /// Reads what is known of the dataset at `root`; of folders only where `store` trusts them.
-pub(in crate::data) fn recall(root: &Path, store: &IndexStore) -> Recalled {
+pub(in crate::data) fn recall(root: &Path, store: &IndexStore) -> CachedFolders {
     let facts = store.load(root);
-    let record = if store.trusts_folders() { store.remembered(root).read() } else { Record::default() };
+    let record = if store.trusts_folders() { store.folder_cache(root).read() } else { Record::default() };
     let same = |(path, known): (&String, &Known)| {
         if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
             return None;
@@ -106,7 +106,7 @@ pub(in crate::data) fn recall(root: &Path, store: &IndexStore) -> Recalled {
         whole.then(|| (PathBuf::from(path), (known.stamp, entries)))
     };
     let folders = record.folders.par_iter().filter_map(same).collect();
-    Recalled { facts, folders }
+    CachedFolders { facts, folders }
 }
 
 /// What the index has of a folder, by name.
@@ -125,19 +125,19 @@ fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
 
 /// The file that says which folders are known.
 #[derive(Debug, Clone, Default)]
-pub(in crate::data) struct Remembered {
+pub(in crate::data) struct FolderCacheFile {
     /// None: nothing is kept.
     path: Option<PathBuf>,
 }
 
 impl IndexStore {
     /// Which folders of a dataset are known.
-    pub(in crate::data) fn remembered(&self, dataset: &Path) -> Remembered {
-        Remembered::at(self.file(dataset, "folders"))
+    pub(in crate::data) fn folder_cache(&self, dataset: &Path) -> FolderCacheFile {
+        FolderCacheFile::at(self.file(dataset, "folders"))
     }
 }
 
-impl Remembered {
+impl FolderCacheFile {
     pub(super) fn at(path: Option<PathBuf>) -> Self {
         Self { path }
     }

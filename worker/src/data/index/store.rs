@@ -119,7 +119,7 @@ impl IndexStore {
     ///
     /// # Errors
     /// The cache directory cannot be written.
-    pub(super) fn begin(&self, dataset: &Path) -> io::Result<Option<(Making, Facts)>> {
+    pub(super) fn begin(&self, dataset: &Path) -> io::Result<Option<(IndexBuilder, Facts)>> {
         let Some(dir) = &self.dir else { return Ok(None) };
         let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
@@ -145,7 +145,7 @@ impl IndexStore {
             Ok(part)
         };
         let part = open().map_err(|e| named(&part_path, e))?;
-        let making = Making {
+        let builder = IndexBuilder {
             dataset: dataset.to_owned(),
             reader: self.reader,
             index: file("index"),
@@ -155,7 +155,7 @@ impl IndexStore {
             published: None,
             _lock: lock,
         };
-        Ok(Some((making, facts)))
+        Ok(Some((builder, facts)))
     }
 
     /// How far the making of a dataset's index is; none when nobody makes one.
@@ -231,7 +231,7 @@ pub struct Progress {
 
 /// An index in the making; nobody else makes one of this dataset meanwhile.
 #[derive(Debug)]
-pub(super) struct Making {
+pub(super) struct IndexBuilder {
     dataset: PathBuf,
     reader: u32,
     index: PathBuf,
@@ -242,7 +242,7 @@ pub(super) struct Making {
     _lock: File,
 }
 
-impl Making {
+impl IndexBuilder {
     /// Keeps what was found, for a run that is interrupted.
     ///
     /// # Errors
@@ -282,7 +282,7 @@ impl Making {
     }
 }
 
-impl Drop for Making {
+impl Drop for IndexBuilder {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.progress_path);
         // Nothing but its head.

@@ -69,7 +69,7 @@ impl Place {
 }
 
 fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl Fn(&mut Entry)) {
-    let (making, facts) = store.begin(dataset).unwrap().unwrap();
+    let (builder, facts) = store.begin(dataset).unwrap().unwrap();
     let mut blocks = Vec::new();
     for path in &containers {
         let mut block = facts.of(path.as_os_str().as_bytes()).last().unwrap();
@@ -78,7 +78,7 @@ fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl
     }
     let refs =
         blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.trouble.as_deref(), b.entries.iter())));
-    making.finish(refs).unwrap();
+    builder.finish(refs).unwrap();
 }
 
 /// Other content of the same size, with the old time of writing, as `rsync -t` and `cp -p` leave it.
@@ -329,13 +329,13 @@ fn progress_is_told_only_while_somebody_makes_an_index() {
     place.open().unwrap();
     let (store, dataset) = (place.store(), place.data.path());
     let at = Progress { done: 1, total: 4 };
-    let (mut making, _) = store.begin(dataset).unwrap().unwrap();
-    making.publish(at);
+    let (mut builder, _) = store.begin(dataset).unwrap().unwrap();
+    builder.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
     // Killed, it leaves its progress.
     let file = place.kept("progress").unwrap();
     let left = fs::read(&file).unwrap();
-    drop(making);
+    drop(builder);
     fs::write(&file, left).unwrap();
     // A process that another test starts may hold the lock's file for a moment.
     let deadline = std::time::Instant::now() + Duration::from_secs(30);

@@ -3,7 +3,7 @@
 use super::{
     demand::Demand,
     mix::MixParams,
-    on_device::{self, Begun},
+    on_device::{self, PartialPicture},
     part::Part,
     workers::{Scratch, Work, Workers},
 };
@@ -91,7 +91,7 @@ impl Batch {
 }
 
 /// Makes batches of a part's pictures.
-pub(super) struct Maker<'a> {
+pub(super) struct BatchBuilder<'a> {
     pub(super) part: &'a Part,
     pub(super) transform: &'a Transform,
     pub(super) format: BatchFormat,
@@ -102,7 +102,7 @@ pub(super) struct Maker<'a> {
     pub(super) demand: &'a Demand,
 }
 
-impl Maker<'_> {
+impl BatchBuilder<'_> {
     /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
         let Self { part, transform, format, workers, demand, .. } = *self;
@@ -131,14 +131,15 @@ impl Maker<'_> {
                 }
                 _ => Outputs::Normalised(batch.images.chunks_exact_mut(size).map(Mutex::new).collect()),
             },
-            maker: self,
+            builder: self,
             chosen,
             epoch,
         };
         match self.device.filter(|device| device.is_in_use()) {
             Some(device) => {
-                let fill =
-                    |work: Work, numbers: &[usize], begun: &[Begun<'_>]| pictures.fill(work, numbers, begun);
+                let fill = |work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]| {
+                    pictures.fill(work, numbers, begun)
+                };
                 on_device::make(device, part, transform, chosen, epoch, (workers, demand), &fill)?;
             }
             None => pictures.fill(Work::Decoding, &all, &[])?,
@@ -149,7 +150,7 @@ impl Maker<'_> {
 
 /// A batch whose pictures are being made, each by whichever thread takes it first.
 struct Pictures<'a> {
-    maker: &'a Maker<'a>,
+    builder: &'a BatchBuilder<'a>,
     chosen: &'a [u32],
     epoch: Option<u32>,
     outputs: Outputs<'a>,
@@ -164,11 +165,11 @@ enum Outputs<'a> {
 impl Pictures<'_> {
     /// Makes the pictures with these numbers. `begun` says of each picture of the batch what is done already; it is empty when
     /// nothing is.
-    fn fill(&self, work: Work, numbers: &[usize], begun: &[Begun<'_>]) -> Result<(), DataError> {
-        let Maker { transform, workers, .. } = *self.maker;
+    fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
+        let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
         workers.each(work, numbers, |number, scratch| {
-            let begun = begun.get(number).copied().unwrap_or(Begun::Nothing);
+            let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
             self.one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
                 Outputs::Bytes(outputs) => locked(&outputs[number]).copy_from_slice(bytes),
                 Outputs::Normalised(outputs) => {
@@ -186,11 +187,11 @@ impl Pictures<'_> {
     fn one(
         &self,
         number: usize,
-        begun: Begun<'_>,
+        begun: PartialPicture<'_>,
         scratch: &mut Scratch,
         then: &mut dyn FnMut(&[u8], Option<Region>),
     ) -> Result<(), DataError> {
-        let Maker { part, transform, .. } = *self.maker;
+        let BatchBuilder { part, transform, .. } = *self.builder;
         let place = self.chosen[number] as usize;
         let Scratch { opener, pipeline } = scratch;
         let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, place as u64));
@@ -198,10 +199,10 @@ impl Pictures<'_> {
         let [height, width, _] = part.size.map(|length| length as u32);
         let channels = transform.channels as u32;
         let picture = match begun {
-            Begun::Nothing => part.picture(place, opener)?,
-            Begun::Read(bytes) => part.decoded(place, bytes, opener)?,
-            Begun::Picture(pixels) => PictureRef { width, height, channels, pixels },
-            Begun::Cropped(pixels) => {
+            PartialPicture::Nothing => part.picture(place, opener)?,
+            PartialPicture::Read(bytes) => part.decoded(place, bytes, opener)?,
+            PartialPicture::Picture(pixels) => PictureRef { width, height, channels, pixels },
+            PartialPicture::Cropped(pixels) => {
                 let made = match &params {
                     Some(params) => pipeline.train_cropped(transform, pixels, params),
                     None => pixels,

@@ -10,11 +10,11 @@ use std::{
 pub(super) struct Broken {
     /// Else the first broken file is an error.
     pub(super) allowed: bool,
-    met: Mutex<Met>,
+    met: Mutex<BrokenCounts>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Met {
+pub(super) struct BrokenCounts {
     /// Pictures asked for so far, or all of them.
     pub(super) asked: usize,
     /// Places in the split.
@@ -34,7 +34,7 @@ impl Broken {
         (std::mem::take(&mut met.news), met.broken.len())
     }
 
-    pub(super) fn met(&self) -> MutexGuard<'_, Met> {
+    pub(super) fn met(&self) -> MutexGuard<'_, BrokenCounts> {
         self.met.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

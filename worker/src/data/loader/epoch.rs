@@ -3,7 +3,7 @@
 use super::{
     DataSource,
     ahead::prepare_ahead,
-    batch::{Batch, Maker},
+    batch::{Batch, BatchBuilder},
     part::Part,
     workers::Workers,
 };
@@ -40,19 +40,19 @@ impl DataSource {
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = shard::epoch_order(samples, seed, plan.epoch);
         let count = steps as usize * plan.accumulate;
-        self.prepare(part, transform, count, plan.threads, move |maker, number| {
+        self.prepare(part, transform, count, plan.threads, move |builder, number| {
             let step = plan.first_step + (number / plan.accumulate) as u64;
             let micro = number % plan.accumulate;
             let places = shard::places(samples, &plan, step, micro);
             let all = shard::of_step(samples, &plan, step);
-            let Transform { side, channels, .. } = *maker.transform;
+            let Transform { side, channels, .. } = *builder.transform;
             let mix = mixing.draw(seed, plan.epoch, all.start, side);
             // The picture that the first one is mixed with comes last, and `Mix::apply` takes it out of the batch again.
             let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
             let places = places.chain(mix.as_ref().map(|_| before));
-            let part = maker.part;
+            let part = builder.part;
             let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
-            let make = |chosen: &[u32]| maker.make(chosen, Some(plan.epoch));
+            let make = |chosen: &[u32]| builder.make(chosen, Some(plan.epoch));
             let mut batch = part.with_others(&chosen, make)?;
             if let Some(mix) = mix {
                 batch = mix.apply(batch, side, channels);
@@ -67,10 +67,10 @@ impl DataSource {
         let share = shard::even_share(part.chosen.len(), rank, world_size);
         let batch_size = batch_size.max(1);
         let count = share.len().div_ceil(batch_size);
-        let batches = self.prepare(part, transform, count, threads, move |maker, number| {
+        let batches = self.prepare(part, transform, count, threads, move |builder, number| {
             let first = share.start + number * batch_size;
-            let chosen = &maker.part.chosen[first..(first + batch_size).min(share.end)];
-            maker.part.without(chosen, |chosen| maker.make(chosen, None))
+            let chosen = &builder.part.chosen[first..(first + batch_size).min(share.end)];
+            builder.part.without(chosen, |chosen| builder.make(chosen, None))
         });
         // A batch of which every file is broken is empty.
         Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
@@ -83,7 +83,7 @@ impl DataSource {
         transform: Arc<Transform>,
         count: usize,
         threads: usize,
-        make: impl Fn(&Maker<'_>, usize) -> Result<Batch, DataError> + Send + Sync + 'static,
+        make: impl Fn(&BatchBuilder<'_>, usize) -> Result<Batch, DataError> + Send + Sync + 'static,
     ) -> Batches {
         let (format, device) = (self.format, self.device.clone());
         let Preparation { lanes, ahead, workers } = match self.preparation(threads) {
@@ -92,7 +92,10 @@ impl DataSource {
         };
         prepare_ahead(count, lanes, ahead, move |number, demand| {
             let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
-            make(&Maker { part, transform, format, workers, device: device.as_deref(), demand }, number)
+            make(
+                &BatchBuilder { part, transform, format, workers, device: device.as_deref(), demand },
+                number,
+            )
         })
     }
 

@@ -12,11 +12,11 @@ use super::{
 };
 use crate::data::{
     DataError,
-    device::{Encoded, ForCores, OnDevice, Sharing},
+    device::{CpuDecodeReason, Encoded, OnDevice, Sharing},
     picture::{ScaleTable, jpeg},
     transform::{AugmentParams, Transform},
 };
-use goal::Goal;
+use goal::OutputSpec;
 use queue::Queue;
 use std::{
     cell::Cell,
@@ -27,7 +27,7 @@ use std::{
 
 /// How far a picture is prepared when cores continue with it.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Begun<'a> {
+pub(super) enum PartialPicture<'a> {
     Nothing,
     /// Its file is read.
     Read(&'a [u8]),
@@ -42,11 +42,11 @@ enum File {
     OnCores(Vec<u8>),
     /// Not kept: cores read it again.
     Passed,
-    OnDevice(Vec<u8>, Wanted),
+    OnDevice(Vec<u8>, CropParams),
 }
 
 /// What a device is to make of a picture.
-struct Wanted {
+struct CropParams {
     stored: jpeg::Stored,
     left: u32,
     top: u32,
@@ -56,7 +56,7 @@ struct Wanted {
 }
 
 /// Makes pictures of a batch: those of these numbers, each of all as far as it is begun.
-type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[Begun<'_>]) -> Result<(), DataError> + Sync);
+type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[PartialPicture<'_>]) -> Result<(), DataError> + Sync);
 
 /// Has `fill` make each of the pictures at `chosen` once; `epoch` is `None` for evaluation. What the device fails at, cores
 /// have to do.
@@ -75,14 +75,14 @@ pub(super) fn make(
 ) -> Result<(), DataError> {
     let numbers = 0..chosen.len();
     let Some(listing) = part.files() else { return fill(Work::Decoding, &numbers.collect::<Vec<_>>(), &[]) };
-    let goal = Goal::new(part, transform, epoch.is_some());
+    let goal = OutputSpec::new(part, transform, epoch.is_some());
     let params = |place: u32| epoch.map(|epoch| AugmentParams::new(transform, epoch, place.into()));
     let bytes_read = AtomicUsize::new(0);
     let files = workers.map(chosen.len(), |number| {
         let place = chosen[number];
         let bytes = listing.read(place as usize)?;
         if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
-            device.for_cores(ForCores::LongBatch, 1);
+            device.for_cores(CpuDecodeReason::LongBatch, 1);
             return Ok(File::Passed);
         }
         let wanted = jpeg::for_hardware(&bytes)
@@ -97,11 +97,11 @@ pub(super) fn make(
     })?;
     let takes = |number: &usize| matches!(files[*number], File::OnDevice(..));
     let (of_device, of_cores): (Vec<usize>, Vec<usize>) = numbers.partition(takes);
-    let read: Vec<Begun<'_>> = files
+    let read: Vec<PartialPicture<'_>> = files
         .iter()
         .map(|file| match file {
-            File::Passed => Begun::Nothing,
-            File::OnCores(bytes) | File::OnDevice(bytes, _) => Begun::Read(bytes),
+            File::Passed => PartialPicture::Nothing,
+            File::OnCores(bytes) | File::OnDevice(bytes, _) => PartialPicture::Read(bytes),
         })
         .collect();
     if of_device.is_empty() {
@@ -155,10 +155,10 @@ pub(super) fn make(
 /// Pictures of a batch that the device or cores decode.
 struct Shared<'a> {
     device: &'a OnDevice,
-    goal: &'a Goal,
+    goal: &'a OutputSpec,
     files: &'a [File],
     /// The file of each picture of the batch.
-    read: &'a [Begun<'a>],
+    read: &'a [PartialPicture<'a>],
     queue: Queue,
     demand: &'a Demand,
     /// The device has failed at some of them.
@@ -213,7 +213,7 @@ impl Shared<'_> {
     /// What the device needs to know of pictures that it decodes.
     fn encoded(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
         let encoded = |number: &usize| match &self.files[*number] {
-            File::OnDevice(bytes, Wanted { stored, left, top, rows, columns, flip }) => {
+            File::OnDevice(bytes, CropParams { stored, left, top, rows, columns, flip }) => {
                 Some(Encoded { bytes, stored: *stored, left: *left, top: *top, rows, columns, flip: *flip })
             }
             File::OnCores(_) | File::Passed => None,
@@ -228,8 +228,11 @@ impl Shared<'_> {
         let mut begun = self.read.to_vec();
         for (number, made) in numbers.iter().zip(made) {
             if let Some(pixels) = made {
-                begun[*number] =
-                    if self.goal.is_input { Begun::Cropped(pixels) } else { Begun::Picture(pixels) };
+                begun[*number] = if self.goal.is_input {
+                    PartialPicture::Cropped(pixels)
+                } else {
+                    PartialPicture::Picture(pixels)
+                };
             }
         }
         (self.fill)(Work::AroundDevice, numbers, &begun)
@@ -238,7 +241,7 @@ impl Shared<'_> {
     /// Makes the last picture that nobody has begun on this core; says whether there was one.
     fn one_on_a_core(&self) -> bool {
         let Some(at) = self.queue.back() else { return false };
-        self.device.for_cores(ForCores::Concurrently, 1);
+        self.device.for_cores(CpuDecodeReason::Concurrently, 1);
         self.queue.note(at, (self.fill)(Work::Decoding, self.queue.numbers((at, at + 1)), self.read));
         true
     }

@@ -202,7 +202,7 @@ mod tests {
                 Ok(())
             };
             assert!(read(1000).is_ok());
-            let words = super::super::Trouble::from(read(1001).unwrap_err()).detail;
+            let words = super::super::UnusableFile::from(read(1001).unwrap_err()).detail;
             assert!(words.starts_with("has a page of 1001 bytes") && words.contains("up to 1000"), "{words}");
         }
     }
@@ -212,12 +212,12 @@ mod tests {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         gzip.write_all(&[0; 5000]).unwrap();
         let data = gzip.finish().unwrap();
-        // Beside a header that says less, levels, and a second stream.
+        // Alone; after a gzip header that claims less; after levels and the start of another stream.
         for (before, holds) in [(&b""[..], 5000), (&header(9)[..], 5000), (&b"\x03\x1f\x8b\x08"[..], 5000)] {
             let content = [before, &data].concat();
             let read = |most: u64| pages(&content, false, true, most).get_bytes(0, content.len()).map(drop);
             assert!(read(holds).is_ok());
-            let words = super::super::Trouble::from(read(holds - 1).unwrap_err()).detail;
+            let words = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
             assert!(words.contains("has a page of 5000 bytes or more"), "{words}");
         }
         let twice = [&data[..], &data].concat();

@@ -1,6 +1,6 @@
 //! What a file holds, for the index: its rows, from first to last.
 
-use super::{ParquetFile, Source, Trouble, guarded};
+use super::{ParquetFile, Source, UnusableFile, guarded};
 use crate::{
     data::{
         index::{Entry, Members, described},
@@ -28,23 +28,25 @@ pub(in crate::data) const NO_LABEL: &str = "has no class: its label is null, neg
 pub(in crate::data) fn of(file: &ParquetFile, path: &Path) -> Members {
     let (handle, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
+        Err(detail) => return Members { error: Some(detail), passing: true, ..Members::default() },
     };
     let source = Arc::new(Source::new(handle, size));
     let mut members = Members::default();
     let mut troubles = 0;
     for group in 0..file.metadata.num_row_groups() {
         // Other row groups may be whole.
-        if let Err(Trouble { detail, passing }) = file.examine_group(&source, group, &mut members.entries) {
+        if let Err(UnusableFile { detail, passing }) =
+            file.examine_group(&source, group, &mut members.entries)
+        {
             members.passing |= passing;
             troubles += 1;
             let rows = (file.first_rows[group], file.first_rows[group + 1]);
             let place = format!("in its row group {group} (rows {} to {})", rows.0, rows.1.saturating_sub(1));
-            members.trouble.get_or_insert_with(|| format!("{detail}. This is {place}"));
+            members.error.get_or_insert_with(|| format!("{detail}. This is {place}"));
         }
     }
-    if let Some(trouble) = members.trouble.as_mut().filter(|_| troubles > 1) {
-        trouble.push_str(&format!(" and in {} others", troubles - 1));
+    if let Some(error) = members.error.as_mut().filter(|_| troubles > 1) {
+        error.push_str(&format!(" and in {} others", troubles - 1));
     }
     members.passing |= members.entries.iter().any(|entry| entry.passing);
     members
@@ -57,7 +59,7 @@ impl ParquetFile {
         source: &Arc<Source>,
         group: usize,
         entries: &mut Vec<Entry>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), UnusableFile> {
         let label = self.metadata.row_group(group).column(self.columns.label).column_descr_ptr();
         let (mut row, end) = (self.first_rows[group], self.first_rows[group + 1]);
         let mut pictures = guarded(|| self.pictures(source, group))?;

@@ -11,7 +11,7 @@ pub(crate) const MOST_SIDE: u32 = 8192;
 
 /// Why a picture is decoded on cores where others are decoded by the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ForCores {
+pub enum CpuDecodeReason {
     /// PNG, WebP and so on.
     OtherFormat,
     Progressive,
@@ -39,23 +39,23 @@ pub enum ForCores {
     Concurrently,
 }
 
-impl fmt::Display for ForCores {
+impl fmt::Display for CpuDecodeReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            ForCores::OtherFormat => "not JPEG",
-            ForCores::Progressive => "progressive",
-            ForCores::RareCoding => "of a rare coding",
-            ForCores::Grey => "grey",
-            ForCores::Cmyk => "CMYK",
-            ForCores::StoredAsRgb => "stored as RGB",
-            ForCores::RareSubsampling => "of a rare subsampling",
-            ForCores::SeveralScans => "in several scans",
-            ForCores::Large => "larger than 8192 pixels",
-            ForCores::LongBatch => "past 512 MiB of files in a batch",
-            ForCores::Damaged => "damaged",
-            ForCores::Refused => "refused by nvJPEG",
-            ForCores::Failed => "in batches that the GPU could not decode",
-            ForCores::Concurrently => "while the GPU decoded others",
+            CpuDecodeReason::OtherFormat => "not JPEG",
+            CpuDecodeReason::Progressive => "progressive",
+            CpuDecodeReason::RareCoding => "of a rare coding",
+            CpuDecodeReason::Grey => "grey",
+            CpuDecodeReason::Cmyk => "CMYK",
+            CpuDecodeReason::StoredAsRgb => "stored as RGB",
+            CpuDecodeReason::RareSubsampling => "of a rare subsampling",
+            CpuDecodeReason::SeveralScans => "in several scans",
+            CpuDecodeReason::Large => "larger than 8192 pixels",
+            CpuDecodeReason::LongBatch => "past 512 MiB of files in a batch",
+            CpuDecodeReason::Damaged => "damaged",
+            CpuDecodeReason::Refused => "refused by nvJPEG",
+            CpuDecodeReason::Failed => "in batches that the GPU could not decode",
+            CpuDecodeReason::Concurrently => "while the GPU decoded others",
         })
     }
 }
@@ -93,17 +93,17 @@ impl Stored {
 ///
 /// # Errors
 /// Why cores decode it.
-pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, ForCores> {
+pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
     let Frame { width, height, subsampling, .. } = frame(bytes)?;
     // Also checks that the file has its end.
-    let header = Header::read(bytes).map_err(|_| ForCores::Damaged)?;
+    let header = Header::read(bytes).map_err(|_| CpuDecodeReason::Damaged)?;
     let orientation = header.orientation.to_exif();
     let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
     if (stored.width, stored.height) != (width, height) {
-        return Err(ForCores::Damaged);
+        return Err(CpuDecodeReason::Damaged);
     }
     if width.max(height) > MOST_SIDE {
-        return Err(ForCores::Large);
+        return Err(CpuDecodeReason::Large);
     }
     Ok(stored)
 }
@@ -119,9 +119,9 @@ struct Frame {
 }
 
 /// The frame, if the markers up to the first scan say that it is an ordinary one.
-fn frame(bytes: &[u8]) -> Result<Frame, ForCores> {
+fn frame(bytes: &[u8]) -> Result<Frame, CpuDecodeReason> {
     if !bytes.starts_with(&[0xff, 0xd8, 0xff]) {
-        return Err(ForCores::OtherFormat);
+        return Err(CpuDecodeReason::OtherFormat);
     }
     let (mut at, mut adobe, mut jfif) = (2, None, false);
     let mut found: Option<Frame> = None;
@@ -138,28 +138,28 @@ fn frame(bytes: &[u8]) -> Result<Frame, ForCores> {
                 continue;
             }
             [0xff, marker, high, low, ..] => (marker, usize::from(u16::from_be_bytes([high, low]))),
-            _ => return Err(ForCores::Damaged),
+            _ => return Err(CpuDecodeReason::Damaged),
         };
-        let segment = rest.get(4..2 + length.max(2)).ok_or(ForCores::Damaged)?;
+        let segment = rest.get(4..2 + length.max(2)).ok_or(CpuDecodeReason::Damaged)?;
         match marker {
             0xe0 => jfif |= segment.starts_with(b"JFIF\0"),
             0xee if segment.starts_with(b"Adobe") => adobe = segment.get(11).copied(),
             0xc0 => found = Some(baseline(segment)?),
-            0xc2 => return Err(ForCores::Progressive),
+            0xc2 => return Err(CpuDecodeReason::Progressive),
             // Tables and extensions of JPEG among the frames' markers.
             0xc4 | 0xc8 | 0xcc => {}
-            0xc1 | 0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf => return Err(ForCores::RareCoding),
+            0xc1 | 0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf => return Err(CpuDecodeReason::RareCoding),
             0xda => {
-                let frame = found.ok_or(ForCores::Damaged)?;
+                let frame = found.ok_or(CpuDecodeReason::Damaged)?;
                 // As libjpeg decides: by Adobe's marker, else by the names of the channels unless it is a JFIF file.
                 let rgb = adobe.map_or(frame.named_rgb && !jfif, |transform| transform == 0);
                 return match segment.first() {
-                    _ if rgb => Err(ForCores::StoredAsRgb),
+                    _ if rgb => Err(CpuDecodeReason::StoredAsRgb),
                     Some(3) => Ok(frame),
-                    _ => Err(ForCores::SeveralScans),
+                    _ => Err(CpuDecodeReason::SeveralScans),
                 };
             }
-            0xd8 | 0xd9 => return Err(ForCores::Damaged),
+            0xd8 | 0xd9 => return Err(CpuDecodeReason::Damaged),
             _ => {}
         }
         at += 2 + length.max(2);
@@ -167,26 +167,26 @@ fn frame(bytes: &[u8]) -> Result<Frame, ForCores> {
 }
 
 /// From the segment behind the marker of a baseline frame.
-fn baseline(segment: &[u8]) -> Result<Frame, ForCores> {
+fn baseline(segment: &[u8]) -> Result<Frame, CpuDecodeReason> {
     let &[precision, h1, h0, w1, w0, channels, ref components @ ..] = segment else {
-        return Err(ForCores::Damaged);
+        return Err(CpuDecodeReason::Damaged);
     };
     match (precision, channels) {
         (8, 3) => {}
-        (8, 1) => return Err(ForCores::Grey),
-        (8, 4) => return Err(ForCores::Cmyk),
-        _ => return Err(ForCores::RareCoding),
+        (8, 1) => return Err(CpuDecodeReason::Grey),
+        (8, 4) => return Err(CpuDecodeReason::Cmyk),
+        _ => return Err(CpuDecodeReason::RareCoding),
     }
     let &[a, luma, _, b, blue, _, c, red, _, ..] = components else {
-        return Err(ForCores::Damaged);
+        return Err(CpuDecodeReason::Damaged);
     };
     if !matches!((luma, blue, red), (0x11 | 0x21 | 0x22 | 0x12, 0x11, 0x11)) {
-        return Err(ForCores::RareSubsampling);
+        return Err(CpuDecodeReason::RareSubsampling);
     }
     let (width, height) = (u16::from_be_bytes([w1, w0]), u16::from_be_bytes([h1, h0]));
     if width == 0 || height == 0 {
         // The height may come behind the scan.
-        return Err(ForCores::RareCoding);
+        return Err(CpuDecodeReason::RareCoding);
     }
     Ok(Frame {
         width: width.into(),
@@ -234,19 +234,19 @@ mod tests {
         let cmyk = &[8, 0, 48, 0, 64, 4, 1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0, 4, 0x11, 0][..];
         let rgb = with(&[(6, b'R'), (9, b'G'), (12, b'B')]);
         for (bytes, expected) in [
-            (head(0xc2, &ORDINARY, &[], 3), ForCores::Progressive),
-            (head(0xc1, &ORDINARY, &[], 3), ForCores::RareCoding),
-            (head(0xc9, &ORDINARY, &[], 3), ForCores::RareCoding),
-            (head(0xc0, &with(&[(0, 12)]), &[], 3), ForCores::RareCoding),
-            (head(0xc0, &with(&[(2, 0)]), &[], 3), ForCores::RareCoding),
-            (head(0xc0, grey, &[], 1), ForCores::Grey),
-            (head(0xc0, cmyk, &[], 4), ForCores::Cmyk),
-            (head(0xc0, &with(&[(7, 0x41)]), &[], 3), ForCores::RareSubsampling),
-            (head(0xc0, &with(&[(10, 0x12)]), &[], 3), ForCores::RareSubsampling),
-            (head(0xc0, &ORDINARY, &[], 1), ForCores::SeveralScans),
-            (head(0xc0, &rgb, &[], 3), ForCores::StoredAsRgb),
-            (head(0xc0, &ORDINARY, &[b"\xeeAdobe\0\x64\0\0\0\0\0"], 3), ForCores::StoredAsRgb),
-            (b"\x89PNG\r\n\x1a\n".to_vec(), ForCores::OtherFormat),
+            (head(0xc2, &ORDINARY, &[], 3), CpuDecodeReason::Progressive),
+            (head(0xc1, &ORDINARY, &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc9, &ORDINARY, &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, &with(&[(0, 12)]), &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, &with(&[(2, 0)]), &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, grey, &[], 1), CpuDecodeReason::Grey),
+            (head(0xc0, cmyk, &[], 4), CpuDecodeReason::Cmyk),
+            (head(0xc0, &with(&[(7, 0x41)]), &[], 3), CpuDecodeReason::RareSubsampling),
+            (head(0xc0, &with(&[(10, 0x12)]), &[], 3), CpuDecodeReason::RareSubsampling),
+            (head(0xc0, &ORDINARY, &[], 1), CpuDecodeReason::SeveralScans),
+            (head(0xc0, &rgb, &[], 3), CpuDecodeReason::StoredAsRgb),
+            (head(0xc0, &ORDINARY, &[b"\xeeAdobe\0\x64\0\0\0\0\0"], 3), CpuDecodeReason::StoredAsRgb),
+            (b"\x89PNG\r\n\x1a\n".to_vec(), CpuDecodeReason::OtherFormat),
         ] {
             assert_eq!(frame(&bytes), Err(expected));
         }
@@ -270,7 +270,7 @@ mod tests {
     fn a_head_that_is_cut_off_anywhere_is_damaged() {
         let whole = head(0xc0, &ORDINARY, &[b"\xe0JFIF\0"], 3);
         for length in 3..whole.len() {
-            assert_eq!(frame(&whole[..length]), Err(ForCores::Damaged), "{length} bytes");
+            assert_eq!(frame(&whole[..length]), Err(CpuDecodeReason::Damaged), "{length} bytes");
         }
     }
 
@@ -289,8 +289,8 @@ mod tests {
             b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
         let turned = for_hardware(&[&file[..2], exif, &file[2..]].concat()).unwrap();
         assert_eq!((turned.orientation, turned.upright()), (6, (16, 24)));
-        assert_eq!(for_hardware(&file[..file.len() - 2]), Err(ForCores::Damaged));
+        assert_eq!(for_hardware(&file[..file.len() - 2]), Err(CpuDecodeReason::Damaged));
         assert!(for_hardware(&encoded(MOST_SIDE, 1)).is_ok());
-        assert_eq!(for_hardware(&encoded(MOST_SIDE + 1, 1)), Err(ForCores::Large));
+        assert_eq!(for_hardware(&encoded(MOST_SIDE + 1, 1)), Err(CpuDecodeReason::Large));
     }
 }

@@ -47,7 +47,7 @@ impl Kind {
 
 /// Whether there are shards, but none that is not compressed.
 pub(in crate::data) fn only_compressed(dir: &Path) -> bool {
-    lying(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
+    contents(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
 }
 
 /// Ends of the names of compressed archives, as their packers call them.
@@ -66,18 +66,18 @@ pub(super) fn is_unpacked(path: &Path) -> bool {
 }
 
 /// What lies in a folder and in folders of it that are called as splits are.
-pub(super) struct Lying {
+pub(super) struct FolderContents {
     pub(super) shards: Vec<PathBuf>,
     pub(super) compressed: Vec<PathBuf>,
     /// Folders called as splits that cannot be listed.
     pub(super) unread: Vec<BrokenFile>,
 }
 
-pub(super) fn lying(kind: Kind, dir: &Path) -> Result<Lying, String> {
+pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String> {
     let is_one = |path: &Path| Kind::of(path) == Some(kind);
     // Parquet files are compressed inside.
     let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
-    let mut found = Lying { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
+    let mut found = FolderContents { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
     for path in listed(dir)? {
         if is_one(&path) {
             found.shards.push(path);

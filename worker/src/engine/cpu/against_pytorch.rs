@@ -256,7 +256,7 @@ fn stochastic_gradient_descent() {
 
 /// A parameter's way, by `optimizer_steps` of `make_fixtures.py`.
 #[derive(Deserialize)]
-struct Way {
+struct Implementation {
     optimizer: OptimizerKind,
     lr: f32,
     weight_decay: f32,
@@ -271,10 +271,10 @@ struct Way {
 fn adamw_and_lamb_step_by_step() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/optimizers.json");
     let fixture: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let ways: BTreeMap<String, Way> = serde_json::from_value(fixture["steps"].clone()).unwrap();
+    let ways: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
     assert_eq!(ways.len(), 6);
     for (name, way) in ways {
-        let Way { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = way;
+        let Implementation { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = way;
         let optimizer = Optimizer { kind, weight_decay, beta1, beta2, epsilon, ..Optimizer::default() };
         let treatment = optimizer.treatment(true);
         let mut w = values(&format!("{name}.w"), 16);

@@ -32,7 +32,7 @@ impl Executor {
         // The first micro-batch may have left gradients for activations that nobody reads.
         for parts in &mut self.gradient_parts {
             for part in parts.drain(..) {
-                self.spare.free(part);
+                self.pool.free(part);
             }
         }
         Ok(())
@@ -62,7 +62,7 @@ impl Executor {
         let more = parts.next();
         for part in parts {
             dy.iter_mut().zip(&part).for_each(|(d, p)| *d += p);
-            self.spare.free(part);
+            self.pool.free(part);
         }
 
         if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
@@ -89,7 +89,7 @@ impl Executor {
             }
             let count = if frozen { 1.0 } else { statistics_of * shapes[*input].pixels() as f64 };
             if let Some(shortcut) = shortcut {
-                let mut dx = self.spare.alloc(len(*input));
+                let mut dx = self.pool.alloc(len(*input));
                 batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);
                 self.gradient_parts[*input].push(dx);
                 self.gradient_parts[shortcut.tensor].push(dy);
@@ -98,7 +98,7 @@ impl Executor {
                 self.gradient_parts[*input].push(dy);
             }
             if let Some(more) = more {
-                self.spare.free(more);
+                self.pool.free(more);
             }
             // Buckets that were complete before go now: they have the next convolution to hide behind.
             self.send_ready();
@@ -111,7 +111,7 @@ impl Executor {
             for (d, m) in dy.iter_mut().zip(&more) {
                 *d += m;
             }
-            self.spare.free(more);
+            self.pool.free(more);
         }
         match &op {
             FusedOp::Norm(_) => {}
@@ -121,7 +121,7 @@ impl Executor {
                 return Ok(());
             }
             FusedOp::Add { branch, shortcut, .. } => {
-                let mut copy = self.spare.alloc(dy.len());
+                let mut copy = self.pool.alloc(dy.len());
                 copy.copy_from_slice(&dy);
                 self.gradient_parts[*shortcut].push(copy);
                 self.gradient_parts[*branch].push(dy);
@@ -131,7 +131,7 @@ impl Executor {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let slot = self.layout.slot(&format!("{name}.weight"))?;
                 if *needs_input_gradient {
-                    let mut dx = self.spare.alloc(len(*input));
+                    let mut dx = self.pool.alloc(len(*input));
                     let weight = &self.state.weights[self.layout.slots[slot].range.clone()];
                     if pictures > 0 {
                         conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
@@ -150,19 +150,19 @@ impl Executor {
                 self.activations[*input] = x;
             }
             FusedOp::MaxPool { input, output, .. } => {
-                let mut dx = self.spare.alloc(len(*input));
+                let mut dx = self.pool.alloc(len(*input));
                 max_pool(&network, &op).backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::GlobalAveragePool { input, .. } => {
-                let mut dx = self.spare.alloc(len(*input));
+                let mut dx = self.pool.alloc(len(*input));
                 pool::global_average_backward(&dy, shapes[*input], &mut dx);
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::Linear { name, input, output, .. } => {
                 let slots = self.slots(name)?;
                 let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
-                let mut dx = self.spare.alloc(len(*input));
+                let mut dx = self.pool.alloc(len(*input));
                 let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
                 linear::backward_input(&dy, weight, outputs, &mut dx);
                 self.gradient_parts[*input].push(dx);
@@ -178,7 +178,7 @@ impl Executor {
                 self.activations[*input] = x;
             }
         }
-        self.spare.free(dy);
+        self.pool.free(dy);
         Ok(())
     }
 }

@@ -16,8 +16,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Trained values up to which gradients are summed in float64, which is exact: the CIFAR family (ResNet-110 has 1.7
-/// million), whose steps are long against sending twice the bytes.
+/// Networks with at most this many parameters sum gradients in float64, which is exact: the CIFAR family (ResNet-110 has 1.7
+/// million). Their steps are long compared with the time to send twice the bytes.
 const F64_GRADIENTS_UP_TO: usize = 2_000_000;
 
 /// Where a micro-batch stands in its step.
@@ -38,12 +38,11 @@ pub(super) struct Norm {
     pub(super) statistics: Statistics,
 }
 
-/// Buffers for gradients of activations, which are used again; after the first step nothing is
-/// allocated any more.
+/// Reusable buffers for the gradients of activations. After the first step nothing is allocated any more.
 #[derive(Default)]
-pub(super) struct Spare(Vec<Vec<f32>>);
+pub(super) struct BufferPool(Vec<Vec<f32>>);
 
-impl Spare {
+impl BufferPool {
     /// A buffer of `len` values of any content.
     pub(super) fn alloc(&mut self, len: usize) -> Vec<f32> {
         let fits = (0..self.0.len()).filter(|&i| self.0[i].capacity() >= len);
@@ -75,20 +74,20 @@ pub(super) struct Executor {
     norms_before: Option<Vec<[Vec<f32>; 2]>>,
     /// By tensor, for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
-    /// By tensor: the channel sums that the convolution before a batch norm took along.
+    /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
     pub(super) sums: Vec<Vec<f64>>,
     /// By tensor: gradients from each of its readers.
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
     /// By output tensor of a max pooling: which place of its window each value came from.
     pub(super) argmax: Vec<Vec<u8>>,
-    pub(super) spare: Spare,
+    pub(super) pool: BufferPool,
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
-    /// For each share of a batch.
+    /// One for each share of a batch; see [`super::gradient`].
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
-    /// By operation, while somebody asks how long they take.
+    /// By operation: its time so far in the step that is timed; none in other steps.
     pub(super) times: Option<Vec<Duration>>,
 }
 
@@ -119,7 +118,7 @@ impl Executor {
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
-            spare: Spare::default(),
+            pool: BufferPool::default(),
             scratch: conv::Scratch::default(),
             network,
             config,
@@ -136,7 +135,7 @@ impl Executor {
         Ok(executor)
     }
 
-    /// Continues with the same network at another size of its input: what is trained stays, buffers grow.
+    /// Continues with the same network at another input size: parameters stay, buffers grow.
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse::fuse(&network, &self.capabilities);
         self.network = network;
@@ -194,11 +193,11 @@ impl Executor {
         })
     }
 
-    /// Loss of the logits; leaves their gradient times `scale` for backward.
+    /// The loss of the logits. Keeps the gradient of the logits, times `scale`, for [`Executor::backward`].
     fn loss_and_gradient(&mut self, batch: &Batch, scale: f64) -> loss::Loss {
         let (tensor, classes) = (self.network.logits(), self.network.classes);
         let len = batch.labels.len() * classes;
-        let mut gradient = self.spare.alloc(len);
+        let mut gradient = self.pool.alloc(len);
         let logits = &self.activations[tensor][..len];
         let smoothing = self.config.label_smoothing;
         let gradient_of = Some((&mut gradient[..], scale));
@@ -207,17 +206,17 @@ impl Executor {
         loss
     }
 
-    /// Counts the time since `began` as operation number `index`'s, if somebody asks.
+    /// Adds the time since `began` to operation number `index`, if this step is timed.
     pub(super) fn count_time(&mut self, index: usize, began: Instant) {
         if let Some(time) = self.times.as_mut().and_then(|times| times.get_mut(index)) {
             *time += began.elapsed();
         }
     }
 
-    /// Waits for what is left of the update, and does its part. Gives the sum of squares of the reduced gradient.
+    /// Waits until the update is done, and takes part in it meanwhile. Returns the sum of squares of the reduced gradient.
     fn update(&mut self) -> Result<f64, EngineError> {
         if self.reducer.carries_gradients() {
-            // All have to be there before a weight changes: if a rank is lost, the weights are those of one step.
+            // All buckets must have arrived before a weight changes: if a rank is lost, the weights are then still those of one step.
             for bucket in 0..self.layout.buckets.len() {
                 *self.state.gradient(bucket) = self.reducer.finish_bucket()?;
             }
@@ -228,7 +227,8 @@ impl Executor {
         Ok(square_sum)
     }
 
-    /// See [`crate::engine::Engine::undo_step`]. Ranks that share memory update pieces of the weights while backward still runs.
+    /// See [`crate::engine::Engine::undo_unfinished_steps`]. Ranks that share memory cannot undo: they update pieces of the weights while
+    /// the backward pass still runs.
     pub(super) fn undo_step(&mut self) -> bool {
         if self.state.memory().is_some() {
             return false;

@@ -1,15 +1,14 @@
 //! Gradients of parameters: summed over the pictures of a batch, over micro-batches and over ranks.
 //!
-//! Training is chaotic: a last bit that differs in one weight has grown to 0.1 % of the loss some
-//! twenty steps later, because a ReLU somewhere flips. Losses that agree at any number of ranks
-//! therefore need sums that do not depend on how a batch is cut. For small networks they do not:
-//! float32 partial sums are taken over shares of [`SHARE`] pictures and added in float64, among
-//! ranks too. Such a sum of float32 numbers is exact unless they are a factor of 2^29 apart, so
-//! its order does not matter. It holds where every rank's micro-batch is a multiple of [`SHARE`]
-//! and statistics are synchronised.
+//! Training is chaotic: a difference in the last bit of one weight grows to 0.1 % of the loss within some twenty steps, because a
+//! ReLU somewhere flips. For equal losses at any number of ranks, sums must therefore not depend on how a batch is divided.
 //!
-//! Float64 doubles what ranks read and send. Large networks reduce float32 in a fixed order: the same bits in
-//! every run at one number of ranks, but not at another.
+//! Small networks have such sums. Each share of [`SHARE`] pictures is summed in float32, and the shares are added in float64, also
+//! across ranks. A float64 sum of float32 numbers is exact unless they differ by a factor of 2^29 or more, so its order does not
+//! matter. This requires that every rank's micro-batch is a multiple of [`SHARE`] and that batch-norm statistics are synchronised.
+//!
+//! Float64 doubles the bytes that ranks read and send. Large networks therefore reduce float32 in a fixed order: every run with the
+//! same number of ranks has the same bits, but another number of ranks has other bits.
 
 use super::{
     conv::Scratch,
@@ -19,15 +18,16 @@ use super::{
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Pictures of a share: few, so that many divisions of a batch are multiples of it, but enough that
-/// adding shares costs little against computing them.
+/// Pictures of a share: few, so that most ways to divide a batch are multiples of it, but enough that adding the shares takes
+/// little time compared with computing them.
 pub(super) const SHARE: usize = 8;
 
 /// Values of a task when shares are added.
 const CHUNK: usize = 4096;
 
 impl Executor {
-    /// Adds the gradient of a parameter: `compute` overwrites a buffer with that of some pictures.
+    /// Adds the gradient of a parameter over the batch's `pictures`. `compute(range, buffer, scratch)` overwrites `buffer` with the
+    /// gradient that the pictures of `range` sum up to.
     pub(super) fn add_gradient(
         &mut self,
         slot: usize,
@@ -44,10 +44,10 @@ impl Executor {
                     (0, false) => {}
                     (_, true) => compute(0..pictures, out, &mut self.scratch),
                     (_, false) => {
-                        let mut part = self.spare.alloc(out.len());
+                        let mut part = self.pool.alloc(out.len());
                         compute(0..pictures, &mut part, &mut self.scratch);
                         out.iter_mut().zip(&part).for_each(|(o, p)| *o += p);
-                        self.spare.free(part);
+                        self.pool.free(part);
                     }
                 }
             }
@@ -58,7 +58,7 @@ impl Executor {
                 if self.scratches.len() < shares {
                     self.scratches.resize_with(shares, Scratch::default);
                 }
-                let mut parts = self.spare.alloc(shares * len);
+                let mut parts = self.pool.alloc(shares * len);
                 parts.par_chunks_mut(len).zip(&mut self.scratches).enumerate().for_each(
                     |(share, (part, scratch))| {
                         compute(share * SHARE..pictures.min((share + 1) * SHARE), part, scratch);
@@ -73,13 +73,13 @@ impl Executor {
                         out.iter_mut().zip(part).for_each(|(o, p)| *o += f64::from(*p));
                     }
                 });
-                self.spare.free(parts);
+                self.pool.free(parts);
             }
         }
         self.complete(slot, micro_batch);
     }
 
-    /// Adds a gradient that is known in float64.
+    /// Adds a gradient that was summed in float64 already, one value per element of the parameter.
     pub(super) fn add_sums(&mut self, slot: usize, micro_batch: MicroBatch, sums: &[f64]) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
         match self.state.gradient(bucket) {
@@ -93,7 +93,7 @@ impl Executor {
         self.complete(slot, micro_batch);
     }
 
-    /// Notes a bucket whose last gradient this was.
+    /// Marks the bucket complete when `slot` is its last gradient of the last micro-batch.
     fn complete(&mut self, slot: usize, micro_batch: MicroBatch) {
         let bucket = self.layout.slots[slot].bucket;
         if !micro_batch.last || self.layout.last_slots[bucket] != slot {

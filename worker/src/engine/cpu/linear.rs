@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // The `gemm` crate takes pointers; `multiply` checks the slices against them.
 
-/// A matrix in a slice: values between neighbouring rows and columns.
+/// A matrix in a slice. `row_step` and `column_step` are strides in values.
 #[derive(Clone, Copy)]
 struct Matrix<'a> {
     values: &'a [f32],
@@ -63,7 +63,7 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
     }
 }
 
-/// Rows multiplied at a time: a picture's result does not depend on how many others there are.
+/// Rows multiplied at a time. A fixed number, so the bits of a picture's result do not depend on the size of its batch.
 const ROWS: usize = 8;
 
 /// `y` `[batch, out]` from `x` `[batch, in]`.

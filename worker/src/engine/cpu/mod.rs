@@ -224,8 +224,8 @@ impl Engine for CpuEngine {
         self.comm.rank()
     }
 
-    fn undo_step(&mut self) -> bool {
-        self.executor.undo_step()
+    fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        self.executor.undo_step().then(Vec::new)
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {

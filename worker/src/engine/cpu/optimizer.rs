@@ -1,6 +1,6 @@
 //! The optimizers' formulas over flat ranges: SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
 
-use crate::engine::optimizer::{LARS_TRUST, MOST_SLOTS, Optimizer, Treatment};
+use crate::engine::optimizer::{LARS_TRUST, MOST_SLOTS, Optimizer, ParameterPolicy};
 use lockstep_protocol::spec::OptimizerKind;
 
 /// A sum of squares in double precision, in an order that depends on the number of values alone.
@@ -92,8 +92,8 @@ impl Update {
     ///
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
     /// - lamb: it is `lr |w| / |r|`
-    pub(super) fn rates(&self, treatment: Treatment, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
-        let Treatment { decay, adapted, .. } = treatment;
+    pub(super) fn rates(&self, policy: ParameterPolicy, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
+        let ParameterPolicy { decay, adapted, .. } = policy;
         if !adapted {
             return (self.lr, decay);
         }
@@ -175,13 +175,13 @@ mod tests {
             lanes.add(values);
             lanes.sum().sqrt()
         };
-        let (update, treatment) = (Update::new(&optimizer, 1.0, 1), optimizer.treatment(is_weight));
+        let (update, policy) = (Update::new(&optimizer, 1.0, 1), optimizer.policy(is_weight));
         let [mut a, mut b] = [(); 2].map(|()| vec![0.0; g.len()]);
         let mut g = g.to_vec();
         if optimizer.needs_norms() {
-            update.prepare(treatment.decay, w, [&mut a, &mut b], &mut g);
+            update.prepare(policy.decay, w, [&mut a, &mut b], &mut g);
         }
-        let (rate, decay) = update.rates(treatment, || [norm(&g), norm(w)]);
+        let (rate, decay) = update.rates(policy, || [norm(&g), norm(w)]);
         update.apply(rate, decay, w, [&mut a, &mut b], &g);
     }
 

@@ -1,12 +1,12 @@
-//! All-reduces of a step. Where ranks share memory, gradients need none ([`super::state`]) and statistics are
-//! summed there. Elsewhere gradients travel in a thread of their own while backward runs.
+//! All-reduces of a step. Ranks that share memory need none for gradients ([`super::state`]) and sum statistics in that memory.
+//! Other ranks all-reduce gradients on a thread, concurrently with the backward pass.
 //!
-//! Every rank must call the same collectives of a group in the same order. Gradient buckets take one
-//! group, in the order in which backward completes them; statistics of batch norms take the group
-//! concurrent to it and are waited for where they are needed. A group without a concurrent one gets
-//! everything through the thread's one queue, which the engine fills in program order; a bucket is
-//! then queued right after the next statistics have arrived (not before them, where they would wait behind it), so that it
-//! overlaps with the whole backward pass of the next convolution.
+//! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
+//! the backward pass completes them. Statistics of batch norms use the group concurrent to it; the pass waits for them.
+//!
+//! A group without a concurrent one sends everything through the thread's one queue, which the engine fills in program order.
+//! Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have
+//! arrived, and then overlaps with the whole backward pass of the next convolution.
 
 use crate::comm::{
     CommError, ProcessGroup, Reduction,
@@ -36,13 +36,13 @@ enum Request {
     Bucket(Bucket),
 }
 
-/// How a rank's values become those of all.
-enum Way {
+/// How values are summed over the ranks.
+enum Transport {
     /// One rank: its values are the sum.
     SingleRank,
-    /// All ranks see this.
+    /// All ranks map this memory.
     Shared(SharedMemory),
-    /// A thread for buckets, and for statistics where there is no second group.
+    /// A thread all-reduces buckets, and statistics too where there is no concurrent group.
     Group { thread: Thread, concurrent: Option<Arc<dyn ProcessGroup>> },
 }
 
@@ -54,37 +54,41 @@ struct Thread {
 
 /// Sums over the ranks, and how long this one waited for them.
 pub(super) struct Reducer {
-    way: Way,
+    way: Transport,
     waited: Duration,
 }
 
 impl Reducer {
-    /// `memory`: where gradients lie, if all ranks see them.
+    /// `memory`: where gradients are, if all ranks map them.
     pub(super) fn new(comm: Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
         let way = match memory {
-            _ if comm.size() == 1 => Way::SingleRank,
-            Some(memory) => Way::Shared(memory.clone()),
+            _ if comm.size() == 1 => Transport::SingleRank,
+            Some(memory) => Transport::Shared(memory.clone()),
             None => {
                 let concurrent = comm.concurrent();
-                Way::Group { thread: Thread::start(comm)?, concurrent }
+                Transport::Group { thread: Thread::start(comm)?, concurrent }
             }
         };
         Ok(Self { way, waited: Duration::ZERO })
     }
 
-    /// Sums `values` over all ranks. A rank that waits may do what `idle` finds to do.
+    /// Sums `values` over all ranks. While this rank waits in shared memory it calls `idle`, which does a piece of other work and
+    /// returns false when there is none.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`].
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
         let (thread, concurrent) = match &self.way {
-            Way::SingleRank => return Ok(()),
-            Way::Shared(memory) => {
+            Transport::SingleRank => return Ok(()),
+            Transport::Shared(memory) => {
                 self.waited += memory.all_reduce_f64(values, idle)?;
                 return Ok(());
             }
-            Way::Group { thread, concurrent } => (thread, concurrent),
+            Transport::Group { thread, concurrent } => (thread, concurrent),
         };
         let start = Instant::now();
         match concurrent {
@@ -99,26 +103,29 @@ impl Reducer {
         Ok(())
     }
 
-    /// Whether gradients have to travel.
+    /// Whether gradients are sent to other ranks.
     pub(super) fn carries_gradients(&self) -> bool {
-        matches!(self.way, Way::Group { .. })
+        matches!(self.way, Transport::Group { .. })
     }
 
     /// Whether a bucket should wait for the next statistics to arrive before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
-        matches!(self.way, Way::Group { concurrent: None, .. })
+        matches!(self.way, Transport::Group { concurrent: None, .. })
     }
 
     /// Starts the sum of a gradient bucket over all ranks.
     pub(super) fn start_bucket(&mut self, values: Bucket) {
-        if let Way::Group { thread, .. } = &self.way {
+        if let Transport::Group { thread, .. } = &self.way {
             drop(thread.requests.send(Request::Bucket(values)));
         }
     }
 
-    /// Waits for the oldest bucket.
+    /// Waits for the oldest bucket that was started, and returns its sum.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; none was started.
     pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
-        let Way::Group { thread, .. } = &self.way else { return Err(gone()) };
+        let Transport::Group { thread, .. } = &self.way else { return Err(gone()) };
         let start = Instant::now();
         let answer = thread.buckets.recv().map_err(|_| gone())?;
         self.waited += start.elapsed();

@@ -1,17 +1,16 @@
 //! What a rank trains: weights, optimizer state and gradients, and the update that leads from one step to the next.
 //!
-//! Ranks of one machine keep weights and optimizer state once, in memory that all of them see, and each one's gradients next to
-//! them. Whichever rank (and thread of it) is idle takes the next piece of a bucket that
-//! every rank has completed, adds up the gradients in the order of ranks and updates the weights: no gradient is sent, weights
-//! are updated once and not once per rank, and a rank that waits for another works meanwhile. The result does not depend on who
-//! does a piece.
+//! Ranks of one machine share memory that holds weights and optimizer state once, and the gradients of each rank. When every rank
+//! has completed a bucket, any idle thread of any rank takes the bucket's next piece, adds up its gradients in rank order and
+//! updates its weights. So no gradient is sent, weights are updated once and not once per rank, and a rank that waits for another
+//! works meanwhile. The result does not depend on who does a piece.
 //!
-//! It is safe because ranks take turns: a rank completes a bucket after its last use of the bucket's weights
-//! in a step, pieces are done when all ranks have completed it, and a step is over when all pieces are done. So
-//! nobody reads a weight while somebody may write it. Elsewhere (one rank; ranks of several machines, whose
-//! gradients arrive summed) the same tasks run in this process alone.
+//! No thread reads a weight while another may write it: a rank completes a bucket after its last use of the bucket's weights in a
+//! step, pieces are updated only after all ranks have completed the bucket, and the next step begins only after all pieces are
+//! done. Without shared memory (one rank, or ranks of several machines, whose gradients arrive summed) this process does all
+//! pieces alone.
 
-#![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; turns are as said above.
+#![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; the order above keeps them apart.
 
 mod bucket_sum;
 mod kept;
@@ -28,7 +27,7 @@ use crate::{
         CommError, ProcessGroup,
         shm::{SharedMemory, SharedSlice},
     },
-    engine::optimizer::{Optimizer, Treatment},
+    engine::optimizer::{Optimizer, ParameterPolicy},
 };
 use bucket_sum::{first, keep, sum};
 use std::{
@@ -46,7 +45,7 @@ const ALIGN: usize = 4096;
 #[repr(C, align(128))]
 #[derive(Debug, Default)]
 struct Counts {
-    /// In line 0 only: tasks that are taken.
+    /// In line 0 only: tasks that a thread has taken.
     taken: AtomicU64,
     /// In line 0 only: tasks that are done.
     done: AtomicU64,
@@ -64,23 +63,24 @@ pub(super) struct State {
     pub(super) optimizer_slots: Vec<SharedSlice<f32>>,
     /// Updates done since those were zeros.
     pub(super) updates: u64,
-    /// By rank in sight, by bucket: those of this process alone, or of all ranks of this machine. An own one is
-    /// empty while it travels.
+    /// By rank, then by bucket: of all ranks where they share memory, else of this process alone. A bucket of this rank is empty
+    /// while the reducer has it.
     gradients: Vec<Vec<Bucket>>,
     own: usize,
     counts: SharedSlice<Counts>,
-    /// By piece: sum of squares of the gradient and, in two passes, of the weights and of what is prepared.
+    /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB), of the weights and of the
+    /// prepared update.
     squares: [SharedSlice<AtomicU64>; 3],
     memory: Option<SharedMemory>,
-    /// Reduced gradients of a step that was to keep them, in the order of the weights.
+    /// The reduced gradients of the last step that kept them, in the order of the weights.
     reduced: Option<SharedSlice<f32>>,
-    /// Whether this step is.
+    /// Whether this step keeps its reduced gradients.
     keeps_gradients: bool,
     optimizer: Optimizer,
     /// The update of this step.
     update: Update,
     /// For each parameter.
-    treatments: Vec<Treatment>,
+    treatments: Vec<ParameterPolicy>,
     /// The pieces of each parameter.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
@@ -89,8 +89,8 @@ pub(super) struct State {
     steps: u64,
 }
 
-/// What lies in shared memory, or would.
-struct Kept {
+/// The buffers of a [`State`], in shared memory or in this process's.
+struct SharedBuffers {
     weights: SharedSlice<f32>,
     optimizer_slots: Vec<SharedSlice<f32>>,
     gradients: Vec<Vec<Bucket>>,
@@ -98,7 +98,7 @@ struct Kept {
     squares: [SharedSlice<AtomicU64>; 3],
 }
 
-/// Where everything lies in shared memory.
+/// Assigns offsets in shared memory.
 struct Map {
     next: usize,
 }
@@ -155,7 +155,7 @@ impl State {
                     false => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
-                Kept {
+                SharedBuffers {
                     weights: memory.view(weights, len),
                     optimizer_slots: optimizer_slots.iter().map(|at| memory.view(*at, len)).collect(),
                     gradients: places.iter().map(of_rank).collect(),
@@ -169,7 +169,7 @@ impl State {
                     false => Bucket::F32(vec![0.0; range.len()].into()),
                 };
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-                Kept {
+                SharedBuffers {
                     weights: vec![0.0; len].into(),
                     optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; len].into()).collect(),
                     gradients: vec![layout.buckets.iter().map(bucket).collect()],
@@ -178,13 +178,13 @@ impl State {
                 }
             }
         };
-        let Kept { weights, optimizer_slots, gradients, counts, squares } = kept;
+        let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = kept;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let treatment = |slot: &Slot| match slot.is_frozen {
-            true => Treatment::FROZEN,
-            false => optimizer.treatment(slot.is_weight),
+        let policy = |slot: &Slot| match slot.is_frozen {
+            true => ParameterPolicy::FROZEN,
+            false => optimizer.policy(slot.is_weight),
         };
-        let treatments = layout.slots.iter().map(treatment).collect();
+        let treatments = layout.slots.iter().map(policy).collect();
         let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
@@ -209,7 +209,7 @@ impl State {
         Ok((state, shm_unavailable_reason))
     }
 
-    /// Memory that all ranks see, if that is where this is.
+    /// The memory that all ranks map, if they share the state.
     pub(super) fn memory(&self) -> Option<&SharedMemory> {
         self.memory.as_ref()
     }
@@ -224,7 +224,7 @@ impl State {
         self.update = Update::new(&self.optimizer, lr, self.updates + 1);
     }
 
-    /// This rank's gradients of a bucket are complete, and it uses the bucket's weights no more in this step.
+    /// Says that this rank's gradients of a bucket are complete, and that it will not read the bucket's weights again in this step.
     pub(super) fn complete(&self, bucket: usize) {
         let complete = self.steps * self.buckets as u64 + bucket as u64 + 1;
         self.counts[self.own].buckets.store(complete, Ordering::Release);
@@ -233,7 +233,7 @@ impl State {
         }
     }
 
-    /// Does what can be done now, on all threads; false when that is nothing.
+    /// Does all tasks that are ready, on all threads. False when none is.
     pub(super) fn advance(&self) -> bool {
         if self.next_task().is_none() {
             return false;
@@ -267,7 +267,8 @@ impl State {
         Ok((self.squares[0].iter().map(number).sum(), waited))
     }
 
-    /// The rank that the others wait for: one that took a task and does not end, or that has completed least.
+    /// The rank that the others wait for: one that has taken a task and not finished it, else the one that has completed the fewest
+    /// buckets.
     fn behind(&self) -> usize {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let busy = |c: &Counts| read(&c.own_taken) != read(&c.own_done);
@@ -328,10 +329,10 @@ impl State {
             Some(reduced) if self.keeps_gradients => unsafe { reduced.part(piece.range.clone()) },
             _ => &mut [],
         };
-        let treatment = self.treatments[piece.slot];
+        let policy = self.treatments[piece.slot];
         let (rate, decay) = match work {
-            Work::Sum => (0.0, treatment.decay),
-            _ => self.update.rates(treatment, || self.norms(piece.slot)),
+            Work::Sum => (0.0, policy.decay),
+            _ => self.update.rates(policy, || self.norms(piece.slot)),
         };
         with_simd(
             #[inline(always)]
@@ -354,7 +355,7 @@ impl State {
                     let weights = &mut weights[from..to];
                     // Those that the optimizer does not have are empty.
                     let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
-                    if treatment.frozen {
+                    if policy.frozen {
                         // Its gradient is summed with its bucket's, and is zero.
                     } else if work == Work::Sum {
                         of_weights.add(weights);

@@ -24,7 +24,10 @@ use std::{
     any::Any,
     ffi::OsString,
     io,
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -34,6 +37,16 @@ const SHARED_MEMORY: u64 = 32 << 20;
 /// NVIDIA's GPUs.
 #[derive(Debug)]
 pub(in crate::engine) struct Cuda;
+
+/// This process computes on a GPU.
+static HAS_ENGINE: AtomicBool = AtomicBool::new(false);
+/// The process ends while its GPU may still wait for other ranks.
+static LEFT_TO_DRIVER: AtomicBool = AtomicBool::new(false);
+
+/// From now on this process ends without its exit handlers, of which CUDA's wait for the GPU.
+pub(super) fn leave_to_driver() {
+    LEFT_TO_DRIVER.store(true, Ordering::Relaxed);
+}
 
 impl Backend for Cuda {
     fn name(&self) -> &'static str {
@@ -109,7 +122,8 @@ impl Backend for Cuda {
             watchdog: args.watchdog,
             generation: args.generation,
         };
-        build(args.network, args.initial, args.config, args.comm, &gpu)
+        HAS_ENGINE.store(true, Ordering::Relaxed);
+        Ok(Box::new(build(args.network, args.initial, args.config, args.comm, &gpu)?))
     }
 
     fn decoder(&self, ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
@@ -126,12 +140,14 @@ impl Backend for Cuda {
         Ok(Some(Box::new(Sampler::start(uuid, observer, progress)?)))
     }
 
-    fn abort(&self, reason: &str) {
-        nccl::abort_all(reason);
+    fn abort(&self, _reason: &str) {
+        if HAS_ENGINE.load(Ordering::Relaxed) {
+            leave_to_driver();
+        }
     }
 
     fn wait_for_aborts(&self, limit: Duration) -> bool {
-        nccl::wait_for_aborts(limit)
+        !LEFT_TO_DRIVER.load(Ordering::Relaxed) && nccl::wait_for_aborts(limit)
     }
 }
 

@@ -50,6 +50,9 @@ pub(super) enum Region {
     Accumulated,
     /// Batch norm's.
     RunningStatistics,
+    /// The same as the newest finished step has left them, while a step is under way; which step that is, by block.
+    KeptStatistics,
+    KeptOf,
     /// Moving averages of the weights and of the running statistics.
     AverageWeights,
     AverageStatistics,

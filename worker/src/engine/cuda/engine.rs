@@ -1,6 +1,6 @@
 //! The engine as training sees it.
 
-use super::{steps::parts, *};
+use super::{backend::leave_to_driver, steps::parts, *};
 
 impl Engine for CudaEngine {
     fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
@@ -34,19 +34,9 @@ impl Engine for CudaEngine {
             self.under_way.push_back(UnderWay::Empty);
             return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
         }
-        for StepPart { batch, first, last, statistics_of } in parts {
-            let control = Control {
-                valid: batch.labels.len() as u32,
-                stat_pictures: statistics_of as f32,
-                grad_scale: gradient_scale as f32,
-                lr,
-                mixed: batch.mixed().is_some().into(),
-                lambda: batch.lambda,
-                ..Control::default()
-            }
-            .with_mix(batch.mix_params.as_ref());
-            let whole = batch.labels.len() == self.config.batch_size;
-            self.run(Phase::Train(MicroBatch { first, last, whole }), control, batch)?;
+        for part in parts {
+            let (phase, control) = self.micro_batch(&part, gradient_scale, lr);
+            self.run(phase, control, part.batch)?;
         }
         self.under_way.push_back(UnderWay::OnGpu);
         self.steps.0 += 1;
@@ -58,12 +48,16 @@ impl Engine for CudaEngine {
 
     fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
         self.device.bind()?;
-        let mut results = Vec::new();
         while let Some(result) = self.result()? {
-            results.push(result);
+            self.unreturned.push(result);
         }
         self.last_end = None;
-        Ok(results)
+        Ok(std::mem::take(&mut self.unreturned))
+    }
+
+    fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        let settled = self.settle();
+        settled.inspect_err(|error| tracing::warn!("what is on the GPU is not known: {error}")).ok()
     }
 
     fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
@@ -127,7 +121,10 @@ impl Engine for CudaEngine {
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
         self.device.bind()?;
-        Ok(self.program.average(&self.device, decay)?)
+        if !self.has_average() {
+            self.averaged_from = Some(self.begun);
+        }
+        Ok(self.program.average(&self.device, decay, self.begun)?)
     }
 
     fn has_average(&self) -> bool {
@@ -142,6 +139,7 @@ impl Engine for CudaEngine {
         check::check(&self.network, values)?;
         self.device.bind()?;
         self.device.synchronize()?;
+        self.averaged_from = None;
         self.program.state.set_averaged(&self.device, values)
     }
 
@@ -161,9 +159,7 @@ impl Engine for CudaEngine {
         if self.program.dynamic_scale.is_none() {
             return Ok(None);
         }
-        self.device.bind()?;
-        self.device.synchronize()?;
-        Ok(Some(self.program.state.loss_scaling()?))
+        self.read(|state| Ok(Some(state.loss_scaling()?)))
     }
 
     fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result<(), EngineError> {
@@ -209,11 +205,9 @@ impl Engine for CudaEngine {
     }
 
     fn abandon(self: Box<Self>) {
-        if let Some(reducer) = &self.program.reducer {
-            reducer.abort("this rank has failed");
-        }
+        leave_to_driver();
         // An orderly end waits for the GPU, for NCCL and for each piece of memory; the driver takes all of it back at
-        // once when the process ends.
+        // once when the process ends. Collectives are not aborted: that sends garbage to ranks that still take part.
         std::mem::forget(self);
     }
 
@@ -230,10 +224,12 @@ impl Engine for CudaEngine {
 }
 
 impl CudaEngine {
-    /// The state, when everything that was started is done.
+    /// The state, when everything that was started is done or known never to end.
     fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
-        self.device.synchronize()?;
+        if !self.program.state.is_unfinished {
+            self.device.synchronize()?;
+        }
         what(&self.program.state)
     }
 }

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     data::{
         Picture,
-        device::{DeviceDecoder, Encoded, ForCores, ScaleTable, for_hardware},
+        device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
     },
     gpu::nvjpeg::{self, Hardware, Nvjpeg, State},
 };
@@ -131,7 +131,7 @@ impl JpegDecoder {
             }
         })?;
         if apart.is_empty() {
-            return Err(format!("the first picture is {}", ForCores::Refused));
+            return Err(format!("the first picture is {}", CpuDecodeReason::Refused));
         }
         match apart.iter().find(|(apart, _)| *apart > MOST_DIFFERENCE) {
             None => Ok(()),

@@ -15,6 +15,7 @@ mod device;
 mod dtype;
 mod engine;
 mod error;
+mod held;
 mod jpeg;
 mod kernels;
 mod layout;
@@ -56,6 +57,7 @@ use crate::{
 };
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
+use held::Bypass;
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
 use profile::TimedCall;
@@ -88,7 +90,7 @@ fn build(
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
     gpu: &GpuConfig,
-) -> Result<Box<dyn Engine>, EngineError> {
+) -> Result<CudaEngine, EngineError> {
     let dtype = dtype_of(gpu.precision);
     let loss_scale = match (&gpu.loss_scale, dtype) {
         (_, DType::F32 | DType::Bf16) => None,
@@ -105,12 +107,17 @@ fn build(
     fits(&network, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
+    let program = Program::new(&device, network.clone(), &config, dtype, loss_scale, comm.clone(), gpu)?;
     let mut engine = CudaEngine {
-        program: Program::new(&device, network.clone(), &config, dtype, loss_scale, comm.clone(), gpu)?,
+        bypass: Bypass::new(program.state.kept_of.bytes)?,
+        program,
         graphs: HashMap::new(),
         on_gpu: None,
         staging: None,
         under_way: VecDeque::new(),
+        unreturned: Vec::new(),
+        begun: 0,
+        averaged_from: None,
         last_end: None,
         free_before,
         failed: false,
@@ -123,7 +130,7 @@ fn build(
         device,
     };
     engine.set_parameters(initial)?;
-    Ok(Box::new(engine))
+    Ok(engine)
 }
 
 /// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
@@ -177,6 +184,13 @@ struct CudaEngine {
     on_gpu: Option<OnGpu>,
     staging: Option<Staging>,
     under_way: VecDeque<UnderWay>,
+    /// Results that were read from the GPU when a call failed that would have returned them.
+    unreturned: Vec<StepResult>,
+    /// Steps that were begun on the GPU, modulo 2^32 like its own count of those that it has finished.
+    begun: u32,
+    /// The step that makes the weights' average, where no average was given.
+    averaged_from: Option<u32>,
+    bypass: Bypass,
     /// Of the newest step's result, on the GPU's clock, while steps follow each other.
     last_end: Option<u64>,
     /// Bytes of the GPU's memory, before this engine took some.

@@ -39,7 +39,7 @@ pub(super) use norm::{
 };
 pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, Sgd, Update};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
-pub(super) use step::{Fetch, Record};
+pub(super) use step::{Fetch, Keep, Record};
 pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};
 
 use super::{

@@ -88,6 +88,11 @@ impl Staging {
         self.format
     }
 
+    /// Whether [`Staging::send`] would not wait: for a step, and so perhaps for other ranks.
+    pub(super) fn is_free(&self) -> Result<bool, CudaError> {
+        if self.sent < AHEAD { Ok(true) } else { self.copied[self.sent % AHEAD].has_passed() }
+    }
+
     /// Has `batch` where the next step on `main` looks for it.
     pub(super) fn send(&mut self, main: Stream, batch: &Batch) -> Result<(), CudaError> {
         match self.format {

@@ -19,7 +19,7 @@ use super::{
     reduce::Reducer,
     rings::{self, Inputs, Results},
     running::Running,
-    state::State,
+    state::{self, State},
     statistics::Statistics,
     tuner::Tuner,
 };
@@ -89,7 +89,7 @@ pub(super) enum Input {
 }
 
 impl Input {
-    fn address(self) -> Ptr {
+    pub(super) fn address(self) -> Ptr {
         match self {
             Input::Dataset { pictures, .. } => pictures,
             Input::Staged { at, .. } => at,
@@ -224,7 +224,12 @@ impl Program {
     }
 
     /// The commands of a micro-batch, checked.
-    fn commands(&self, phase: Phase, input: Input, side_stream: bool) -> Result<Vec<Command>, EngineError> {
+    pub(super) fn commands(
+        &self,
+        phase: Phase,
+        input: Input,
+        side_stream: bool,
+    ) -> Result<Vec<Command>, EngineError> {
         self.with_facts(|facts| {
             let commands = emit(facts, phase, input, side_stream)?.commands;
             tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &commands));
@@ -318,9 +323,9 @@ impl Program {
         Ok(())
     }
 
-    /// After the steps that were started: see [`crate::engine::Engine::average`].
-    pub(super) fn average(&mut self, device: &Device, decay: f64) -> Result<(), CudaError> {
-        let kernels = self.state.average(device, &self.ops, decay)?;
+    /// After the steps that were started, so many: see [`crate::engine::Engine::average`].
+    pub(super) fn average(&mut self, device: &Device, decay: f64, steps: u32) -> Result<(), CudaError> {
+        let kernels = self.state.average(device, &self.ops, decay, steps)?;
         self.launch(kernels)
     }
 

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     comm::{
         CommError, Exchange, ProcessGroup, Reduction,
-        nccl::{self, Nccl},
+        nccl::Nccl,
         peers::{MAX_PEERS, Peers},
     },
     engine::{EngineError, cuda::GpuConfig},
@@ -55,7 +55,7 @@ pub(super) struct Reducer {
     pub(super) statistics: Statistics,
     memory: Memory,
     /// Not 0: nobody waits for others any more.
-    abort: Arc<Pinned>,
+    abort: Pinned,
     /// For gradients, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
     /// By bucket: its gradients are there.
@@ -77,13 +77,7 @@ impl Reducer {
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
         device.bind()?;
-        let abort = Arc::new(Pinned::new(256)?);
-        let word = Arc::downgrade(&abort);
-        nccl::on_abort(move || {
-            if let Some(word) = word.upgrade() {
-                word.write(0, &[1u32]);
-            }
-        });
+        let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
             None => (Statistics::Apart, Memory::None),
@@ -170,7 +164,7 @@ impl Reducer {
         self.nccl.async_error()
     }
 
-    /// Ends all waiting for other ranks on this GPU.
+    /// Ends all waiting for other ranks on this GPU. What these get from it afterwards is garbage.
     pub(super) fn abort(&self, reason: &str) {
         self.abort.write(0, &[1u32]);
         self.nccl.abort(reason);

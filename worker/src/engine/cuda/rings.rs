@@ -159,7 +159,8 @@ impl Inputs {
 pub(super) struct Results {
     pub(super) ring: Pinned,
     pub(super) counter: Buffer,
-    read: u32,
+    /// How many the host has read, modulo 2^32.
+    pub(super) read: u32,
 }
 
 impl Results {
@@ -182,7 +183,7 @@ impl Results {
 }
 
 /// Waits until `done`, which reads what the GPU writes into the host's memory.
-fn wait_until<E: From<CudaError>>(
+pub(super) fn wait_until<E: From<CudaError>>(
     mut done: impl FnMut() -> bool,
     patience: Duration,
     mut alive: impl FnMut() -> Result<(), E>,
@@ -207,8 +208,8 @@ fn wait_until<E: From<CudaError>>(
     Ok(())
 }
 
-/// How the GPU takes the next micro-batch, of up to `batch` pictures.
-pub(super) fn fetch(batch: usize) -> ops::Fetch {
+/// How the GPU takes the next micro-batch, of up to `batch` pictures, and what it keeps at the beginning of a step.
+pub(super) fn fetch(batch: usize, keeps: Option<ops::Keep>) -> ops::Fetch {
     ops::Fetch {
         control: Operand::whole(Region::Control),
         ring: Operand::whole(Region::InputRing),
@@ -216,6 +217,7 @@ pub(super) fn fetch(batch: usize) -> ops::Fetch {
         taken: Operand::new(Region::InputsTaken, 0, 4),
         slots: SLOTS as u32,
         words: Inputs::words_for(batch) as u32,
+        keeps,
     }
 }
 

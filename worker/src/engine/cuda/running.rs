@@ -3,6 +3,9 @@
 use super::command::{Operand, Region};
 use crate::{engine::fuse::Norm, net::Network};
 
+/// Values at which each mean and each variance begins.
+const STRIDE: usize = 64;
+
 /// Of one batch norm.
 #[derive(Debug, Clone)]
 pub(super) struct Running {
@@ -20,7 +23,7 @@ impl Running {
         let mut at = 0;
         for Norm { name, norm, input, .. } in norms {
             let channels = network.tensors[*input].channels;
-            let stride = channels.next_multiple_of(64);
+            let stride = channels.next_multiple_of(STRIDE);
             all.push((*norm, Self { name: name.clone(), at, channels, stride }));
             at += 2 * stride;
         }
@@ -31,6 +34,11 @@ impl Running {
     /// Values of the buffer of `all`.
     pub(super) fn values(all: &[Self]) -> usize {
         all.iter().map(|running| 2 * running.stride).sum()
+    }
+
+    /// Bytes of the buffer where the last of them ends at `end`.
+    pub(super) fn padded(end: usize) -> usize {
+        end.next_multiple_of(4 * STRIDE)
     }
 
     /// Mean and variance.

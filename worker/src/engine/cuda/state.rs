@@ -12,6 +12,7 @@ use super::{
     running::Running,
 };
 use crate::engine::{EngineError, HostTensor, LossScaling, NamedTensors, Optimizer, OptimizerState};
+use std::mem::offset_of;
 
 /// fp16's loss scaling, and what else follows from a step's gradients; `Scaler` of the kernels.
 #[derive(Debug, Clone, Copy)]
@@ -25,13 +26,26 @@ pub(super) struct Scaling {
     pub(super) apply: u32,
     /// Updates that the optimizer has done.
     pub(super) updates: u32,
-    pub(super) pad: u32,
+    /// No update may begin any more.
+    pub(super) held: u32,
+    /// An update may be under way.
+    pub(super) updating: u32,
+    /// The step that was done last has found the weights held.
+    pub(super) refused: u32,
+    pub(super) pad: [u32; 2],
 }
+
+/// Where the GPU says that an update may be under way.
+pub(super) const UPDATING: Operand =
+    Operand::new(Region::LossScale, offset_of!(Scaling, updating), size_of::<u32>());
 
 // SAFETY: numbers without a gap between them.
 unsafe impl bytemuck::Zeroable for Scaling {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Scaling {}
+
+/// No number of finished steps.
+const NO_STEP: u32 = u32::MAX;
 
 pub(super) struct State {
     pub(super) layout: Layout,
@@ -44,6 +58,11 @@ pub(super) struct State {
     low_precision: Option<Buffer>,
     /// Mean and variance of every batch norm.
     running_values: Buffer,
+    /// The same before the step that is under way, and the number of steps finished then, by block of the kernel that keeps them.
+    kept_values: Buffer,
+    pub(super) kept_of: Buffer,
+    /// A step is under way that will not end: what was kept counts.
+    pub(super) is_unfinished: bool,
     running: Vec<Running>,
     pub(super) scaling: Buffer,
     /// Running averages of the weights and of the running statistics.
@@ -58,6 +77,7 @@ impl State {
         dtype: DType,
         first_scale: f32,
         optimizer: Optimizer,
+        keeping_blocks: u32,
     ) -> Result<Self, CudaError> {
         let low_precision = match dtype {
             DType::F32 => None,
@@ -74,6 +94,9 @@ impl State {
                 .collect::<Result<_, _>>()?,
             low_precision,
             running_values: device.zeros(4 * Running::values(&running).max(1))?,
+            kept_values: device.zeros(4 * Running::values(&running).max(1))?,
+            kept_of: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
+            is_unfinished: false,
             running,
             scaling: device.upload(&[scaling])?,
             average: None,
@@ -89,6 +112,8 @@ impl State {
             Region::LowPrecision => self.low_precision.as_ref(),
             Region::OptimizerSlot(slot) => self.optimizer_slots.get(slot),
             Region::RunningStatistics => Some(&self.running_values),
+            Region::KeptStatistics => Some(&self.kept_values),
+            Region::KeptOf => Some(&self.kept_of),
             Region::AverageWeights => average(0),
             Region::AverageStatistics => average(1),
             Region::LossScale => Some(&self.scaling),
@@ -103,7 +128,8 @@ impl State {
 
     /// Weights, biases and running statistics.
     pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        self.read_tensors(&self.weights, &self.running_values)
+        let running = if self.is_unfinished { &self.kept_values } else { &self.running_values };
+        self.read_tensors(&self.weights, running)
     }
 
     fn read_tensors(&self, weights: &Buffer, running: &Buffer) -> Result<NamedTensors, EngineError> {
@@ -144,12 +170,13 @@ impl State {
         Ok(flat)
     }
 
-    /// What is to be run after the steps that were started: see [`crate::engine::Engine::average`].
+    /// What is to be run after the steps that were started, so many: see [`crate::engine::Engine::average`].
     pub(super) fn average(
         &mut self,
         device: &Device,
         ops: &Ops,
         decay: f64,
+        steps: u32,
     ) -> Result<[Kernel; 2], CudaError> {
         let first = self.average.is_none();
         if first {
@@ -162,7 +189,7 @@ impl State {
         ];
         Ok(all.map(|(average, values, buffer)| {
             let [average, values] = [average, values].map(|region| Operand::new(region, 0, buffer.bytes));
-            ops.average(average, values, buffer.bytes as u64 / 4, decay)
+            ops.average(average, values, buffer.bytes as u64 / 4, decay, steps)
         }))
     }
 
@@ -171,6 +198,11 @@ impl State {
         self.average = Some([weights?, running?]);
         // Zeros are there before a stream of its own uses them.
         device.synchronize()
+    }
+
+    /// The step that would have made it is not finished. Its memory stays: to give it back, the driver waits for the GPU.
+    pub(super) fn forget_average(&mut self) {
+        std::mem::forget(self.average.take());
     }
 
     pub(super) fn has_average(&self) -> bool {
@@ -229,7 +261,7 @@ impl State {
         Ok(self.read_scaling()?.inverse)
     }
 
-    fn read_scaling(&self) -> Result<Scaling, CudaError> {
+    pub(super) fn read_scaling(&self) -> Result<Scaling, CudaError> {
         let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
         self.scaling.read(0, &mut now)?;
         Ok(now[0])

@@ -1,13 +1,36 @@
 //! How a micro-batch comes to the GPU, and a step's result back.
 
 use super::*;
+use std::time::Instant;
+
+/// Between one connection's end and another's, where the process that had both has ended.
+const SEEN_WITHIN: Duration = Duration::from_secs(1);
 
 impl CudaEngine {
+    /// What the GPU is told of a micro-batch.
+    pub(super) fn micro_batch(&self, part: &StepPart<'_>, gradient_scale: f64, lr: f32) -> (Phase, Control) {
+        let StepPart { batch, first, last, statistics_of } = *part;
+        let control = Control {
+            valid: batch.labels.len() as u32,
+            stat_pictures: statistics_of as f32,
+            grad_scale: gradient_scale as f32,
+            lr,
+            mixed: batch.mixed().is_some().into(),
+            lambda: batch.lambda,
+            ..Control::default()
+        };
+        let whole = batch.labels.len() == self.config.batch_size;
+        (Phase::Train(MicroBatch { first, last, whole }), control.with_mix(batch.mix_params.as_ref()))
+    }
+
     /// Sends a micro-batch and runs `phase` on it.
     pub(super) fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
         check_batch(&self.network, batch, self.config.batch_size)?;
         let input = self.input(phase, batch)?;
         self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
+        if matches!(phase, Phase::Train(MicroBatch { first: true, .. })) {
+            self.begun = self.begun.wrapping_add(1);
+        }
         if let Some(calls) = &mut self.profiled {
             calls.extend(self.program.profile(phase, input)?);
             return Ok(());
@@ -35,7 +58,7 @@ impl CudaEngine {
     }
 
     /// Where the pictures of `batch` are, after having them copied if need be.
-    fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
+    pub(super) fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
         let training = matches!(phase, Phase::Train(_));
         if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
             let pictures = data.pictures(training);
@@ -50,6 +73,14 @@ impl CudaEngine {
             self.graphs.clear();
             self.staging = Some(Staging::new(&self.device, format, values)?);
         }
+        if let Some(staging) = self.staging.take() {
+            // An error of the GPU comes again when the batch is sent.
+            let is_free = || staging.is_free().unwrap_or(true);
+            let waited =
+                self.wait_on_gpu(|_, _, patience, alive| rings::wait_until(is_free, patience, alive));
+            self.staging = Some(staging);
+            waited?;
+        }
         let Some(staging) = &mut self.staging else {
             return Err(CudaError::Unsupported("no room for pictures".into()).into());
         };
@@ -59,11 +90,16 @@ impl CudaEngine {
 
     /// Waits for the oldest step under way.
     pub(super) fn result(&mut self) -> Result<Option<StepResult>, EngineError> {
-        let Some(step) = self.under_way.pop_front() else { return Ok(None) };
-        if matches!(step, UnderWay::Empty) {
-            return Ok(Some(StepResult::default()));
+        match self.under_way.front() {
+            None => return Ok(None),
+            Some(UnderWay::Empty) => {
+                self.under_way.pop_front();
+                return Ok(Some(StepResult::default()));
+            }
+            Some(UnderWay::OnGpu) => {}
         }
         let record: Record = self.wait_on_gpu(|_, results, patience, alive| results.wait(patience, alive))?;
+        self.under_way.pop_front();
         self.steps.1 += 1;
         if let Some(watchdog) = &self.watchdog {
             watchdog.done(self.steps.1);
@@ -84,7 +120,7 @@ impl CudaEngine {
     }
 
     /// Waits for what the GPU does next: that it takes a micro-batch, or gives a result.
-    fn wait_on_gpu<T>(
+    pub(super) fn wait_on_gpu<T>(
         &mut self,
         wait: impl FnOnce(
             &mut Inputs,
@@ -103,7 +139,9 @@ impl CudaEngine {
             main.failure()?;
             // NCCL does not notice on one machine that a rank has died; its end of the ring does, at once.
             comm.check(OPERATION)?;
-            reducer.as_ref().map_or(Ok(()), |reducer| Ok(reducer.health()?))
+            let Some(reducer) = reducer else { return Ok(()) };
+            // Between machines NCCL may see the end of a rank first; which rank, the ring knows.
+            reducer.health().map_err(|error| end_of_a_rank(comm.as_ref(), OPERATION).unwrap_or(error).into())
         };
         wait(inputs, results, patience, &mut alive).map_err(|error| {
             self.failed = true;
@@ -112,6 +150,18 @@ impl CudaEngine {
                 None => error,
             }
         })
+    }
+}
+
+/// How the ring sees what NCCL has seen, if another rank has ended.
+fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommError> {
+    let until = Instant::now() + SEEN_WITHIN;
+    loop {
+        match comm.check(operation) {
+            Err(error) => return Some(error),
+            Ok(()) if Instant::now() > until => return None,
+            Ok(()) => std::thread::sleep(Duration::from_millis(1)),
+        }
     }
 }
 

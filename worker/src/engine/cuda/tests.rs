@@ -14,6 +14,7 @@ use std::{path::PathBuf, sync::Arc};
 mod data;
 mod defaults;
 mod frozen;
+mod held;
 mod layers;
 mod mixing;
 mod networks;
@@ -104,7 +105,7 @@ fn cuda_as(
     config: &EngineConfig,
     gpu: GpuConfig,
 ) -> Box<dyn Engine> {
-    super::build(network.clone(), initial, config.clone(), Arc::new(SingleRank), &gpu).unwrap()
+    Box::new(super::build(network.clone(), initial, config.clone(), Arc::new(SingleRank), &gpu).unwrap())
 }
 
 fn pictures(network: &Network, count: usize, number: usize) -> Batch {

@@ -1,6 +1,6 @@
-//! An answer with parts of files, which are written as they come.
+//! A response with parts of files, which are written as they arrive.
 
-use super::super::{Came, Failed, Trouble, cache::Turn, on_disk};
+use super::super::{CopyError, Failed, PullProgress, cache::CopyLock, on_disk};
 use crate::agent::remote::Download;
 use bytes::BytesMut;
 use lockstep_protocol::{
@@ -10,15 +10,15 @@ use lockstep_protocol::{
 use sha2::{Digest, Sha256};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
-/// Parts that are held until they are written together.
+/// Bytes of parts that are written together.
 const HELD_BYTES: usize = 4 << 20;
-/// The longest reason for which a part does not come.
+/// The longest reason that the server may give in place of a part.
 const WORDS_BYTES: usize = 64 << 10;
 
-/// A part that has come, and the sum that came with it.
+/// A part, its bytes, and the checksum that came with it.
 pub(super) type Part = (DatasetPart, BytesMut, BytesMut);
 
-/// An answer with parts, as it comes.
+/// The response, as it arrives.
 struct Incoming {
     download: Download,
     bytes: BytesMut,
@@ -35,21 +35,21 @@ impl Incoming {
         Ok(self.bytes.split_to(count))
     }
 
-    /// The next part, and the sum that comes with it.
-    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), Trouble> {
+    /// The next part's bytes and checksum.
+    async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), CopyError> {
         match self.take(1).await?[..] {
             [PART_FOLLOWS] => {
                 let bytes = self.take(length as usize).await?;
                 Ok((bytes, self.take(SUM_BYTES).await?))
             }
-            [PART_CHANGED] => Err(Trouble::Changed(self.words().await?)),
-            [PART_REFUSED] => Err(Trouble::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
+            [PART_CHANGED] => Err(CopyError::Changed(self.words().await?)),
+            [PART_REFUSED] => Err(CopyError::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
             _ => Err(odd()),
         }
     }
 
-    /// Why a part does not come.
-    async fn words(&mut self) -> Result<String, Trouble> {
+    /// The reason that the server gives in place of a part.
+    async fn words(&mut self) -> Result<String, CopyError> {
         let size = self.take(4).await?;
         let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
         if size > WORDS_BYTES {
@@ -59,17 +59,17 @@ impl Incoming {
     }
 }
 
-fn odd() -> Trouble {
-    Trouble::Damaged("what comes from the server is not what was asked for".into())
+fn odd() -> CopyError {
+    CopyError::Damaged("what comes from the server is not what was asked for".into())
 }
 
-/// Writes parts as they come; those that came before it fails, too.
+/// Writes parts as they arrive. On an error, those that arrived before it are written, too.
 pub(super) async fn receive(
     download: Download,
     parts: Vec<DatasetPart>,
-    to: (&Path, &Turn),
-    came: &mut Came,
-) -> Result<(), Trouble> {
+    to: (&Path, &CopyLock),
+    progress: &mut PullProgress,
+) -> Result<(), CopyError> {
     let mut incoming = Incoming { download, bytes: BytesMut::new() };
     let (mut held, mut held_bytes) = (Vec::new(), 0);
     for part in parts {
@@ -78,33 +78,40 @@ pub(super) async fn receive(
                 held_bytes += bytes.len();
                 held.push((part, bytes, sum));
             }
-            Err(trouble) => {
-                store(std::mem::take(&mut held), to, came).await?;
-                return Err(trouble);
+            Err(error) => {
+                store(std::mem::take(&mut held), to, progress).await?;
+                return Err(error);
             }
         }
         if held_bytes >= HELD_BYTES {
-            store(std::mem::take(&mut held), to, came).await?;
+            store(std::mem::take(&mut held), to, progress).await?;
             held_bytes = 0;
         }
     }
-    store(held, to, came).await?;
-    // Read to its end, the connection serves the next request. Nothing that is wanted comes any more.
+    store(held, to, progress).await?;
+    // Read the response to its end, so that the connection can be reused.
     let _ = incoming.download.next().await;
     Ok(())
 }
 
-async fn store(held: Vec<Part>, (folder, turn): (&Path, &Turn), came: &mut Came) -> Result<(), Trouble> {
+async fn store(
+    held: Vec<Part>,
+    (folder, turn): (&Path, &CopyLock),
+    progress: &mut PullProgress,
+) -> Result<(), CopyError> {
     let (folder, any) = (folder.to_owned(), !held.is_empty());
     turn.blocking(move || held.iter().try_for_each(|part| write(part, &folder))).await?;
-    came.more |= any;
+    progress.advanced |= any;
     Ok(())
 }
 
-/// Where a part belongs; somebody else may write the same there at the same moment.
-pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), Trouble> {
+/// Checks a part and writes it at its offset into its file, which exists.
+///
+/// # Errors
+/// The checksum is wrong, or the disk fails.
+pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), CopyError> {
     if Sha256::digest(bytes)[..] != sum[..] {
-        return Err(Trouble::Damaged(format!("{} came damaged from the server", part.path)));
+        return Err(CopyError::Damaged(format!("{} came damaged from the server", part.path)));
     }
     let path = folder.join(&part.path);
     let file = File::options().write(true).open(&path).map_err(on_disk(&path))?;

@@ -83,12 +83,12 @@ fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
     write(&came("b", 0, b"bb"), &part).unwrap();
     let mut wrong = came("c", 0, b"cc");
     wrong.1[0] ^= 1;
-    assert!(matches!(write(&wrong, &part), Err(Trouble::Damaged(why)) if why.contains("c came damaged")));
+    assert!(matches!(write(&wrong, &part), Err(CopyError::Damaged(why)) if why.contains("c came damaged")));
     // One that is longer than it can be.
     fs::write(part.join("c"), "cccc").unwrap();
     let missing = begin(&entry).unwrap().unwrap();
     assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
-    assert!(matches!(finish(&entry), Err(Trouble::Damaged(why)) if why.starts_with("2 files")));
+    assert!(matches!(finish(&entry), Err(CopyError::Damaged(why)) if why.starts_with("2 files")));
     let mut work = Work::new(&entry).unwrap();
     assert_eq!(asked(&mut work), [("b".into(), 2, 2), ("c".into(), 0, 3)]);
     write(&came("b", 2, b"BB"), &part).unwrap();
@@ -125,7 +125,7 @@ fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it(
     assert_eq!(begin(&entry).unwrap(), None, "whole");
     fs::remove_file(entry.data().join("a")).unwrap();
     match begin(&entry) {
-        Err(Trouble::Refused(ReasonCode::DatasetUnusable, why)) => {
+        Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)) => {
             assert!(why.contains("other jobs use it"), "{why}");
         }
         other => panic!("{other:?}"),
@@ -182,7 +182,9 @@ async fn a_disk_without_room_is_said_with_what_to_change() {
     let about = About { dataset: "x".into(), path: "/x".into(), within: String::new(), files: 1, bytes: 1 };
     let missing = Missing { files: 1, bytes: 1, disk_bytes: 1 << 60 };
     match check_disk(&entry, &about, &missing, &copies).await {
-        Err(Trouble::Refused(ReasonCode::DiskFull, why)) => assert!(why.contains("--dataset-cache"), "{why}"),
+        Err(CopyError::Refused(ReasonCode::DiskFull, why)) => {
+            assert!(why.contains("--dataset-cache"), "{why}")
+        }
         other => panic!("{other:?}"),
     }
     assert!(entry.list().exists(), "what is in use stays");
@@ -212,7 +214,7 @@ async fn a_copy_that_fits_on_no_disk_is_refused_and_those_that_are_there_stay() 
         About { dataset: "large".into(), path: "/l".into(), within: String::new(), files: 1, bytes: 1 << 60 };
     let missing = Missing { files: 1, bytes: 1 << 60, disk_bytes: 1 << 60 };
     match check_disk(&other, &about, &missing, &copies).await {
-        Err(Trouble::Refused(ReasonCode::DiskFull, why)) => {
+        Err(CopyError::Refused(ReasonCode::DiskFull, why)) => {
             assert!(why.contains("1152921504606.9 MB more") && why.contains("--dataset-cache"), "{why}");
         }
         other => panic!("{other:?}"),

@@ -1,15 +1,15 @@
 //! What a device makes of a picture: the part of it that is cut out, and the size that it is resized to.
 
-use super::Wanted;
+use super::CropParams;
 use crate::data::{
-    device::ForCores,
+    device::CpuDecodeReason,
     loader::part::Part,
     picture::{Area, PictureRef, ScaleTable, jpeg},
     transform::{AugmentParams, Crop, Transform},
 };
 
 /// What is made of each picture of a batch.
-pub(super) struct Goal {
+pub(super) struct OutputSpec {
     kind: Kind,
     /// Width and height.
     pub(super) size: (u32, u32),
@@ -30,7 +30,7 @@ enum Kind {
     AsItIs,
 }
 
-impl Goal {
+impl OutputSpec {
     /// As [`Part::picture`] and [`crate::data::transform::Pipeline`] go about it.
     pub(super) fn new(part: &Part, transform: &Transform, training: bool) -> Self {
         let side = transform.side as u32;
@@ -53,18 +53,18 @@ impl Goal {
         stored: jpeg::Stored,
         transform: &Transform,
         params: Option<&AugmentParams>,
-    ) -> Result<Wanted, ForCores> {
+    ) -> Result<CropParams, CpuDecodeReason> {
         let (width, height) = stored.upright();
         let picture = PictureRef { width, height, channels: 3, pixels: &[] };
         let (area, flip) = match self.kind {
             Kind::RandomResizedCrop { scale, ratio } => {
-                let params = params.ok_or(ForCores::Damaged)?;
+                let params = params.ok_or(CpuDecodeReason::Damaged)?;
                 (Area::Cut(params.region((width, height), scale, ratio)), params.is_flipped())
             }
             Kind::CentreCrop { resize } => (picture.centre_crop(resize, transform.side as u32), false),
             Kind::CentreSquare => (picture.centre_square(self.size.0).unwrap_or(Area::Whole), false),
             // Cores say that it has changed.
-            Kind::AsItIs if (width, height) != self.size => return Err(ForCores::Damaged),
+            Kind::AsItIs if (width, height) != self.size => return Err(CpuDecodeReason::Damaged),
             Kind::AsItIs => (Area::Whole, false),
         };
         let (to_width, to_height) = self.size;
@@ -83,6 +83,6 @@ impl Goal {
                 ScaleTable::window(height, top, h, to_height),
             ),
         };
-        Ok(Wanted { stored, left, top, rows, columns, flip })
+        Ok(CropParams { stored, left, top, rows, columns, flip })
     }
 }

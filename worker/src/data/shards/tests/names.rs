@@ -34,7 +34,7 @@ fn compressed_shards_are_named() {
     fs::write(dir.path().join("train-0.tar.gz"), "").unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
     assert!(words.contains("its shards are compressed"), "{words}");
-    // Beside others: but not one that was unpacked.
+    // A compressed shard is ignored when its unpacked copy is there, and else reported as broken.
     for name in ["train-0.tar", "train-1.tar"] {
         fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join(name)).unwrap();
     }

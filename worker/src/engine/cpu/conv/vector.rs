@@ -32,7 +32,7 @@ pub(super) trait Vector: Copy {
     unsafe fn prefetch(_line: *const f32) {}
 }
 
-/// Any machine; what the compiler makes of it (SSE2, NEON).
+/// Any CPU: the compiler vectorises it for the target's baseline (SSE2, NEON).
 #[derive(Clone, Copy)]
 pub(super) struct Plain([f32; 16]);
 

@@ -4,10 +4,12 @@
 //! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
 //! - What is waited for has been recorded, and a stream that joins in begins behind the main one.
 //! - Collectives come one after another, and the list ends when all streams have come to their ends.
+//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there.
 //!
 //! A stream's place is a clock: how many of its commands, and of each other stream's, are known to be done.
 
 use super::{Access, Command, EventId, Operand, Region, StreamId};
+use crate::engine::cuda::state::UPDATING;
 use std::collections::{BTreeMap, HashMap};
 
 /// By stream: commands that are known to be done.
@@ -97,6 +99,8 @@ struct Check {
     /// By offset, where each allocation of the arena ends.
     live: BTreeMap<usize, usize>,
     collective: Option<Place>,
+    /// The host has been told that weights may change.
+    updates: bool,
 }
 
 impl Check {
@@ -130,6 +134,7 @@ impl Check {
         let place = Place { stream, time: self.clocks[stream][stream] };
         // What it reads is what was there before it.
         let accesses = command.accesses();
+        self.update(command, &accesses, stream)?;
         for (operand, access) in &accesses {
             if *access != Access::Write {
                 self.touch(*operand, place, false)?;
@@ -145,6 +150,33 @@ impl Check {
                 return Err("the collective before it may still run".into());
             }
             self.collective = Some(place);
+        }
+        Ok(())
+    }
+
+    fn update(
+        &mut self,
+        command: &Command,
+        accesses: &[(Operand, Access)],
+        stream: usize,
+    ) -> Result<(), String> {
+        let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
+        let waits = matches!(command, Command::AllReduce { .. })
+            || written().any(|operand| operand.region == Region::PeerSequences);
+        let trained = |operand: Operand| {
+            matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
+        };
+        if self.updates && waits {
+            return Err("it waits for other ranks after an update may have begun".into());
+        }
+        if !self.updates && written().any(trained) {
+            return Err("the host does not know that it changes weights".into());
+        }
+        if written().any(|operand| operand == UPDATING) {
+            if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
+                return Err("an update may begin before the last collective has ended".into());
+            }
+            self.updates = true;
         }
         Ok(())
     }
@@ -265,6 +297,8 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         | Region::LowPrecision
         | Region::OptimizerSlot(_)
         | Region::RunningStatistics
+        | Region::KeptStatistics
+        | Region::KeptOf
         | Region::AverageWeights
         | Region::AverageStatistics
         | Region::PeerTable

@@ -57,6 +57,15 @@ impl Stream {
             .map_err(CudaError::driver("clearing memory"))
     }
 
+    /// Whether all that was started here is done.
+    pub(in crate::engine::cuda) fn is_idle(self) -> Result<bool, CudaError> {
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamQuery(self.0) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => answer.result().map(|()| true).map_err(CudaError::driver("a copy past a step")),
+        }
+    }
+
     /// Whether something that was started here, or on the GPU before it, has failed.
     pub(in crate::engine::cuda) fn failure(self) -> Result<(), CudaError> {
         // SAFETY: the stream is alive.
@@ -189,6 +198,15 @@ impl Event {
     pub(in crate::engine::cuda) fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive.
         unsafe { result::event::synchronize(self.0) }.map_err(CudaError::driver("waiting for an event"))
+    }
+
+    /// Whether [`Event::wait`] would not wait.
+    pub(in crate::engine::cuda) fn has_passed(&self) -> Result<bool, CudaError> {
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.0) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => answer.result().map(|()| true).map_err(CudaError::driver("waiting for an event")),
+        }
     }
 
     /// Milliseconds from this event to a later one, both waited for.

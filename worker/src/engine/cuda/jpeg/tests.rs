@@ -237,7 +237,7 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
             assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {format:?}");
             assert_eq!(on_cores.decoded(), None);
             let decoded = elsewhere.decoded().unwrap();
-            let cores = BTreeMap::from([(ForCores::OtherFormat, 1), (ForCores::Grey, 1)]);
+            let cores = BTreeMap::from([(CpuDecodeReason::OtherFormat, 1), (CpuDecodeReason::Grey, 1)]);
             assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores), "{name}");
         }
     }
@@ -259,7 +259,7 @@ fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
             assert!(batches(&data) == wanted);
             rounds += 1;
             let decoded = data.decoded().unwrap();
-            let concurrently = decoded.by_cores.get(&ForCores::Concurrently).copied().unwrap_or(0);
+            let concurrently = decoded.by_cores.get(&CpuDecodeReason::Concurrently).copied().unwrap_or(0);
             assert_eq!(decoded.by_device + concurrently, 16 * rounds, "{decoded:?}");
             both = decoded.by_device > 0 && concurrently > 0;
         }
@@ -274,7 +274,7 @@ fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
         // A single thread has none to share with.
         data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::WithCores);
         assert!(data.epoch(EpochPlan { threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
-        assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Concurrently));
+        assert!(!data.decoded().unwrap().by_cores.contains_key(&CpuDecodeReason::Concurrently));
     }
 }
 
@@ -293,9 +293,9 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     );
     assert!(batches(&data) == wanted);
     let decoded = data.decoded().unwrap();
-    let refused = decoded.by_cores[&ForCores::Refused];
+    let refused = decoded.by_cores[&CpuDecodeReason::Refused];
     assert!(refused >= 8 && decoded.by_device + refused == 16, "{decoded:?}");
-    assert_eq!(decoded.by_cores[&ForCores::Progressive], 1);
+    assert_eq!(decoded.by_cores[&CpuDecodeReason::Progressive], 1);
     let text = decoded.to_string();
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 

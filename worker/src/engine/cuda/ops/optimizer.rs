@@ -3,7 +3,7 @@
 //! All flat buffers have one order: a first part of the weights of convolutions and linear layers, then the
 //! rest (batch norms, biases). Each parameter begins and ends at a multiple of 8 values.
 
-use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, kernel, plain};
+use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
 
 /// Blocks that share the norm of one parameter.
 pub(in crate::engine::cuda) const NORM_PARTS: u32 = 16;
@@ -34,8 +34,9 @@ impl Gradients {
 }
 
 /// Norm of the gradients and what follows from it, into the scaler:
-/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply; u32 updates; u32 0`, of which the host
-/// sets `scale` (1 without scaling) and zeros, and `updates` of a run that continues.
+/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, held, updating, refused, 0, 0`, of which
+/// the host sets `scale` (1 without scaling) and zeros, `updates` of a run that continues, and `held` when no update may begin
+/// any more.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) gradients: Gradients,
@@ -188,13 +189,14 @@ impl Ops {
         kernel("add", self.items(length / 8, 8), args)
     }
 
-    /// average = decay average + (1 - decay) values; `length` float32 values.
+    /// average = decay average + (1 - decay) values; `length` float32 values. Nothing if the GPU has not finished `steps`.
     pub(in crate::engine::cuda) fn average(
         &self,
         average: Operand,
         values: Operand,
         length: u64,
         decay: f64,
+        steps: u32,
     ) -> Kernel {
         let args = [
             Arg::InOut(average),
@@ -202,6 +204,8 @@ impl Ops {
             Arg::U64(length),
             Arg::F32(decay as f32),
             Arg::F32((1.0 - decay) as f32),
+            Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
+            Arg::U32(steps),
         ];
         kernel("average_values", self.items(length, 8), args)
     }

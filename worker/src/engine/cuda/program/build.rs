@@ -25,7 +25,15 @@ impl Program {
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
         let running = Running::of_all(&network, plan.norms());
         let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
-        let state = State::new(device, running, layout.clone(), dtype, first_scale, config.optimizer)?;
+        let state = State::new(
+            device,
+            running,
+            layout.clone(),
+            dtype,
+            first_scale,
+            config.optimizer,
+            ops.keeping_blocks(),
+        )?;
         let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
         let matrix_gradients = device.zeros(dtype.size() * layout.matrices)?;
         let norm_values = device.zeros(norm_bytes.max(4))?;

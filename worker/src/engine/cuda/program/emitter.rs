@@ -122,7 +122,7 @@ impl<'a> GraphEmitter<'a> {
     fn network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         self.count_readers(phase);
         self.part(Part::Begin);
-        self.begin(input)?;
+        self.begin(phase, input)?;
         for index in 0..self.plan.ops.len() {
             self.part(Part::Forward(index));
             self.forward(index, phase)?;

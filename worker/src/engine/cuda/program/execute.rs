@@ -8,7 +8,11 @@ use crate::engine::cuda::{
 
 impl Program {
     /// Starts a list, in its order. `pictures`: where [`Region::Pictures`] is.
-    pub(super) fn start(&self, commands: &[Command], pictures: Ptr) -> Result<(), EngineError> {
+    pub(in crate::engine::cuda) fn start(
+        &self,
+        commands: &[Command],
+        pictures: Ptr,
+    ) -> Result<(), EngineError> {
         commands.iter().try_for_each(|command| self.start_one(command, pictures))
     }
 
@@ -103,6 +107,8 @@ impl Program {
             | Region::LowPrecision
             | Region::OptimizerSlot(_)
             | Region::RunningStatistics
+            | Region::KeptStatistics
+            | Region::KeptOf
             | Region::AverageWeights
             | Region::AverageStatistics
             | Region::LossScale => return self.state.address(region),

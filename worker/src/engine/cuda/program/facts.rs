@@ -84,6 +84,18 @@ impl Facts<'_> {
         }
     }
 
+    /// Where running statistics are kept while a step is under way.
+    pub(super) fn kept(&self) -> ops::Keep {
+        let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
+        let bytes = Running::padded(end);
+        ops::Keep {
+            running: Operand::new(Region::RunningStatistics, 0, bytes),
+            kept: Operand::new(Region::KeptStatistics, 0, bytes),
+            kept_of: Operand::whole(Region::KeptOf),
+            finished: Operand::new(Region::ResultCounter, 0, 4),
+        }
+    }
+
     pub(super) fn optimizer_slot(&self, slot: usize) -> Operand {
         Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.trained)
     }

@@ -64,7 +64,7 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
     let decoded = elsewhere.decoded().unwrap();
     assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
     // By now they are known: nothing fails any more.
-    let failed = decoded.by_cores.get(&ForCores::Failed).copied();
+    let failed = decoded.by_cores.get(&CpuDecodeReason::Failed).copied();
     assert!(batches(&elsewhere) == wanted);
-    assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&ForCores::Failed).copied(), failed);
+    assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);
 }

@@ -57,7 +57,8 @@ fn while_a_step_waits_cores_make_what_a_gpu_has_not_begun() {
     thread::scope(|scope| {
         let waiting = scope.spawn(move || epoch.next().unwrap().unwrap());
         // As many as the batch has, from this one and from those after it.
-        let by_cores = || data.decoded().unwrap().by_cores.get(&ForCores::Concurrently).copied().unwrap_or(0);
+        let by_cores =
+            || data.decoded().unwrap().by_cores.get(&CpuDecodeReason::Concurrently).copied().unwrap_or(0);
         let deadline = Instant::now() + Duration::from_secs(60);
         while by_cores() < wanted[0].labels.len() as u64 {
             assert!(Instant::now() < deadline, "{:?}", data.decoded());
@@ -81,7 +82,11 @@ fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
         assert!(Instant::now() < deadline, "{:?}", data.decoded());
         thread::yield_now();
     }
-    assert!(!data.decoded().unwrap().by_cores.contains_key(&ForCores::Concurrently), "{:?}", data.decoded());
+    assert!(
+        !data.decoded().unwrap().by_cores.contains_key(&CpuDecodeReason::Concurrently),
+        "{:?}",
+        data.decoded()
+    );
     drop(epoch);
 }
 
@@ -102,7 +107,7 @@ fn files_are_held_for_a_gpu_up_to_a_limit() {
         data.set_decoder_with_room(Arc::new(OnTheHost::default()), room);
         assert_eq!(data.epoch(plan).count(), 1);
         let decoded = data.decoded().unwrap();
-        assert_eq!(decoded.by_cores.get(&ForCores::LongBatch).copied(), passed, "{decoded:?}");
+        assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), passed, "{decoded:?}");
     }
     data.set_decoder_with_room(Arc::new(OnTheHost::default()), 1);
     assert!(batches(&data) == wanted);

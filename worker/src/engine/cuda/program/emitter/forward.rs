@@ -4,13 +4,14 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// Takes the next micro-batch in and makes its pictures the network's input.
-    pub(super) fn begin(&mut self, input: Input) -> Result<(), EngineError> {
+    pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         let (facts, plan) = (self.facts, self.plan);
         let tensor = plan.network.input();
         let allocation = self.alloc(tensor, Content::Activation);
         self.activations[tensor] = Some(allocation);
-        self.main(facts.ops.fetch(rings::fetch(plan.batch)));
-        self.main(facts.ops.stamp(stamp(0)));
+        let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
+        self.main(facts.ops.fetch(rings::fetch(plan.batch, begins_step.then(|| facts.kept()))));
+        self.main(facts.ops.stamp(stamp(0), Operand::NONE));
         let shape = plan.network.tensors[tensor];
         let (control, pictures, to) = (CONTROL, plan.batch as u32, allocation.operand());
         let (side, channels, padded) = (shape.height as u32, shape.channels as u32, plan.padded_input as u32);

@@ -64,7 +64,7 @@ impl GraphEmitter<'_> {
         if !last {
             return;
         }
-        self.main(ops.stamp(stamp(1)));
+        self.main(ops.stamp(stamp(1), Operand::NONE));
         if let Some(ranks) = self.facts.ranks {
             if accumulates {
                 for (number, bucket) in layout.buckets.iter().enumerate() {
@@ -78,11 +78,12 @@ impl GraphEmitter<'_> {
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }
         }
-        self.main(ops.stamp(stamp(2)));
+        // From here on nothing waits for other ranks: an update that begins also ends.
+        self.main(ops.stamp(stamp(2), state::UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
         self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic }));
         self.update_weights(gradients);
-        self.main(ops.stamp(stamp(3)));
+        self.main(ops.stamp(stamp(3), Operand::NONE));
         self.main(ops.record(rings::record()));
     }
 

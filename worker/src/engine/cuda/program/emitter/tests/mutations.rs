@@ -139,7 +139,7 @@ fn collectives_on_two_streams_are_ordered() {
     let first = [
         Command::Record { stream: main, event },
         Command::Wait { stream: other, event },
-        reduce(other, Region::Weights),
+        reduce(other, Region::Scratch),
     ];
     let second = [reduce(main, Region::RunningStatistics)];
     let wait = [Command::Record { stream: other, event: done }, Command::Wait { stream: main, event: done }];
@@ -148,7 +148,7 @@ fn collectives_on_two_streams_are_ordered() {
     assert!(refused.contains("the collective before it may still run"), "{refused}");
     // And the list must not end before the other stream has.
     assert!(refusal(&first).unwrap().contains("ends before Collectives"));
-    let unforked = refusal(&[reduce(other, Region::Weights)]).unwrap();
+    let unforked = refusal(&[reduce(other, Region::Scratch)]).unwrap();
     assert!(unforked.contains("has not waited for the main one"), "{unforked}");
 }
 
@@ -157,7 +157,7 @@ fn collectives_on_two_streams_are_ordered() {
 fn ranges_of_a_region_are_told_apart() {
     let stamp = |stream: StreamId, offset: usize| Command::Kernel {
         stream,
-        kernel: Ops::new(DType::F32, 132, 90).stamp(Operand::new(Region::Stamps, offset, 8)),
+        kernel: Ops::new(DType::F32, 132, 90).stamp(Operand::new(Region::Stamps, offset, 8), Operand::NONE),
     };
     let (main, side) = (StreamId::Main, StreamId::Side);
     let list = |offset: usize| {
@@ -173,6 +173,56 @@ fn ranges_of_a_region_are_told_apart() {
     assert_eq!([0, 16].map(|offset| refusal(&list(offset))), [None, None]);
     for offset in [1, 8, 15] {
         assert!(refusal(&list(offset)).unwrap().contains("may still run"), "{offset}");
+    }
+}
+
+/// The host holds the weights by a word that the step looks at behind the last collective and before the first weight changes.
+#[test]
+fn an_update_that_the_host_could_not_hold_is_refused() {
+    for setting in settings() {
+        let commands = sound(&setting);
+        let told = |c: &Command| c.accesses().contains(&(state::UPDATING, Access::Write));
+        let [at] = numbers(&commands, told)[..] else { panic!("it is told once") };
+        assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
+        let Some(last) = commands.iter().rposition(|c| matches!(c, Command::AllReduce { .. })) else {
+            continue;
+        };
+        let mut early = without(&commands, at);
+        early.insert(last, commands[at].clone());
+        assert!(refusal(&early).unwrap().contains("an update may"), "{early:?}");
+        if !setting.statistics.as_ref().is_some_and(Statistics::is_ordered) {
+            // Where another stream adds the gradients, behind its start is not behind its end.
+            early = without(&commands, at);
+            early.insert(last + 1, commands[at].clone());
+            assert!(refusal(&early).unwrap().contains("before the last collective has ended"));
+        }
+    }
+}
+
+/// Running statistics are kept once a step, before anything changes them.
+#[test]
+fn a_step_keeps_what_its_forward_pass_changes() {
+    for setting in settings() {
+        let changes = |c: &Command, wanted: Region| {
+            c.accesses().iter().any(|(o, access)| o.region == wanted && *access != Access::Read)
+        };
+        let setting = Setting { accumulates: true, ..setting };
+        for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {
+            let micro_batch = MicroBatch { first, last, whole: true };
+            let commands = setting.sound(Phase::Train(micro_batch), true).commands;
+            let kept = numbers(&commands, |c| changes(c, Region::KeptStatistics));
+            let changed = numbers(&commands, |c| changes(c, Region::RunningStatistics));
+            assert_eq!(kept.len(), usize::from(first));
+            assert!(changed.len() >= setting.norms.len() && kept.iter().all(|kept| *kept < changed[0]));
+            if let Some((operand, _)) = kept.iter().find_map(|kept| {
+                commands[*kept].accesses().into_iter().find(|(o, _)| o.region == Region::RunningStatistics)
+            }) {
+                let ends = setting.norms.iter().map(|site| site.running_var.end());
+                assert!(operand.offset == 0 && ends.max().unwrap() <= operand.end());
+            }
+        }
+        let evaluation = setting.sound(Phase::Evaluate, true).commands;
+        assert!(numbers(&evaluation, |c| changes(c, Region::KeptStatistics)).is_empty());
     }
 }
 

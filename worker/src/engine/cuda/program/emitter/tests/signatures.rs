@@ -1,4 +1,5 @@
-//! Every launch has the arguments that its kernel declares: as many, of its types, and what is written is not `const`.
+//! Every launch has the arguments that its kernel declares: as many, of its types, and what is written is not `const`. Its blocks have
+//! no more threads than the kernel is compiled for (`__launch_bounds__`).
 
 use super::*;
 use crate::engine::cuda::{command::Arg, kernels::SOURCE};
@@ -7,6 +8,9 @@ use std::collections::BTreeMap;
 /// Kernels with parameters that they only read although these are not `const`.
 const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
 
+/// Threads of a block of a kernel that declares no bound.
+const MOST_THREADS: u32 = 1024;
+
 /// What a kernel declares of an argument.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Declared {
@@ -14,9 +18,16 @@ enum Declared {
     Number(&'static str),
 }
 
-/// The parameters of each kernel by its name, from the source: macros that stand for parameters are put in, and those that
+/// What a kernel declares.
+struct Signature {
+    parameters: Vec<Declared>,
+    /// Most threads of a block.
+    threads: u32,
+}
+
+/// What each kernel declares, by its name, from the source: macros that stand for parameters are put in, and those that
 /// define kernels are followed.
-fn declared() -> BTreeMap<String, Vec<Declared>> {
+fn declared() -> BTreeMap<String, Signature> {
     let source: String = SOURCE.replace("\\\n", " ");
     let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
     let defines = || lines.iter().filter_map(|line| line.trim_start().strip_prefix("#define "));
@@ -27,34 +38,38 @@ fn declared() -> BTreeMap<String, Vec<Declared>> {
     // One name may be the end of another.
     parameters.sort_by_key(|(name, _)| std::cmp::Reverse(name.len()));
     let mut all = BTreeMap::new();
-    let mut add = |name: &str, list: &str| {
+    let mut add = |name: &str, list: &str, threads: u32| {
         let mut list = list.to_owned();
         parameters.iter().for_each(|(macro_name, text)| list = list.replace(macro_name, text));
-        all.insert(name.to_owned(), list.split(',').map(parameter).collect());
+        all.insert(
+            name.to_owned(),
+            Signature { parameters: list.split(',').map(parameter).collect(), threads },
+        );
     };
     let plain = lines.iter().filter(|line| !line.trim_start().starts_with("#define")).copied();
-    for (name, list) in kernels_in(&plain.collect::<Vec<_>>().join(" ")) {
-        add(&name, &list);
+    for (name, list, threads) in kernels_in(&plain.collect::<Vec<_>>().join(" ")) {
+        add(&name, &list, threads);
     }
     for define in defines().filter(|define| define.contains("__global__")) {
         let macro_name = define.split('(').next().unwrap().trim();
-        let (_, list) = kernels_in(define).into_iter().next().unwrap();
+        let (_, list, threads) = kernels_in(define).into_iter().next().unwrap();
         for line in &lines {
             let Some(inside) = line.trim().strip_prefix(macro_name).and_then(|rest| rest.strip_prefix('('))
             else {
                 continue;
             };
-            add(inside.split([',', ')']).next().unwrap().trim(), &list);
+            add(inside.split([',', ')']).next().unwrap().trim(), &list, threads);
         }
     }
     all
 }
 
-/// Name and parameters of each `__global__` function of a text without line breaks.
-fn kernels_in(text: &str) -> Vec<(String, String)> {
+/// Name, parameters and most threads of a block of each `__global__` function of a text without line breaks.
+fn kernels_in(text: &str) -> Vec<(String, String, u32)> {
     let after = text.split("__global__").skip(1);
     after
         .map(|text| {
+            let mut threads = MOST_THREADS;
             // The bounds of a launch have parentheses of their own.
             let text = match text.split_once("__launch_bounds__") {
                 Some((before, rest)) if !before.contains('(') => {
@@ -63,13 +78,15 @@ fn kernels_in(text: &str) -> Vec<(String, String)> {
                         depth += i32::from(c == '(') - i32::from(c == ')');
                         c == ')' && depth == 0
                     });
+                    let bound = rest[1..].split([',', ')']).next().unwrap();
+                    threads = bound.trim().parse().unwrap();
                     format!("{before}{}", &rest[end.unwrap() + 1..])
                 }
                 _ => text.to_owned(),
             };
             let (name, rest) = text.split_once('(').unwrap();
             let name = name.split_whitespace().last().unwrap();
-            (name.to_owned(), rest.split(')').next().unwrap().to_owned())
+            (name.to_owned(), rest.split(')').next().unwrap().to_owned(), threads)
         })
         .collect()
 }
@@ -106,8 +123,10 @@ fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
     }
 }
 
-fn check(kernel: &Kernel, declared: &BTreeMap<String, Vec<Declared>>) {
-    let wanted = &declared[kernel.name];
+fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
+    let Signature { parameters: wanted, threads } = &declared[kernel.name];
+    let block: u32 = kernel.geometry.block.iter().product();
+    assert!(block <= *threads, "{}: {block} threads a block, compiled for {threads}", kernel.name);
     assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
     for (number, declared) in wanted.iter().enumerate() {
         assert!(fits(kernel, number, *declared), "{} {number}: {:?}", kernel.name, kernel.args[number]);

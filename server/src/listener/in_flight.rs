@@ -13,16 +13,16 @@ use std::{
 };
 
 /// Held from the head of a request to the end of its answer.
-pub(super) struct Answering(Arc<Connection>);
+pub(super) struct InFlightRequest(Arc<Connection>);
 
-impl Answering {
+impl InFlightRequest {
     pub(super) fn begin(connection: &Arc<Connection>) -> Self {
         lock(&connection.state).requests += 1;
         Self(connection.clone())
     }
 }
 
-impl Drop for Answering {
+impl Drop for InFlightRequest {
     fn drop(&mut self) {
         let mut state = lock(&self.0.state);
         state.requests -= 1;
@@ -31,13 +31,13 @@ impl Drop for Answering {
 }
 
 /// The body of an answer, which ends the answering when it is sent or given up.
-pub(super) struct Counted {
+pub(super) struct CountedBody {
     pub(super) body: Body,
     pub(super) line: Option<Box<Line>>,
-    pub(super) _answering: Answering,
+    pub(super) _answering: InFlightRequest,
 }
 
-impl http_body::Body for Counted {
+impl http_body::Body for CountedBody {
     type Data = Bytes;
     type Error = axum::Error;
 

@@ -6,7 +6,7 @@ const LONG = 24;
 /** Characters of the end that stay: so many, or as many more or fewer as make it begin between two words. */
 const TAIL = 12, LEAST = 5, MOST = 20;
 /** Words begin with these, or behind a space. */
-const BETWEEN = new Set("/-_.");
+const BETWEEN = new Set("/-_");
 const begins = (all, at) => (BETWEEN.has(all[at]) && !BETWEEN.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
 /** How many characters of the end stay, about `wanted`, at most `most`: from the nearest place between two words on. */

@@ -12,7 +12,7 @@ export function value(v) {
   return v.toFixed(size >= 100 ? 1 : 4);
 }
 
-export const rate = (v) => (v >= 100 ? count(v) : Math.max(0, v).toFixed(1));
+export const rate = (v) => (v >= 99.95 ? count(v) : Math.max(0, v).toFixed(1));
 
 export function bytes(n) {
   if (n < 1000) return `${Math.round(n)} B`;

@@ -1,7 +1,7 @@
 //! Shortens long names and paths in the middle, because they often differ at their end. The same as `static/cut.js`.
 
 /// A word begins with one of these, or after a space.
-const BETWEEN: [char; 4] = ['/', '-', '_', '.'];
+const BETWEEN: [char; 3] = ['/', '-', '_'];
 
 /// Whether a word begins at `at`: not within a word, and not between two adjacent separators.
 fn begins(all: &[char], at: usize) -> bool {
@@ -51,6 +51,8 @@ mod tests {
             ("short", 5, "short"),
             ("/data/imagenet/train/n01440764/n01440764_10026.JPEG", 30, "/data/imagenet…_10026.JPEG"),
             ("resnet20-cifar10-lr-0.1-warmup-5-seed-7", 24, "resnet20-cifar…-5-seed-7"),
+            ("it was 10000, or train.warmup_epochs is 0", 30, "it was 10000, or …_epochs is 0"),
+            ("mixup-0.2-cutmix-1.0-ema-0.9999", 20, "mixup…-ema-0.9999"),
             ("abcdefghijklmnopqrstuvwxyz", 11, "abcde…vwxyz"),
             ("äöüäöüäöüäöüäöüäöü", 7, "äöü…äöü"),
             ("abc", 1, "abc"),

@@ -68,37 +68,135 @@ pub(crate) fn table_of_names<const N: usize>(
     names: &[&str],
     rows: &[[String; N]],
 ) -> anyhow::Result<()> {
-    // A row is a line, whatever is in it.
-    let mut rows: Vec<[String; N]> =
-        rows.iter().map(|row| row.each_ref().map(|cell| one_line(cell))).collect();
-    let mut widths = widths(&header, &rows);
-    if let Some(columns) = terminal_columns() {
-        fit(&header, names, &mut widths, columns);
-        for row in &mut rows {
-            for (cell, width) in row.iter_mut().zip(widths) {
-                if cell.chars().count() > width {
-                    *cell = middle(cell, width);
+    Table::new(&header, names, rows, false).print()
+}
+
+/// As [`table_of_names`], where the last column holds sentences. On a terminal without room for it each stands below its row.
+///
+/// # Errors
+/// As [`line`].
+pub(crate) fn table_of_sentences<const N: usize>(
+    header: [&str; N],
+    names: &[&str],
+    rows: &[[String; N]],
+) -> anyhow::Result<()> {
+    Table::new(&header, names, rows, true).print()
+}
+
+/// Between two columns.
+const GAP: usize = 2;
+/// No name is cut to less.
+const NAME: usize = 12;
+/// Of the terminal's width, what a column of sentences has at least: they go on in the next line.
+const SENTENCE: usize = 3;
+
+struct Table<'a> {
+    header: Vec<&'a str>,
+    names: &'a [&'a str],
+    rows: Vec<Vec<String>>,
+    widths: Vec<usize>,
+    /// The last column holds sentences.
+    sentences: bool,
+    /// What stands below each row: its sentence, or nothing.
+    below: Vec<String>,
+}
+
+impl<'a> Table<'a> {
+    fn new<const N: usize>(
+        header: &[&'a str; N],
+        names: &'a [&'a str],
+        rows: &[[String; N]],
+        sentences: bool,
+    ) -> Self {
+        // A row is a line, whatever is in it.
+        let rows: Vec<Vec<String>> =
+            rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
+        let width = |column: usize, title: &str| {
+            let cells = rows.iter().map(|row| row[column].chars().count());
+            cells.max().unwrap_or_default().max(title.chars().count())
+        };
+        let widths = header.iter().enumerate().map(|(column, title)| width(column, title)).collect();
+        Self { header: header.to_vec(), names, rows, widths, sentences, below: Vec::new() }
+    }
+
+    fn print(mut self) -> anyhow::Result<()> {
+        if let Some(columns) = terminal_columns() {
+            self.fit(columns);
+        }
+        let print = |cells: Vec<&str>| {
+            let padded: Vec<_> =
+                cells.iter().zip(&self.widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+            line(padded.join("  ").trim_end())
+        };
+        print(self.header.clone())?;
+        for (number, row) in self.rows.iter().enumerate() {
+            print(row.iter().map(String::as_str).collect())?;
+            if let Some(sentence) = self.below.get(number).filter(|sentence| !sentence.is_empty()) {
+                line(format!("{:GAP$}{sentence}", ""))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes rows of at most `columns` characters, as far as that goes: without columns that are empty, with sentences below their
+    /// rows, and with names cut.
+    fn fit(&mut self, columns: usize) {
+        if width(&self.widths) <= columns {
+            return;
+        }
+        for column in (0..self.header.len()).rev() {
+            if !self.rows.is_empty() && self.rows.iter().all(|row| row[column].is_empty()) {
+                self.remove(column);
+            }
+        }
+        let last = self.widths.len().saturating_sub(1);
+        let (mut widths, mut fits) = (self.widths.clone(), false);
+        if self.sentences && last > 0 {
+            let room = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE));
+            fits = narrow(&self.header, self.names, &mut widths[..last], room);
+            if !fits {
+                self.below = self.remove(last);
+                widths.clone_from(&self.widths);
+            }
+        }
+        if !fits {
+            narrow(&self.header, self.names, &mut widths, columns);
+        }
+        self.widths = widths;
+        for row in &mut self.rows {
+            for (column, cell) in row.iter_mut().enumerate() {
+                let is_cut = self.names.contains(&self.header[column]);
+                if is_cut && cell.chars().count() > self.widths[column] {
+                    *cell = middle(cell, self.widths[column]);
                 }
             }
         }
     }
-    let print = |cells: Vec<&str>| {
-        let padded: Vec<_> =
-            cells.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        line(padded.join("  ").trim_end())
-    };
-    print(header.to_vec())?;
-    rows.iter().try_for_each(|row| print(row.iter().map(String::as_str).collect()))
+
+    /// Takes a column out and answers its cells.
+    fn remove(&mut self, column: usize) -> Vec<String> {
+        self.header.remove(column);
+        self.widths.remove(column);
+        self.rows.iter_mut().map(|row| row.remove(column)).collect()
+    }
 }
 
-fn widths<const N: usize>(header: &[&str; N], rows: &[[String; N]]) -> [usize; N] {
-    let mut widths = header.map(|h| h.chars().count());
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
-        }
+/// Characters of a row.
+fn width(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
+}
+
+/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters; false where that is not to be had.
+fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize) -> bool {
+    while width(widths) > columns {
+        let is_name = |column: &usize| names.contains(&header[*column]);
+        let widest = (0..widths.len()).filter(is_name).max_by_key(|column| widths[*column]);
+        let Some(widest) = widest.filter(|c| widths[*c] > NAME.max(header[*c].chars().count())) else {
+            return false;
+        };
+        widths[widest] -= 1;
     }
-    widths
+    true
 }
 
 /// Of the terminal that standard output is, if it is one that says so.
@@ -108,45 +206,37 @@ fn terminal_columns() -> Option<usize> {
     Some(usize::from(size.ws_col)).filter(|columns| *columns > 0)
 }
 
-/// No name is cut to less.
-const NAME: usize = 12;
-/// Of the terminal's width, what the last column has at least: sentences, which go on in the next line.
-const SENTENCE: usize = 3;
-
-/// Narrows columns of `names`, the widest first, until the table has at most `columns` characters a line.
-fn fit<const N: usize>(header: &[&str; N], names: &[&str], widths: &mut [usize; N], columns: usize) {
-    let last = widths.last().copied().unwrap_or_default();
-    let sentence =
-        if names.contains(header.last().unwrap_or(&"")) { last } else { last.min(columns / SENTENCE) };
-    let mut total = widths.iter().sum::<usize>() + 2 * N.saturating_sub(1) - (last - sentence);
-    while total > columns {
-        let is_name = |column: &usize| names.contains(&header[*column]);
-        let Some(widest) = (0..N).filter(is_name).max_by_key(|column| widths[*column]) else { return };
-        if widths[widest] <= NAME.max(header[widest].chars().count()) {
-            return;
-        }
-        widths[widest] -= 1;
-        total -= 1;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const HEADER: [&str; 5] = ["JOB", "NAME", "OWNER", "KEPT", "WAITS FOR"];
+
+    /// A row with as many characters in each column.
+    fn table(lengths: [usize; 5], columns: usize) -> Table<'static> {
+        let row = lengths.map(|length| "x".repeat(length));
+        let mut table = Table::new(&HEADER, &["NAME", "OWNER"], &[row], true);
+        table.fit(columns);
+        table
+    }
+
     #[test]
     fn a_table_is_narrowed_to_the_terminal_by_its_longest_names() {
-        let header = ["JOB", "NAME", "OWNER", "WAITS FOR"];
-        let narrowed = |widths: [usize; 4], columns| {
-            let mut widths = widths;
-            fit(&header, &["NAME", "OWNER"], &mut widths, columns);
-            widths
-        };
-        assert_eq!(narrowed([27, 40, 10, 30], 113), [27, 40, 10, 30], "it has just the room");
-        assert_eq!(narrowed([27, 40, 10, 30], 112), [27, 39, 10, 30], "one more would not");
-        assert_eq!(narrowed([27, 200, 30, 30], 120), [27, 29, 28, 30]);
+        let widths = |lengths, columns| table(lengths, columns).widths;
+        assert_eq!(widths([27, 40, 10, 4, 30], 119), [27, 40, 10, 4, 30], "it has just the room");
+        assert_eq!(widths([27, 40, 10, 4, 30], 118), [27, 39, 10, 4, 30], "one more would not");
+        assert_eq!(widths([27, 40, 10, 0, 30], 118), [27, 40, 10, 30], "an empty column goes first");
+        assert_eq!(widths([27, 200, 30, 0, 30], 120), [27, 29, 28, 30]);
         // A long sentence goes on in the next line, and ids stay whole.
-        assert_eq!(narrowed([27, 200, 30, 300], 120), [27, 24, 23, 300]);
-        assert_eq!(narrowed([27, 200, 30, 300], 20), [27, 12, 12, 300], "it does not get narrower");
+        assert_eq!(widths([27, 200, 30, 0, 300], 120), [27, 24, 23, 300]);
+    }
+
+    #[test]
+    fn a_sentence_without_room_stands_below_its_row() {
+        let narrow = table([27, 200, 30, 0, 300], 80);
+        assert_eq!(narrow.header, HEADER[..3]);
+        assert_eq!(narrow.widths, [27, 25, 24], "the names have its room");
+        assert_eq!(narrow.below, ["x".repeat(300)]);
+        assert_eq!(table([27, 200, 30, 0, 300], 20).widths, [27, 12, 12], "names do not get narrower");
     }
 }

@@ -47,7 +47,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let rows: Vec<_> = jobs.iter().map(row).collect();
         let header =
             ["PLACE", "JOB", "NAME", "PROJECT", "OWNER", "PRIORITY", "SLOTS", "KEPT", "SINCE", "WAITS FOR"];
-        output::table_of_names(header, &["NAME", "PROJECT", "OWNER"], &rows)?;
+        output::table_of_sentences(header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }
     kept.iter().try_for_each(|kept| output::line(output::one_line(&reserved(kept))))
 }

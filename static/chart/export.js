@@ -102,7 +102,7 @@ export async function save(chart, kind, name, title) {
 
 /** Where a chart's menus belong: among its controls, where it has any. */
 export function headOf(root) {
-  const head = root.closest(".card").querySelector(".card-head");
+  const head = root.closest(".step-time, .card").querySelector(".card-head");
   return head.querySelector(".controls") ?? head;
 }
 

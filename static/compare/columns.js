@@ -32,6 +32,9 @@ function worded(key, name, values) {
   return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
 }
 
+/** Whether a column tells jobs apart by itself: two of them have values, and these are not the same. */
+export const varies = (column) => (column.kinds ? column.kinds.length > 1 : column.high > column.low);
+
 /** Every column of these jobs: settings that differ, results, and the other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {

@@ -3,7 +3,7 @@
 
 import { text } from "../page.js";
 import { titleOf } from "./names.js";
-import { columns } from "./columns.js";
+import { columns, varies } from "./columns.js";
 
 const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
 /** Results that have an axis. */
@@ -75,7 +75,7 @@ export class Parallel {
 
   draw() {
     const jobs = this.jobs(), { settings, results } = columns(jobs), chosen = this.selection.ids();
-    const axes = this.axes = [...settings.filter((c) => c.different).slice(0, SETTINGS), ...results.filter((c) => RESULTS.includes(c.key) && c.values.some(Number.isFinite))];
+    const axes = this.axes = [...settings.filter((c) => c.different && varies(c)).slice(0, SETTINGS), ...results.filter((c) => RESULTS.includes(c.key) && c.values.some(Number.isFinite))];
     const width = Math.max(this.root.clientWidth, axes.length * WIDE), focused = document.activeElement?.dataset?.axis;
     const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
     const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });

@@ -10,7 +10,7 @@ import { dot } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
-import { columns } from "./columns.js";
+import { columns, varies } from "./columns.js";
 
 /** Pixels around a point in which a pointer means it, and that it moves at least for a brush. */
 const NEAR = 14, LEAST = 4, RADIUS = 5;
@@ -57,7 +57,9 @@ export class Scatter {
 
   /** Reads the jobs again. */
   draw() {
-    const { all } = columns(this.jobs()), usual = { x: all.find((c) => c.different && !c.result) ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
+    // Of settings that differ, one that most of the jobs have.
+    const known = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
+    const { all } = columns(this.jobs()), usual = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => known(b) - known(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
     for (const which of ["x", "y"]) {
       const select = byId(`scatter-${which}`), wanted = read(`scatter-${which}`);
       this[which] = all.find((c) => c.key === wanted) ?? usual[which];

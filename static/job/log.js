@@ -40,6 +40,8 @@ export class Log {
     this.newest = byId("log-newest");
     this.search.value = read("q").slice(0, this.search.maxLength);
     this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    // Another width or height of the page is not the reader's scrolling.
+    new ResizeObserver(() => { if (this.follow.checked) this.#toEnd(); }).observe(this.box);
     this.follow.addEventListener("change", () => { if (this.follow.checked) this.toNewest(); });
     this.newest.addEventListener("click", () => { this.follow.checked = true; this.toNewest(); });
     for (const choice of [this.rank, this.attempt]) choice.addEventListener("change", () => this.#filterChanged());

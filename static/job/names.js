@@ -6,7 +6,7 @@ const perSecond = (v) => `${bytes(v)}/s`;
 
 export const short = (v) => {
   const size = Math.abs(v);
-  if (size >= 1e6 || (size > 0 && size < 1e-3)) return v.toExponential(0).replace("e+", "e");
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return Number(v.toPrecision(6)).toExponential().replace("e+", "e");
   return String(Number(v.toPrecision(6))).replace(/\B(?=(\d{3})+$)/g, size >= 1000 ? "," : "");
 };
 export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;

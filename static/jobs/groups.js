@@ -129,7 +129,7 @@ export class Groups {
     toggle.setAttribute("aria-expanded", "false");
     const box = make("input", { type: "checkbox" });
     box.setAttribute("aria-label", `Select the jobs of ${words}`);
-    const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress"), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
+    const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
     const one = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
     toggle.addEventListener("click", () => this.#toggle(one));
     box.addEventListener("change", async () => {
@@ -159,8 +159,8 @@ export class Groups {
   #fill(one) {
     const { group, head, body, words } = one, at = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
     text(at("c-state"), plural(group.jobs, "job"));
-    text(at("c-progress"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
-    at("c-progress").title = at("c-progress").textContent;
+    text(at("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
+    at("c-progress").title = at("states").textContent;
     for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], WRITTEN[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {

@@ -5,8 +5,8 @@ import { cut } from "../cut.js";
 import { waits } from "./queue.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
-/** Tags that a row shows, besides how many more there are. */
-const TAGS = 4;
+/** Tags that a row shows, besides how many more there are; letters of one that is never cut. */
+const TAGS = 4, SHORT = 8;
 export const FINAL = ["succeeded", "failed", "cancelled"];
 
 /** An empty row for a job. */
@@ -44,7 +44,7 @@ export function fill(row, job) {
   // As many as a row has room for; the others are on the job's page.
   const more = tags.slice(TAGS);
   box.replaceChildren(
-    ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
+    ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
     ...(more.length ? [Object.assign(document.createElement("span"), { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
   );
 }

@@ -281,6 +281,32 @@ describe("results", () => {
     await page.end();
   });
 
+  test("and settings that tell nothing by themselves have no axis", async () => {
+    const body = spec("by epochs", 1, 100);
+    body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
+    const { id } = await server.ask("/jobs", body);
+    await server.ask(`/jobs/${id}/cancel`, {});
+    const page = await browser.page(server, `/compare?jobs=${[...made.map((j) => j.id), id].join(",")}`);
+    await until("its lines are drawn", async () => (await page.locator("#parallel .job").count()) === 4);
+    const axes = await page.locator("#parallel .name").evaluateAll((all) => all.map((text) => text.querySelector("title").textContent));
+    assert.ok(axes.includes("train.lr") && axes.includes("train.seed"), axes.join());
+    assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `one value, or none: ${axes}`);
+    // The scatter begins with a setting that most of the jobs have.
+    assert.equal(await page.locator("#scatter-x").inputValue(), "train.lr");
+    assert.equal(await page.locator("#scatter").getAttribute("data-points"), "3");
+    await page.end();
+  });
+
+  test("name jobs in whole in the table of settings, as far as a few lines go", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    const names = page.locator("#settings-head .job-name a");
+    await until("they are there", async () => (await names.count()) === 3);
+    for (const [i, { name }] of made.entries()) assert.equal(await names.nth(i).textContent(), name);
+    assert.deepEqual(await names.evaluateAll((all) => all.filter((a) => a.scrollWidth > a.clientWidth || a.scrollHeight > a.clientHeight + 1).map((a) => a.textContent.length)), [LONG.length], "all but the longest");
+    await page.end();
+  });
+
   test("have axes that are all in sight on a screen, and on a phone a hint says that there are more", async () => {
     const page = await browser.page(server, where());
     await drawn(page);
@@ -293,7 +319,7 @@ describe("results", () => {
     }
     await page.setViewportSize({ width: 390, height: 900 });
     await until("it scrolls on a phone, and says so", async () => (await hidden()) > 0 && /scroll sideways for all \d+ axes/.test(await note.textContent()));
-    assert.ok(await page.locator(".more-beside").isVisible(), "with a shadow at the side");
+    assert.ok(await page.locator(".more-beside:has(#parallel)").isVisible(), "with a shadow at the side");
     await page.end();
   });
 });

@@ -1,8 +1,9 @@
 // The first minutes of somebody new: no dataset, a job file with a mistake, a phone, no wish for shortcuts.
 
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false }), Browser.open()]); });
@@ -85,6 +86,21 @@ describe("a phone", () => {
 });
 
 describe("keys and words", () => {
+  test("buttons have the verbs of the command line", async () => {
+    const commands = new Set([...execFileSync(BINARY, ["--help"], { encoding: "utf8" }).matchAll(/^  ([a-z-]+) {2,}\S/gm)].map(([, command]) => command));
+    assert.ok(commands.has("predict"), "the commands are read");
+    const { jobs: [job] } = await server.ask("/jobs"), page = await browser.page(server, `/jobs/${job.id}`);
+    const words = (at, buttons) => at.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
+    const list = await page.tab("/jobs");
+    const said = [
+      ...await words(page, ".job-title :is(#fork, #pause, #resume, #retry, #cancel, #delete)"), ...await words(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),
+      ...await words(page, '[data-tab="classify"]'), ...await words(list, "#bulk button:not([data-bulk=compare], [data-bulk=tag])"),
+    ];
+    assert.deepEqual(said.filter((verb) => !commands.has(verb)), [], said.join());
+    assert.deepEqual([...new Set(said)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "resume", "retry"]);
+    await page.end();
+  });
+
   test("single keys can be switched off", async () => {
     const page = await browser.page(server, "/machines");
     await page.keyboard.press("?");

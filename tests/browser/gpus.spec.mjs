@@ -46,6 +46,27 @@ describe("machines with GPUs", () => {
     await page.end();
   });
 
+  test("train in float16 with the loss scale and the skipped steps as charts", async () => {
+    const body = spec("half", 1, 100);
+    body.parallel.device = "cuda";
+    body.train.precision = "fp16";
+    const { id } = await server.ask("/jobs", body), page = await browser.page(server, `/jobs/${id}`);
+    const heading = (name) => page.getByRole("heading", { name, exact: true });
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    assert.ok(!(await heading("Loss scale").isVisible()), "not before there is a point");
+    await agent.evaluate(async (id) => {
+      const attempt = await window.it.attempt(id), steps = [1, 2, 3, 4], column = (name, values) => ({ name, steps, values });
+      await window.it.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 100, start_step: 0 },
+        { type: "metrics", rank: 0, columns: [column("loss", [2.5, 2.25, 2.125, 2.0625]), column("loss_scale", [65536.5, 32768.5, 32768.5, 32768.5]), column("skipped_steps", [0.5, 1.5, 1.5, 1.5])] }]);
+    }, id);
+    for (const [name, title] of [["loss_scale", "Loss scale"], ["skipped_steps", "Skipped steps"]]) {
+      await until(`${title} is drawn`, async () => (await heading(title).isVisible()) && Number(await page.locator(`#${name}-chart`).getAttribute("data-drawn")) > 0);
+    }
+    assert.match(await page.locator("#loss_scale-chart").getAttribute("aria-label") ?? "", /Loss scale/);
+    await server.ask(`/jobs/${id}/cancel`, {});
+    await page.end();
+  });
+
   test("tell findings, another version and the lease in words", async () => {
     const page = await browser.page(server, "/machines"), warnings = page.locator(".warnings li");
     assert.match(await page.locator(".machine").innerText(), /its attempts' lease has \d+ s left/);

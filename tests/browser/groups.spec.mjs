@@ -39,6 +39,25 @@ const group = (page, name) => page.locator(".group", { has: page.locator(".group
 const rows = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
 
 describe("groups of the list", () => {
+  test("keep rows of one height, whatever states their jobs are in", async () => {
+    const page = await browser.page(server, "/jobs"), states = { running: 1, queued: 12, restarting: 1, paused: 2, succeeded: 240, failed: 3, cancelled: 10 };
+    await page.route("**/api/v1/jobs/groups?*", async (route) => {
+      const answer = await route.fetch(), body = await answer.json();
+      Object.assign(body.groups[0], { states, jobs: 269 });
+      await route.fulfill({ response: answer, json: body });
+    });
+    for (const width of [1024, 1440]) {
+      await page.setViewportSize({ width, height: 900 });
+      await page.goto(`${server.url}/jobs?group_by=project`);
+      const all = page.locator(".group-head");
+      await until("the groups are there", async () => (await all.count()) === 2);
+      const heights = await all.evaluateAll((rows) => rows.map((row) => Math.round(row.getBoundingClientRect().height)));
+      assert.equal(new Set(heights).size, 1, `${heights} pixels at ${width}`);
+      assert.match(await all.first().locator(".c-progress").getAttribute("title"), /1 running · 12 queued · .*10 cancelled/);
+    }
+    await page.end();
+  });
+
   test("have means and spreads over all jobs, are sorted by them, open, and stand in the address and in views", async () => {
     const page = await browser.page(server, "/jobs?project=sweep");
     await page.locator(".grouping summary").click();

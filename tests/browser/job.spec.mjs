@@ -77,6 +77,28 @@ describe("a job", () => {
     await page.end();
   });
 
+  test("uses the room beside its charts and its log", async () => {
+    const { jobs: [job] } = await server.ask("/jobs");
+    for (const width of [1440, 1920]) {
+      const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
+      await until("the time of a step is drawn", async () => Number(await page.locator("#step-chart").getAttribute("data-drawn")) > 0);
+      const settings = await page.locator(".own-settings dl").innerText();
+      for (const [key, value] of [["data.dataset", "fashion-mnist"], ["train.steps", String(job.spec.train.steps)]]) assert.match(settings.replace(/\s+/g, " "), new RegExp(`${key} ${value}`));
+      assert.ok(!settings.includes("train.beta1"), "none of the defaults");
+      // No card has an empty half.
+      const empty = async (card, last) => { const [outer, inner] = [await box(card), await box(last)]; return outer.y + outer.height - (inner.y + inner.height); };
+      for (const [card, last] of [[".ranks-card", "#step-chart"], [".checkpoints-card", "#checkpoint-table, #no-checkpoints:visible"], [".log-card", "#log-panel"]]) assert.ok((await empty(card, last)) < 60, `${card} at ${width}: ${await empty(card, last)} pixels`);
+      // The log follows its end, whatever the page's size.
+      const follows = page.locator("#log-follow");
+      await page.setViewportSize({ width: 1024, height: 800 });
+      await page.setViewportSize({ width, height: 1000 });
+      await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
+      assert.ok(await follows.isChecked());
+      assert.ok(await page.locator("#log-lines").evaluate((log) => log.scrollHeight - log.scrollTop - log.clientHeight < 24), "its newest line is in sight");
+      await page.end();
+    }
+  });
+
   test("is cancelled after a question that says what is lost", async () => {
     const { id } = await server.submit({ name: "endless", train: { steps: 100_000 }, checkpoint: { every_epochs: 0 } });
     const page = await browser.page(server, `/jobs/${id}`);

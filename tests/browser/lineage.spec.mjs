@@ -1,8 +1,9 @@
 // A job and its fork: each names the other, and the fork's speed is that of its own steps, on every page.
 
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -28,6 +29,9 @@ describe("a fork", () => {
     const own = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
     assert.equal(times.length, 24, "steps of the fork alone");
     assert.ok(Math.abs(speed / own - 1) < 0.01, `${speed} images/s told, ${own} by its steps`);
+    const show = execFileSync(BINARY, ["show", fork.id, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8" });
+    const told = Number(show.match(/^images a second +([\d,]+)/m)[1].replaceAll(",", ""));
+    assert.ok(Math.abs(told - own) < 0.5 + own / 100, `${told} images/s in lockstep show`);
 
     const page = await browser.page(server, `/jobs/${fork.id}?tab=history`), panel = page.locator("#history-panel");
     const words = await until("the page tells it", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });

@@ -67,6 +67,21 @@ describe("columns", () => {
   });
 });
 
+describe("reasons", () => {
+  test("are one text over a phone's width, and a few words are never cut", async () => {
+    const waits = (await server.ask("/jobs", spec("waits", 1, 100))).id, over = (await server.ask("/jobs", { ...spec("over", 1, 100), tags: ["a-tag-that-is-long-enough-to-take-all"] })).id;
+    await server.ask(`/jobs/${over}/cancel`, {});
+    const page = await browser.page(server, "/jobs", { viewport: { width: 320, height: 800 } }), reason = (id) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
+    await until("they say why", async () => /place \d/.test(await reason(waits).textContent()) && /cancelled on request/.test(await reason(over).textContent()));
+    const ends = await reason(waits).evaluate((node) => [".cut-head", ".cut-tail"].map((part) => { const boxes = node.querySelector(part).getClientRects(); return { lines: boxes.length, top: boxes[0].top }; }));
+    assert.ok(ends[0].lines > 1 && ends[1].top > ends[0].top, `the end stands in the last line, not beside the first: ${JSON.stringify(ends)}`);
+    await page.setViewportSize({ width: 1024, height: 800 });
+    assert.ok(await reason(over).evaluate((node) => node.scrollWidth <= node.clientWidth), "cancelled on request");
+    await page.end();
+    for (const id of [waits, over]) await remove(server, id);
+  });
+});
+
 describe("long names", () => {
   test("are cut between two words, with the whole in the tooltip, and rows keep one height", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", `${"a sentence of words ".repeat(7)}and its end`, "x".repeat(120)], ids = [];

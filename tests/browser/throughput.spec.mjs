@@ -1,10 +1,11 @@
 // One throughput: pictures over the training time of the newest attempt, the same number wherever a page tells it. Told by a made-up agent.
 
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
@@ -36,11 +37,20 @@ const ofChart = (page, find) => page.evaluate(([find, steps]) => {
   return { speed: whole.reduce((sum, v, i) => sum + v * ms[i] * counts[i], 0) / time, steps: counts.reduce((a, b) => a + b, 0) };
 }, [find]);
 
+const cli = (...args) => execFileSync(BINARY, [...args, "--server", server.url], { encoding: "utf8" });
+/** What stands under `head` in a job's row of `lockstep list`. */
+function cell(id, head) {
+  const lines = cli("list").split("\n"), at = lines[0].indexOf(head);
+  return lines.find((line) => line.startsWith(id)).slice(at).split(" ")[0];
+}
+
 /** Every place that tells a job's speed says `expected`, within 1 %. */
 async function everywhere(id, ranks, expected) {
   const near = (what, value) => assert.ok(Math.abs(value / expected - 1) < 0.01, `${what}: ${value} instead of ${expected}`);
   await until("the server has all", async () => (await server.job(id)).images_per_second > 0);
   near("the API", (await server.job(id)).images_per_second);
+  near("lockstep show", number(cli("show", id).match(/^images a second .*$/m)[0].slice("images a second".length)));
+  near("lockstep list", number(cell(id, "IMAGES/S")));
   const page = await browser.page(server, `/jobs/${id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${id}&metric=images_per_second`);
   await until("the page shows it", async () => number(await page.locator("#speed").textContent()) > 0);
   near("the header", number(await page.locator("#speed").textContent()));
@@ -48,6 +58,11 @@ async function everywhere(id, ranks, expected) {
   near("the ranks panel", number((await page.locator("#ranks-note").textContent()).match(/[\d,.]+ images\/s/)[0]));
   await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.images_per_second.firstDrawnAt)) > 0);
   near("the chart", (await ofChart(page, 0)).speed);
+  for (const width of [390, 1024, 1920]) {
+    await page.setViewportSize({ width, height: 900 });
+    near(`the header at ${width}`, number(await page.locator("#speed").textContent()));
+    near(`the chart at ${width}`, (await ofChart(page, 0)).speed);
+  }
   near("the chart's note", number((await page.locator("#speed-note").textContent()).match(/[\d,.]+ in all/)[0]));
   const row = list.locator(`tr[data-id="${id}"] [data-f=speed]`);
   await until("it is listed", async () => number(await row.textContent()) > 0);
@@ -97,6 +112,19 @@ describe("the throughput of a job", () => {
     assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "of several jobs the mark names its own");
     await page.getByRole("tab", { name: "History" }).click();
     await until("its history", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+
+  test("that was killed and started again is that of its newest attempt", async () => {
+    const { id } = await server.ask("/jobs", spec("killed once", 2, 120));
+    let of = await attempt(id);
+    await train(of, 2, 0, 40, () => 80.5);
+    await report(of, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await end(of, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 40, signal: 9, words: "rank 1 was killed by signal 9 at step 40" } });
+    of = await attempt(id, 2);
+    await train(of, 2, 30, 60, (s) => [20.5, 40.5][s % 2]);
+    const { page } = await everywhere(id, 2, 2 * 16 / 0.061);
     await end(of, { how: "succeeded", step: 120 });
     await page.end();
   });

@@ -41,6 +41,17 @@ const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", "")
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
 
 describe("a job", () => {
+  test("that diverges has an axis whose labels differ", async () => {
+    const page = await browser.page(server, "/jobs");
+    const labels = await page.evaluate(async () => {
+      const { short } = await import("/static/job/names.js"), { linearTicks } = await import("/static/chart/scale.js");
+      return [[0, 3.2e31], [2e-5, 9e-5], [1.23e6, 1.26e6]].map(([low, high]) => linearTicks(low, high, 7).map(short));
+    });
+    assert.deepEqual(labels[0], ["0", "5e30", "1e31", "1.5e31", "2e31", "2.5e31", "3e31"]);
+    for (const all of labels) assert.equal(new Set(all).size, all.length, all.join());
+    await page.end();
+  });
+
   test("is as fast on every page, and what happened to it is told", async () => {
     const job = await server.ask("/jobs", spec("killed once", 2, 600));
     let of = await attempt(job.id);

@@ -64,6 +64,22 @@ describe("a job that starts again", () => {
 });
 
 describe("a reason", () => {
+  test("comes before tags where there is not room for both", async () => {
+    const tags = ["a-tag-that-is-forty-characters-long-trul", "another-of-the-same-length-or-about-that"];
+    const { id } = await server.ask("/jobs", { ...spec("tagged", 1, 600), tags });
+    for (const width of [1024, 1440, 1920]) {
+      const page = await browser.page(server, "/jobs", { viewport: { width, height: 1000 } }), row = page.locator(`tr[data-id="${id}"]`);
+      await until("it says what it waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
+      const told = await row.evaluate((tr) => {
+        const reason = tr.querySelector("[data-f=reason]"), room = tr.querySelector(".more-line").clientWidth;
+        return { whole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), half: reason.clientWidth > room / 2 };
+      });
+      assert.ok(told.whole || told.half, `at ${width}`);
+      await page.end();
+    }
+    await server.ask(`/jobs/${id}/cancel`, {});
+  });
+
   test("is whole in the list where there is room for it", async () => {
     await submit("waits", 2);
     for (const width of [390, 1440, 1920]) {
@@ -79,6 +95,11 @@ describe("a reason", () => {
         return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
       });
       assert.deepEqual(apart, [], `nothing lies over it at ${width}`);
+      const goesOn = await reason.evaluate((node) => {
+        const [head, tail] = ["head", "tail"].map((part) => [...node.querySelector(`.cut-${part}`).getClientRects()]);
+        return tail[0].top >= head.at(-1).top - 1;
+      });
+      assert.ok(goesOn, `its end follows its beginning at ${width}`);
       if (process.env.LOCKSTEP_PICTURES) await page.screenshot({ path: `${process.env.LOCKSTEP_PICTURES}/waits-${width}.png` });
       await page.end();
     }

@@ -114,13 +114,19 @@ async fn the_queue_fits_the_terminal_by_cutting_names_and_a_pipe_gets_them_whole
         let done = script.stdin(Stdio::null()).output().expect("script runs");
         String::from_utf8(done.stdout).expect("UTF-8")
     };
-    let narrow = shown(150);
-    let row = narrow.lines().find(|line| line.starts_with("1 ")).expect("its row").trim_end();
-    assert!(row.contains("…") && row.contains("-seed-7") && !row.contains(&long), "{narrow}");
-    // What the last column says goes on in the next line; the others leave it a third.
-    let head = narrow.lines().find(|line| line.contains("WAITS FOR")).expect("a header");
-    let before = head.find("WAITS FOR").expect("the last column");
-    assert!(before <= 150, "{before} columns before the reason: {narrow}");
+    let row = |columns| {
+        let shown = shown(columns);
+        let row = shown.lines().find(|line| line.starts_with("1 ")).expect("its row").trim_end().to_owned();
+        assert!(row.contains("…") && row.contains("seed-7") && !row.contains(&long), "{shown}");
+        (row.chars().count(), shown)
+    };
+    // Names have what is left of the terminal's width, and what a job waits for stands below its row where it has no room in it.
+    let (wide, shown_wide) = row(150);
+    assert!((140..=150).contains(&wide), "{wide} of 150 columns: {shown_wide}");
+    let (narrower, shown_narrower) = row(120);
+    assert!((110..=120).contains(&narrower), "{narrower} of 120 columns: {shown_narrower}");
+    assert!(shown_narrower.lines().any(|line| line.starts_with("  waits for 1 slot")), "{shown_narrower}");
+    assert!(row(20).0 < narrower, "the narrowest");
     assert!(shown(400).contains(&long), "there is room for it");
     post(&server, &holder, "cancel").await;
     server.stop().await;

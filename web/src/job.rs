@@ -1,5 +1,7 @@
 //! One job: how far, how fast, how good, and whether anything is wrong.
 
+mod own_settings;
+
 use crate::{
     layout::{Bar, Nav, Viewer, data_block},
     numbers::{Shown, bytes, clock, count, percent, plural, rate, value},
@@ -143,9 +145,14 @@ impl JobTemplate<'_> {
     /// The specification as TOML, complete with its defaults.
     fn spec(&self) -> String {
         // Every field of a specification has a TOML form; should one not, JSON shows as much.
-        toml::to_string_pretty(&self.job.spec)
+        toml::to_string(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
             .unwrap_or_default()
+    }
+
+    /// Those that differ from the defaults, and those that have none, by their keys in a job file.
+    fn own_settings(&self) -> Vec<(String, String)> {
+        own_settings::of(&self.job.spec)
     }
 
     /// The banner's first words and its sentence, when something is wrong.

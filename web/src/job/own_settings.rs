@@ -1,0 +1,62 @@
+//! The settings that make a job what it is: those that are not the defaults.
+
+use lockstep_protocol::spec::JobSpec;
+use serde_json::Value;
+
+/// What the page shows elsewhere, and may have changed since the job was submitted.
+const ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
+
+/// By their keys, such as `train.lr`.
+pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
+    let (own, usual) = (flat(spec), flat(&JobSpec::default()));
+    let differs = |(key, value): &(String, Value)| {
+        !ELSEWHERE.contains(&&key[..]) && !usual.iter().any(|(k, v)| k == key && v == value)
+    };
+    own.into_iter().filter(differs).map(|(key, value)| (key, words(&value))).collect()
+}
+
+fn flat(spec: &JobSpec) -> Vec<(String, Value)> {
+    let mut all = Vec::new();
+    // Every specification has a JSON form. As text it has its numbers as people write them, also those of 32 bits.
+    let text = serde_json::to_string(spec).unwrap_or_default();
+    let Ok(Value::Object(tables)) = serde_json::from_str(&text) else { return all };
+    for (name, value) in tables {
+        match value {
+            Value::Object(keys) => {
+                all.extend(keys.into_iter().map(|(key, value)| (format!("{name}.{key}"), value)));
+            }
+            value => all.push((name, value)),
+        }
+    }
+    all
+}
+
+fn words(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        value => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_the_default_is_shown_and_nothing_else() {
+        let mut spec = JobSpec { name: "mine".into(), priority: 3, ..JobSpec::default() };
+        spec.data.dataset = "pictures".into();
+        spec.train.lr = 0.25;
+        spec.train.milestones = vec![1.0, 2.0];
+        let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        let shown = of(&spec);
+        assert_eq!(
+            shown,
+            [
+                pair("data.dataset", "pictures"),
+                pair("train.lr", "0.25"),
+                pair("train.milestones", "[1.0,2.0]")
+            ]
+        );
+    }
+}

@@ -47,7 +47,7 @@ mod tests {
         let mut spec = JobSpec { name: "mine".into(), priority: 3, ..JobSpec::default() };
         spec.data.dataset = "pictures".into();
         spec.train.lr = 0.25;
-        spec.train.milestones = vec![1.0, 2.0];
+        spec.train.milestones = vec![1, 2];
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
         let shown = of(&spec);
         assert_eq!(

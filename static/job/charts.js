@@ -1,7 +1,7 @@
 // The charts of a job: what they draw, how finely, and the controls whose choices stand in the address.
 
 import { byId, note, press } from "../page.js";
-import { clock, count, millis, percent, plural, rate, value } from "../numbers.js";
+import { clock, count, percent, plural, rate, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
@@ -10,7 +10,7 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { pictures } from "./facts.js";
-import { ALL, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
+import { ALL, axisOf, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
 /** Between two questions while the reader turns a wheel; the first is asked at once. */
@@ -46,7 +46,7 @@ export class Charts {
       }),
       lr: make("lr", { label: "Another metric", yName: () => named(this.other), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
-    this.all.step_ms = make("step", { label: "Time of a step, of each rank", yName: () => named("step_ms"), format: millis, layers: () => this.#perRank("step_ms"), zero: true });
+    this.all.step_ms = make("step", { label: "Time of a step, of each rank", yName: () => named("step_ms"), ...axisOf("step_ms"), layers: () => this.#perRank("step_ms") });
     for (const name of this.extra) {
       const [label, format] = OTHERS[name];
       this.all[name] = make(name, { label, yName: () => named(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });

@@ -55,7 +55,7 @@ mod tests {
             [
                 pair("data.dataset", "pictures"),
                 pair("train.lr", "0.25"),
-                pair("train.milestones", "[1.0,2.0]")
+                pair("train.milestones", "[1,2]")
             ]
         );
     }

@@ -52,11 +52,7 @@ mod tests {
         let shown = of(&spec);
         assert_eq!(
             shown,
-            [
-                pair("data.dataset", "pictures"),
-                pair("train.lr", "0.25"),
-                pair("train.milestones", "[1,2]")
-            ]
+            [pair("data.dataset", "pictures"), pair("train.lr", "0.25"), pair("train.milestones", "[1,2]")]
         );
     }
 }

@@ -373,6 +373,13 @@ async fn machines_that_come_and_go_are_no_events_of_the_jobs_that_wait_for_more(
         }
     };
     known(2).await;
+    // That it is too small now is an event of each job, which is stored a moment later.
+    let since = std::time::Instant::now();
+    let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the largest machine online%'";
+    while server.number(changed).await != 20 {
+        assert!(since.elapsed() < DEADLINE, "not all jobs say that no machine is large enough");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     let events = format!("SELECT CAST(sum(last_seq) AS BIGINT) FROM jobs WHERE id <> '{running}'");
     let before = server.number(&events).await;
     let mut others = Vec::new();

@@ -223,7 +223,7 @@ mod tests {
                     let held_out =
                         if splits.len() == 1 { ((samples as f64 * 0.1).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
-                    let has_two_ranks = spec.global_batch_size() % 16 == 0;
+                    let has_two_ranks = spec.global_batch_size().is_multiple_of(16);
                     assert!(has_two_ranks || samples - held_out < 16, "{side} {samples}: {text}");
                     assert_eq!(
                         text.lines().find(|line| line.chars().count() > 200 && line.starts_with('#')),

@@ -1,5 +1,6 @@
 //! Agents that show who they are by a certificate: the real server and agents, with certificates of `lockstep ca` and of openssl.
 
+mod files;
 mod options;
 
 use crate::{
@@ -218,15 +219,19 @@ async fn a_certificate_that_ends_soon_is_told_to_everybody_who_should_know() {
 
 /// As [`issue`], by a clock that differs.
 fn issue_at(serve: &Serve, name: &str, clock: &str, days: &str) {
+    let mut command = lockstep();
+    command.args(["ca", "issue", name, "--agent", "--days", days, "--data-dir", "data"]);
+    Finished::of(by_clock(command.current_dir(serve.folder.path()), clock)).ok();
+}
+
+/// A command whose clock differs.
+fn by_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
     let found = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
     let library =
         found.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
     let library =
         library.expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)");
-    let mut command = lockstep();
-    command.args(["ca", "issue", name, "--agent", "--days", days, "--data-dir", "data"]);
-    command.env("LD_PRELOAD", library).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1");
-    Finished::of(command.current_dir(serve.folder.path())).ok();
+    command.env("LD_PRELOAD", library).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1")
 }
 
 #[tokio::test]

@@ -5,9 +5,13 @@
 //! and when the agent's connection begins, as a handshake that resumes an earlier one examines nothing. While an agent is connected
 //! its certificate is examined again with each new revocation list, and when it ends.
 
+mod handshake;
+
+pub(super) use handshake::handshake;
+
 use super::{
     ca,
-    certificate::Facts,
+    certificate::{Facts, next_update},
     ends_soon,
     files::{self, minute},
     stamp_of,
@@ -16,22 +20,17 @@ use crate::{
     config::{ServeConfig, TlsConfig},
     tls_suites,
 };
+use jiff::Timestamp;
 use lockstep_protocol::numbers::plural;
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, Error as TlsError, RootCertStore,
-    SignatureScheme,
-    client::danger::HandshakeSignatureValid,
+    CertificateError, DistinguishedName, Error as TlsError, RootCertStore,
     pki_types::{CertificateDer, UnixTime},
-    server::{
-        WebPkiClientVerifier,
-        danger::{ClientCertVerified, ClientCertVerifier},
-    },
+    server::{WebPkiClientVerifier, danger::ClientCertVerifier},
 };
 use std::{
-    cell::RefCell,
     collections::BTreeMap,
     fmt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError, RwLock},
     time::Duration,
 };
@@ -43,11 +42,6 @@ const NAMED: usize = 20;
 const SERIAL_DIGITS: usize = 40;
 /// A certificate's end is looked for at least so often: the clock may be set.
 const LOOK_EVERY: Duration = Duration::from_secs(60);
-
-tokio::task_local! {
-    /// Where a handshake leaves the reason for which it refuses a certificate.
-    static REFUSED: RefCell<Option<Refused>>;
-}
 
 /// A certificate that was not taken.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,12 +105,16 @@ pub(crate) struct AgentTrust {
 struct Trust {
     verifier: Arc<dyn ClientCertVerifier>,
     authorities: Vec<Facts>,
+    /// When the first of the revocation lists is to be replaced.
+    next_update: Option<Timestamp>,
 }
 
 struct Watched {
     stamp: [Option<super::FileStamp>; 2],
     /// Why the files that are there now are not used.
     refused: Option<String>,
+    /// The log has said that the revocation list is out of date.
+    is_outdated: bool,
 }
 
 impl AgentTrust {
@@ -142,8 +140,9 @@ impl AgentTrust {
             current: RwLock::new(Arc::new(Trust {
                 verifier: WebPkiClientVerifier::no_client_auth(),
                 authorities: Vec::new(),
+                next_update: None,
             })),
-            files: Mutex::new(Watched { stamp: [None; 2], refused: None }),
+            files: Mutex::new(Watched { stamp: [None; 2], refused: None, is_outdated: false }),
             changed: watch::Sender::new(()),
             seen: Mutex::default(),
         };
@@ -151,7 +150,7 @@ impl AgentTrust {
         let read = trust.read()?;
         trust.hints = read.verifier.root_hint_subjects().to_vec();
         trust.current = RwLock::new(Arc::new(read));
-        trust.files = Mutex::new(Watched { stamp, refused: None });
+        trust.files = Mutex::new(Watched { stamp, refused: None, is_outdated: false });
         Ok(Some(trust))
     }
 
@@ -182,6 +181,9 @@ impl AgentTrust {
             }
             _ => Vec::new(),
         };
+        let next_update = lists.iter().filter_map(|list| next_update(list)).min();
+        // A list that is out of date is used nevertheless: it still refuses whom it revokes, and without it every agent would be refused at
+        // the minute at which a job of the authority's has failed.
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())
             .with_crls(lists)
             .only_check_end_entity_revocation()
@@ -191,7 +193,7 @@ impl AgentTrust {
             Some(list) => format!("{shown} with {}: {error}", list.display()),
             None => format!("{shown}: {error}"),
         })?;
-        Ok(Trust { verifier, authorities })
+        Ok(Trust { verifier, authorities, next_update })
     }
 
     fn current(&self) -> Arc<Trust> {
@@ -201,6 +203,27 @@ impl AgentTrust {
     /// Follows the files. What cannot be used is not, and the old stays: a list that is torn revokes nobody, and lets nobody in who
     /// was revoked before.
     pub(super) fn reload_if_changed(&self) {
+        self.read_if_changed();
+        let outdated = self.outdated(crate::now());
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(warning) = outdated.as_ref().filter(|_| !files.is_outdated) {
+            tracing::warn!("{warning}");
+        }
+        files.is_outdated = outdated.is_some();
+    }
+
+    /// That the revocation list should have been replaced by now.
+    fn outdated(&self, now: Timestamp) -> Option<String> {
+        let due = self.current().next_update.filter(|due| *due < now)?;
+        Some(format!(
+            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so whoever was \
+             revoked since is let in; put the newest list of the authority in its place",
+            self.revoked.as_deref().unwrap_or_else(|| Path::new("")).display(),
+            minute(due)
+        ))
+    }
+
+    fn read_if_changed(&self) {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.stamp();
         if now == files.stamp {
@@ -310,6 +333,7 @@ impl AgentTrust {
         if let Some(refused) = &self.files.lock().unwrap_or_else(PoisonError::into_inner).refused {
             warnings.push(format!("what agents' certificates are examined with is out of date: {refused}"));
         }
+        warnings.extend(self.outdated(now));
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let ending: Vec<_> = seen
             .values()
@@ -327,65 +351,8 @@ impl AgentTrust {
     }
 }
 
-/// Runs a handshake; gives the reason, too, when it was the client's certificate that was refused.
-pub(super) async fn handshake<T>(work: impl Future<Output = T>) -> (T, Option<Refused>) {
-    let watched = async {
-        let result = work.await;
-        (result, REFUSED.with(|refused| refused.borrow_mut().take()))
-    };
-    REFUSED.scope(RefCell::default(), watched).await
-}
-
 impl fmt::Debug for AgentTrust {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AgentTrust").field("authorities", &self.authorities).finish_non_exhaustive()
-    }
-}
-
-impl ClientCertVerifier for AgentTrust {
-    fn client_auth_mandatory(&self) -> bool {
-        // Browsers come without one.
-        false
-    }
-
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        &self.hints
-    }
-
-    fn verify_client_cert(
-        &self,
-        end_entity: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        now: UnixTime,
-    ) -> Result<ClientCertVerified, TlsError> {
-        self.current().verifier.verify_client_cert(end_entity, intermediates, now).inspect_err(|error| {
-            let facts = Facts::read(end_entity);
-            let who = facts.as_ref().map_or_else(|| "(unreadable)".to_owned(), who);
-            let refused = Refused { who, why: self.in_words(error, facts.as_ref()) };
-            // Outside of a handshake of ours nobody asks.
-            let _ = REFUSED.try_with(|place| *place.borrow_mut() = Some(refused));
-        })
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, TlsError> {
-        self.current().verifier.verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, TlsError> {
-        self.current().verifier.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.current().verifier.supported_verify_schemes()
     }
 }

@@ -84,11 +84,12 @@ impl Facts {
         (self.not_after.as_second() - now.as_second()).max(0) / DAY
     }
 
-    /// Whether it ends soon: fewer days are left than 90, or than a quarter of its life where that is short.
+    /// Whether it ends soon: fewer than 90 days are left. Of one that is valid for 90 days or less, which always has fewer, fewer than a
+    /// quarter of these.
     pub fn ends_soon(&self, now: Timestamp) -> bool {
         let left = self.not_after.as_second() - now.as_second();
         let life = self.not_after.as_second() - self.not_before.as_second();
-        left < (90 * DAY).min(life / 4)
+        left < if life > SOON { SOON } else { life / 4 }
     }
 
     /// The names in one line.
@@ -97,7 +98,23 @@ impl Facts {
     }
 }
 
+/// When a certificate revocation list is to be replaced by the next (RFC 5280, section 5.1); none where it does not say, or is none.
+pub(super) fn next_update(list: &[u8]) -> Option<Timestamp> {
+    let mut list = Der(Der(list).take(SEQUENCE)?);
+    let mut fields = Der(list.take(SEQUENCE)?);
+    if fields.tag() == Some(INTEGER) {
+        // Its version.
+        fields.next()?;
+    }
+    let _signature = fields.take(SEQUENCE)?;
+    let _issuer = fields.take(SEQUENCE)?;
+    let _this_update = fields.next()?;
+    time(fields.next()?)
+}
+
 const DAY: i64 = 24 * 3600;
+/// Of a certificate that is valid for longer, so many seconds before its end somebody should renew it.
+const SOON: i64 = 90 * DAY;
 
 const INTEGER: u8 = 0x02;
 const OCTETS: u8 = 0x04;
@@ -278,6 +295,27 @@ mod tests {
     }
 
     #[test]
+    fn a_revocation_list_says_when_the_next_one_comes() {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let list = rcgen::CertificateRevocationListParams {
+            this_update: date_time_ymd(2026, 2, 3),
+            next_update: date_time_ymd(2026, 2, 10),
+            crl_number: rcgen::SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: Vec::new(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        let list = list.signed_by(&rcgen::Issuer::new(params, key)).unwrap();
+        assert_eq!(next_update(list.der()), Some("2026-02-10T00:00:00Z".parse().unwrap()));
+        for length in 0..80 {
+            assert_eq!(next_update(&list.der()[..length]), None);
+        }
+        assert_eq!(next_update(&certificate(|_| {})), None);
+    }
+
+    #[test]
     fn a_star_stands_for_one_label() {
         let star = Name::Dns("*.lab.example".into());
         for (host, fits) in [
@@ -293,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn soon_is_90_days_or_a_quarter_of_a_short_life() {
+    fn soon_is_90_days_or_a_quarter_of_a_life_of_at_most_90() {
         let facts = |days: i64| Facts {
             serial: Vec::new(),
             common_name: None,
@@ -304,6 +342,10 @@ mod tests {
         };
         let at = |day: i64| Timestamp::from_second(day * DAY).unwrap();
         assert!(!facts(400).ends_soon(at(310)) && facts(400).ends_soon(at(311)));
+        for days in [91, 180, 359, 360] {
+            assert!(!facts(days).ends_soon(at(days - 90)) && facts(days).ends_soon(at(days - 89)), "{days}");
+        }
+        assert!(!facts(90).ends_soon(at(67)) && facts(90).ends_soon(at(68)));
         assert!(!facts(80).ends_soon(at(60)) && facts(80).ends_soon(at(61)));
         assert_eq!((facts(80).days_left(at(61)), facts(80).days_left(at(90))), (19, 0));
     }

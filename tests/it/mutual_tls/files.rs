@@ -1,0 +1,69 @@
+//! Files that go out of date, and files that others can read.
+
+use super::*;
+
+#[tokio::test]
+async fn a_revocation_list_past_its_date_is_used_and_everybody_who_should_know_is_told() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    for name in ["node-1", "node-2", "node-3", "node-4"] {
+        issue(&serve, name, &[]);
+    }
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client = client.default_headers(serve.bearer()).build().expect("a client");
+    let ready = async || {
+        let answer = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
+        answer.text().await.expect("text")
+    };
+    let come = |name: &str| {
+        let certificate = files(name);
+        Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let revoke = |name: &'static str| ["revoke", name, "--data-dir", "data"];
+    let reads = "examined with new authorities or a new revocation list";
+    let outdated = "is out of date: the next one was due at";
+
+    // Before its date.
+    ca(serve.folder.path(), &revoke("node-1")).ok();
+    soon("it is read", || serve.log().contains(reads), || serve.log()).await;
+    let revoked = come("node-1");
+    revoked.says("which was revoked there").await;
+    assert!(!ready().await.contains(outdated) && !serve.log().contains(outdated), "{}", serve.log());
+
+    // After it: a list of ten years ago and a day, by the clock of the one who makes it. It still refuses and lets in as it did.
+    let mut late = lockstep();
+    late.arg("ca").args(revoke("node-3")).current_dir(serve.folder.path());
+    Finished::of(by_clock(&mut late, "-3651d")).ok();
+    soon("it is told", || serve.log().contains(outdated), || serve.log()).await;
+    let noted = ready().await;
+    assert!(noted.contains("note: the revocation list") && noted.contains(outdated), "{noted}");
+    let _still_valid = come("node-2");
+    agent(&serve, "node-2", is_online).await;
+    assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
+    assert_eq!(serve.log().matches(outdated).count(), 1, "once: {}", serve.log());
+
+    // With a newer one nobody has to be told any more.
+    ca(serve.folder.path(), &revoke("node-4")).ok();
+    soon("it is read", || serve.log().matches(reads).count() >= 3, || serve.log()).await;
+    assert!(!ready().await.contains(outdated));
+}
+
+#[tokio::test]
+async fn a_token_that_others_can_read_is_used_with_a_warning() {
+    let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
+    let token = |name: &str, mode: u32| {
+        serve.folder.write(name, "no token of this server");
+        let of = fs::Permissions::from_mode(mode);
+        fs::set_permissions(serve.folder.path().join(name), of).expect("its mode");
+    };
+    token("open", 0o644);
+    token("closed", 0o600);
+    // As Kubernetes mounts a secret.
+    std::os::unix::fs::symlink("open", serve.folder.path().join("linked")).expect("a link");
+    for (name, warns) in [("open", true), ("linked", true), ("closed", false)] {
+        let agent = Agent::start(&serve, &format!("of-{name}"), &["--token-file", name]);
+        agent.says("token").await;
+        agent.says("trying on").await;
+        let said = agent.said();
+        assert_eq!(said.contains(&format!("close it with `chmod 600 {name}`")), warns, "{said}");
+    }
+}

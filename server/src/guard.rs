@@ -95,10 +95,12 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     let passed_on = passed_on && uri.authority().is_none_or(|authority| is_ours(&authority.as_str()));
     let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
         let detail = match public() {
-            Some(url) => format!("this server answers only to {url} and on its own machine to 127.0.0.1, [::1] and localhost"),
-            None => "this server answers only to 127.0.0.1, [::1] and localhost; use one of these in the address, or give the \
-                     server the name that you use with `serve --public-url`"
-                .into(),
+            Some(url) => format!("this server answers only to {}; open {url}", ingress.names_in_words(peer)),
+            None => format!(
+                "this server answers only to {}; use one of these in the address, or give the server the name that you use with \
+                 `serve --public-url`",
+                ingress.names_in_words(peer)
+            ),
         };
         return Err(Error::Refused(StatusCode::MISDIRECTED_REQUEST, detail));
     };

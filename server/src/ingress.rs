@@ -9,7 +9,7 @@ use crate::{
 };
 use axum::http::{HeaderMap, HeaderName, header};
 use std::{
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
 };
 
@@ -137,6 +137,30 @@ impl Ingress {
             || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
     }
 
+    /// The names of [`Ingress::is_ours`] for whoever asked by another one, to use in an address. Those of the certificate are public: each
+    /// handshake has them.
+    pub(crate) fn names_in_words(&self, peer: &Peer) -> String {
+        let bracketed = |host: &str| match host.parse::<Ipv6Addr>() {
+            Ok(address) => format!("[{address}]"),
+            Err(_) => host.to_owned(),
+        };
+        let url = self.public_url.as_ref().map(|url| url.host().to_owned());
+        let certificate = self.certificate.as_ref().filter(|_| peer.https).map(|of| of.names());
+        // Behind a proxy it is an address that the proxy alone connects to; unspecified where the system did not say.
+        let reached = Some(peer.transport.to).filter(|to| !peer.by_proxy && !to.is_unspecified());
+        let reached = reached.map(|to| to.to_string());
+        let fixed = ["127.0.0.1", "::1", "localhost"].map(str::to_owned);
+        let mut names: Vec<String> = Vec::new();
+        for name in url.into_iter().chain(reached).chain(certificate.into_iter().flatten()).chain(fixed) {
+            let name = bracketed(&name);
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        let last = names.pop().unwrap_or_default();
+        format!("{} and {last}", names.join(", "))
+    }
+
     /// Whether a client that checks certificates takes this server for `host`.
     pub(crate) fn is_named(&self, host: &str) -> bool {
         self.certificate.as_ref().is_none_or(|certificate| certificate.matches(host))
@@ -243,6 +267,21 @@ mod tests {
         ] {
             assert!(!ingress.is_ours(host, &peer), "{host}");
         }
+    }
+
+    #[test]
+    fn a_refusal_names_what_the_server_answers_to() {
+        let plain = ingress(|_| {});
+        let reached = peer(&plain, "203.0.113.9", &[]);
+        assert_eq!(plain.names_in_words(&reached), "192.0.2.1, 127.0.0.1, [::1] and localhost");
+        let named = ingress(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
+        let all = named.names_in_words(&reached);
+        assert_eq!(all, "lockstep.example.org, 192.0.2.1, 127.0.0.1, [::1] and localhost");
+        for name in all.split([',', ' ']).filter(|word| !word.is_empty() && *word != "and") {
+            assert!(named.is_ours(name, &reached), "{name}");
+        }
+        let by_proxy = named.names_in_words(&peer(&named, "10.0.0.1", &[]));
+        assert_eq!(by_proxy, "lockstep.example.org, 127.0.0.1, [::1] and localhost");
     }
 
     #[test]

@@ -139,6 +139,11 @@ impl ServerCertificate {
         self.current().facts.names.iter().any(|name| name.matches(host))
     }
 
+    /// The names that it is for.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.current().facts.names.iter().map(ToString::to_string).collect()
+    }
+
     /// Warnings for the operator: it expires soon, or its files cannot be used.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let now = crate::now();

@@ -73,6 +73,23 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     }
 }
 
+/// A remark on a file with a token that others than its user and group can read; none about one that is root's and its group's, as the
+/// secrets of systemd and of pods are that run as another user. It is no reason to refuse it: Kubernetes mounts secrets with mode 0644
+/// unless it is told otherwise.
+pub(crate) fn is_open(path: &Path) -> Option<String> {
+    const ROOT: u32 = 0;
+    let about = fs::metadata(path).ok()?;
+    let open_to = about.mode() & if about.uid() == ROOT { 0o004 } else { 0o044 };
+    let shown = path.display();
+    (about.is_file() && open_to != 0).then(|| {
+        format!(
+            "others on this machine can read the token in {shown} (mode {:04o}); close it with `chmod 600 {shown}`, or defaultMode: 0440 \
+             where it is a secret of Kubernetes",
+            about.mode() & 0o7777
+        )
+    })
+}
+
 /// The token in a file.
 ///
 /// # Errors

@@ -1,6 +1,11 @@
 //! `lockstep agent`: joins a server from any machine.
 
-use super::{access::from_file, init_tracing, size::size, wrong};
+use super::{
+    access::{from_file, is_open},
+    init_tracing,
+    size::size,
+    wrong,
+};
 use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, AgentError, Datasets, Options},
@@ -104,6 +109,9 @@ pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     init_tracing("info");
+    if let Some(remark) = args.token_file.as_deref().and_then(is_open) {
+        tracing::warn!("{remark}");
+    }
     let token = args.token_file.as_deref().map(from_file).transpose()?;
     let identity = match (args.cert_file, args.key_file, args.pkcs12_file, args.pkcs12_password_file) {
         (Some(certificate), Some(key), ..) => Some(IdentityFiles::Pem { certificate, key }),

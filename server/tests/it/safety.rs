@@ -52,6 +52,11 @@ async fn another_name_for_this_machine_is_not_answered() {
         for path in ["/", "/api/v1/jobs", "/healthz", "/static/app.css"] {
             let answer = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
             assert_eq!(answer.status().as_u16(), 421, "{host} {path}");
+            let said = answer.text().await.unwrap();
+            assert!(
+                said.contains("answers only to 127.0.0.1, [::1] and localhost; use one of these"),
+                "{said}"
+            );
         }
     }
     for host in ["localhost", "localhost:1", "[::1]:7070"] {

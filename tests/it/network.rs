@@ -23,6 +23,8 @@ fn ip(args: &str) {
 pub(crate) struct Network {
     number: u32,
     hosts: Vec<u32>,
+    /// Those that have a second interface.
+    seconds: Vec<u32>,
 }
 
 impl Network {
@@ -30,7 +32,7 @@ impl Network {
         // Names of their own: the kernel removes an earlier network's cables when its processes have ended.
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = (std::process::id() + 1009 * MADE.fetch_add(1, Ordering::Relaxed)) % 60_000;
-        let this = Self { number, hosts: Vec::new() };
+        let this = Self { number, hosts: Vec::new(), seconds: Vec::new() };
         ip(&format!("link add {} type bridge", this.bridge()));
         ip(&format!("addr add {}/24 dev {}", this.address(254), this.bridge()));
         ip(&format!("link set {} up", this.bridge()));
@@ -50,6 +52,10 @@ impl Network {
         format!("lkv{}-{host}", self.number)
     }
 
+    fn second_cable(&self, host: u32) -> String {
+        format!("lkw{}-{host}", self.number)
+    }
+
     pub(crate) fn address(&self, host: u32) -> String {
         format!("10.77.{}.{host}", self.number % 250)
     }
@@ -63,6 +69,28 @@ impl Network {
         ip(&format!("-n {space} addr add {}/24 dev eth0", self.address(host)));
         ip(&format!("-n {space} link set eth0 up"));
         ip(&format!("-n {space} link set lo up"));
+    }
+
+    /// What [`Network::add_second`] gives a host.
+    pub(crate) fn second_address(&self, host: u32) -> String {
+        format!("10.78.{}.{host}", self.number % 250)
+    }
+
+    /// Gives a host a second interface, `eth1`, in a network of its own.
+    pub(crate) fn add_second(&mut self, host: u32) {
+        let (space, cable) = (self.namespace(host), self.second_cable(host));
+        self.seconds.push(host);
+        ip(&format!("link add {cable} type veth peer name eth1 netns {space}"));
+        ip(&format!("link set {cable} master {} up", self.bridge()));
+        ip(&format!("-n {space} addr add {}/24 dev eth1", self.second_address(host)));
+        ip(&format!("-n {space} link set eth1 up"));
+    }
+
+    /// Bytes that a host has sent by one of its interfaces.
+    pub(crate) fn sent_bytes(&self, host: u32, interface: &str) -> u64 {
+        let file = format!("/sys/class/net/{interface}/statistics/tx_bytes");
+        let found = Command::new("ip").args(["netns", "exec", &self.namespace(host), "cat", &file]).output();
+        String::from_utf8_lossy(&found.expect("ip").stdout).trim().parse().expect("a number")
     }
 
     /// Processes on a host.
@@ -85,6 +113,9 @@ impl Network {
 
 impl Drop for Network {
     fn drop(&mut self) {
+        for host in &self.seconds {
+            run("ip", &format!("link del {}", self.second_cable(*host)));
+        }
         for host in &self.hosts {
             run("ip", &format!("link del {}", self.cable(*host)));
             run("ip", &format!("netns del {}", self.namespace(*host)));

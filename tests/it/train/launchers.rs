@@ -2,7 +2,7 @@
 
 use super::{Bench, succeeded};
 use crate::{
-    cluster::{Slurm, program},
+    cluster::{Slurm, Sshd, program},
     network::Network,
     server::{free_port, turn},
 };
@@ -11,6 +11,9 @@ use std::{
     fs,
     process::{Command, Output, Stdio},
 };
+
+/// In 24 steps each node sends more than so many bytes of gradients to the other.
+const GRADIENTS: u64 = 1 << 20;
 
 /// The command behind another program.
 fn by(program: &mut Command, train: &Command) -> Output {
@@ -79,6 +82,64 @@ async fn torchrun_starts_two_ranks_on_each_of_two_nodes() {
     );
     assert!(said[0].contains("over TCP") && said[1].is_empty(), "{said:?}");
     assert!(bench.model("torchrun", "2-24") == bench.model("alone", "2-24"));
+}
+
+/// Two nodes of two ranks: network namespaces with an sshd in each, by which mpirun starts its daemons there.
+#[tokio::test]
+async fn mpirun_starts_two_ranks_on_each_of_two_nodes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
+    let mut network = Network::new();
+    [1, 2].into_iter().for_each(|host| network.add(host));
+    let [one, two] = [1, 2].map(|host| network.address(host));
+    let sshds = [1, 2]
+        .map(|host| Sshd::start_in(bench.folder.path(), &network.namespace(host), &network.address(host)));
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    mpirun.args(["--mca", "plm_rsh_agent", &format!("ssh {}", sshds[0].options(22).join(" "))]);
+    mpirun.args(["--mca", "oob_tcp_if_include", &format!("{}/24", network.address(0))]);
+    mpirun.args(["-H", &format!("{one}:2,{two}:2")]);
+    mpirun.args(["-x", &format!("MASTER_ADDR={one}"), "-x", "MASTER_PORT=29500"]);
+    // Namespaces do not keep them from it.
+    mpirun.args(["-x", "LOCKSTEP_SHARED_MEMORY=0", "-x", "OMP_NUM_THREADS=1"]);
+    let said = succeeded(&by(&mut mpirun, &bench.train("mpirun", &[])));
+    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
+    assert!(said.contains("over TCP"), "{said}");
+    for host in [1, 2] {
+        let sent = network.sent_bytes(host, "eth0");
+        assert!(sent > GRADIENTS, "node {host} has sent {sent} bytes");
+    }
+    assert!(bench.model("mpirun", "2-24") == bench.model("alone", "2-24"));
+}
+
+/// Two nodes of two ranks: network namespaces, with what msrun sets for each worker.
+#[tokio::test]
+async fn with_mindspore_s_variables_two_workers_on_each_of_two_nodes_train() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
+    let mut network = Network::new();
+    [1, 2].into_iter().for_each(|host| network.add(host));
+    let worker = |id: u32| {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &network.namespace(1 + id / 2)]);
+        let train = bench.train("mindspore", &[]);
+        command.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null());
+        command.envs([("MS_ROLE", "MS_WORKER"), ("MS_WORKER_NUM", "4"), ("MS_SCHED_PORT", "8118")]);
+        command.env("MS_SCHED_HOST", network.address(1)).env("MS_NODE_ID", id.to_string());
+        command.env("DEVICE_ID", (id % 2).to_string()).env("LOCAL_WORLD_SIZE", "2");
+        command.env("LOCKSTEP_SHARED_MEMORY", "0").env("OMP_NUM_THREADS", "1");
+        command
+    };
+    let said: Vec<_> = together((0..4).map(worker).collect()).iter().map(succeeded).collect();
+    assert_eq!(said[0].matches("succeeded: validation accuracy").count(), 1, "{said:?}");
+    assert!(said[0].contains("over TCP") && said[1..].iter().all(String::is_empty), "{said:?}");
+    for host in [1, 2] {
+        let sent = network.sent_bytes(host, "eth0");
+        assert!(sent > GRADIENTS, "node {host} has sent {sent} bytes");
+    }
+    assert!(bench.model("mindspore", "2-24") == bench.model("alone", "2-24"));
 }
 
 #[tokio::test]

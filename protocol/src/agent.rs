@@ -219,4 +219,16 @@ pub struct RankNetwork {
     /// The interface that has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
+    /// How its agent came by the address, in words for the job's log. The agent adds it to what the server sends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub named_by: Option<String>,
+}
+
+impl RankNetwork {
+    /// Where these ranks listen: `10.1.0.5 (eth1), named by NCCL_SOCKET_IFNAME`.
+    pub fn in_words(&self) -> String {
+        let interface = self.interface.as_ref().map(|name| format!(" ({name})")).unwrap_or_default();
+        let named_by = self.named_by.as_ref().map(|how| format!(", {how}")).unwrap_or_default();
+        format!("{}{interface}{named_by}", self.address)
+    }
 }

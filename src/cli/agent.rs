@@ -60,11 +60,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MIB", default_value_t = 4096)]
     spool_mib: u64,
     /// Address or name by which the ranks of other machines reach this one, for jobs over several machines [default: the
-    /// address of --interface, or the one with which this machine reaches the server]
+    /// address of --interface, of the interface that NCCL_SOCKET_IFNAME names, or the one with which this machine reaches the
+    /// server]
     #[arg(long, value_name = "ADDRESS")]
     advertise: Option<String>,
     /// Network interface for jobs over several machines: for the ranks' own connections and, unless NCCL_SOCKET_IFNAME is
-    /// set, for NCCL
+    /// set, for NCCL [default: the one that NCCL_SOCKET_IFNAME names]
     #[arg(long, value_name = "NAME")]
     interface: Option<String>,
     /// Run only this job, and exit when it ends

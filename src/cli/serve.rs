@@ -117,7 +117,7 @@ pub(crate) struct Args {
     #[arg(long)]
     no_local_agent: bool,
     /// Address or name by which ranks of other machines reach those of this one, for jobs over several machines [default: the
-    /// address of --listen, where that is one]
+    /// address of the interface that NCCL_SOCKET_IFNAME names, or of --listen, where that is one]
     #[arg(long, value_name = "ADDRESS", conflicts_with = "no_local_agent")]
     advertise: Option<String>,
     /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
@@ -282,7 +282,10 @@ impl Server {
             Ok(running) => {
                 let local = local_listener.unwrap_or_else(|| reachable(running.address()));
                 let ip = running.address().ip();
-                let advertise = (!ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
+                // Where NCCL's variable names an interface, its agent takes that one, as any agent does.
+                let is_free = matches!(lockstep_worker::host::nccl_interface(), Ok(None));
+                let advertise =
+                    (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
                 Ok(Self { running, local, data_dir, shutdown, ended, agent: None, advertise })
             }

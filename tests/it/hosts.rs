@@ -74,6 +74,18 @@ impl Site {
 
     /// An agent on a host, with a certificate of its own.
     pub(crate) fn join(&mut self, host: u32, name: &str, slots: u32) {
+        self.join_with(host, name, slots, &[], &[]);
+    }
+
+    /// As [`Site::join`], with variables and further options.
+    pub(crate) fn join_with(
+        &mut self,
+        host: u32,
+        name: &str,
+        slots: u32,
+        variables: &[(&str, &str)],
+        options: &[&str],
+    ) {
         let folder = self.serve.folder.path();
         let issue = ["ca", "issue", name, "--agent", "--data-dir", "data"];
         assert!(lockstep().args(issue).current_dir(folder).output().expect("ca").status.success());
@@ -86,6 +98,7 @@ impl Site {
         command.arg(lockstep().get_program()).args(["agent", "--server", &self.url, "--name", name]);
         command.args(["--cpu-slots", &slots.to_string(), "--data-dir", name, "--ca-file"]).arg(&self.ca);
         command.args(["--cert-file", &format!("{name}.crt"), "--key-file", &format!("{name}.key")]);
+        command.args(options).envs(variables.iter().copied());
         command.current_dir(folder).stdout(log.try_clone().expect("a log")).stderr(log);
         self.agents.push((name.to_owned(), command.spawn().expect("an agent")));
     }

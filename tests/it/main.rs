@@ -36,6 +36,7 @@ mod finetune;
 mod first_loss;
 mod gangs;
 mod hosts;
+mod interfaces;
 mod interrupted;
 mod join;
 mod launch;

@@ -5,7 +5,7 @@ pub(crate) mod gather;
 mod gpus;
 mod link;
 
-pub use facts::{Facts, INTERFACE};
+pub use facts::Facts;
 pub use link::{LinkMeasurement, listen, probe};
 
 use crate::{

@@ -5,6 +5,7 @@ pub(crate) mod interfaces;
 mod listener_owner;
 pub(crate) mod usage;
 
+pub use interfaces::{NCCL_INTERFACE, of_environment as nccl_interface};
 pub use listener_owner::listener_owners;
 
 use std::{

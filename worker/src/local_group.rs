@@ -9,7 +9,7 @@ use crate::{
     },
     engine::registry,
     gpu::{RankGpu, devices::Gpu},
-    host::own_program,
+    host::{NCCL_INTERFACE, own_program},
     supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise},
 };
 use lockstep_protocol::spec::Device;
@@ -202,7 +202,7 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
     command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
         // Without `=` a name stands for all that begin with it.
-        command.env("NCCL_SOCKET_IFNAME", format!("={interface}"));
+        command.env(NCCL_INTERFACE, format!("={interface}"));
     }
     // Ctrl-C ends them with who measures.
     let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;

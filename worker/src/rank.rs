@@ -188,6 +188,7 @@ fn attempt(
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
             store.listen_at(ip);
         }
+        say_where_ranks_listen(config, reporter);
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         store.barrier("connected")?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
@@ -255,6 +256,16 @@ fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     }
     let error = format!("the ranks' first all-reduce gave {} instead of {}", sum[0], n * (n - 1.0) / 2.0);
     Err(RankError::System(std::io::Error::other(error)))
+}
+
+/// The first of a machine's ranks says where they listen for those of other machines.
+fn say_where_ranks_listen(config: &RankConfig, reporter: &Reporter) {
+    let ranks: Vec<_> = config.start.ranks.iter().map(|(rank, _)| rank.to_string()).collect();
+    let is_first = config.start.ranks.iter().all(|(rank, _)| *rank >= config.rank);
+    if let Some(network) = config.start.network.as_ref().filter(|_| is_first) {
+        let (who, listen) = if ranks.len() == 1 { ("rank", "listens") } else { ("ranks", "listen") };
+        reporter.log(&format!("{who} {} {listen} at {}", ranks.join(", "), network.in_words()));
+    }
 }
 
 /// Collective: rank 0 logs a warning if any rank's connection sends gradients to another machine unencrypted.

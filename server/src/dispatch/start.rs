@@ -273,9 +273,11 @@ fn order(app: &App, prepared: Prepared, files: StartFiles, claimed: Claimed) -> 
     for ((agent, _), place) in chosen.iter().zip(&places) {
         let machine = &agent.row.machine;
         start.ranks.clone_from(&place.ranks);
-        start.network = address(machine)
-            .filter(|_| !meets_at_loopback)
-            .map(|address| RankNetwork { address: address.into(), interface: machine.interface.clone() });
+        start.network = address(machine).filter(|_| !meets_at_loopback).map(|address| RankNetwork {
+            address: address.into(),
+            interface: machine.interface.clone(),
+            named_by: None,
+        });
         if !app.agents.send(&place.agent_id, ToAgent::Start(Box::new(start.clone()))) {
             gone = Some(agent.row.name.clone());
             break;

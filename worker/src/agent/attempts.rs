@@ -50,6 +50,9 @@ impl Agent {
             // An option says where the dataset is, so it is not copied.
             context.copies = None;
         }
+        if let Some(network) = &mut start.network {
+            network.named_by = Some(self.network.named_by().to_owned());
+        }
         let (stored, made) = place::place(&self.state_dir, start);
         // Ranks that are not recorded on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {

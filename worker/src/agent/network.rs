@@ -2,41 +2,86 @@
 
 use super::{AgentError, Options};
 use crate::host::{
-    interfaces::{interfaces, speed_mbits},
+    NCCL_INTERFACE,
+    interfaces::{first_of, interfaces, of_variable, speed_mbits},
     network_id,
 };
-use lockstep_protocol::agent::Machine;
+use lockstep_protocol::agent::{Machine, RankNetwork};
 use std::net::IpAddr;
 
 /// What the agent was given or chooses.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Network {
     advertised: Option<String>,
     interface: Option<String>,
+    source: Source,
+    /// What the log has said last.
+    said: Option<String>,
+}
+
+/// What the address comes from; the first that there is counts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Source {
+    Advertise,
+    Interface,
+    Variable,
+    #[default]
+    Route,
 }
 
 impl Network {
     /// # Errors
     /// The interface is not there or has no address.
     pub(super) fn of(options: &Options) -> Result<Self, AgentError> {
-        let Options { advertise, interface, .. } = options;
-        if let Some(address) = advertise
-            && address.contains(|c: char| !c.is_ascii_alphanumeric() && !".-:%".contains(c))
-        {
-            return Err(AgentError::Wrong(format!(
-                "--advertise {address}: give an address or a name of this machine, without a port, such as 10.0.0.7"
-            )));
-        }
-        let advertised = match (advertise, interface) {
-            (Some(address), _) => Some(address.clone()),
-            (None, Some(name)) => Some(address_of(name).map_err(AgentError::Wrong)?.to_string()),
-            (None, None) => None,
-        };
-        Ok(Self { advertised, interface: interface.clone() })
+        let variable = std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty());
+        Self::chosen(options.advertise.as_deref(), options.interface.as_deref(), variable.as_deref())
+            .map_err(AgentError::Wrong)
     }
 
-    /// Adds what others need to know to the machine's description; `local` is this end of the connection to the server.
-    pub(super) fn describe(&self, machine: &mut Machine, local: Option<IpAddr>) {
+    fn chosen(
+        advertise: Option<&str>,
+        interface: Option<&str>,
+        variable: Option<&str>,
+    ) -> Result<Self, String> {
+        if let Some(address) = advertise {
+            if address.contains(|c: char| !c.is_ascii_alphanumeric() && !".-:%".contains(c)) {
+                return Err(format!(
+                    "--advertise {address}: give an address or a name of this machine, without a port, such as 10.0.0.7"
+                ));
+            }
+            let (advertised, interface) = (Some(address.to_owned()), interface.map(str::to_owned));
+            return Ok(Self { advertised, interface, source: Source::Advertise, said: None });
+        }
+        let all = || interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"));
+        let (found, source) = match (interface, variable) {
+            (Some(name), _) => {
+                let found = first_of(&all()?, |of| of == name);
+                (Some(found.map_err(|why| format!("--interface {name}: {why}"))?), Source::Interface)
+            }
+            (None, Some(value)) => (of_variable(&all()?, value)?, Source::Variable),
+            (None, None) => (None, Source::Route),
+        };
+        Ok(match found {
+            Some((name, ip)) => {
+                Self { advertised: Some(ip.to_string()), interface: Some(name), source, said: None }
+            }
+            None => Self::default(),
+        })
+    }
+
+    /// How the agent came by the address, for people.
+    pub(super) fn named_by(&self) -> &'static str {
+        match self.source {
+            Source::Advertise => "named by --advertise",
+            Source::Interface => "named by --interface",
+            Source::Variable => "named by NCCL_SOCKET_IFNAME",
+            Source::Route => "of the route to the server",
+        }
+    }
+
+    /// Adds what others need to know to the machine's description; `local` is this end of the connection to the server. The log names
+    /// the address once, and again when it is another.
+    pub(super) fn describe(&mut self, machine: &mut Machine, local: Option<IpAddr>) {
         machine.address = self.advertised.clone().or_else(|| local.map(|ip| ip.to_string()));
         machine.interface = self.interface.clone().or_else(|| {
             let address: IpAddr = machine.address.as_deref()?.parse().ok()?;
@@ -45,20 +90,14 @@ impl Network {
         });
         machine.interface_mbits = machine.interface.as_deref().and_then(speed_mbits);
         machine.network_id = network_id();
+        let Some(address) = machine.address.clone() else { return };
+        let named_by = Some(self.named_by().to_owned());
+        let words = RankNetwork { address, interface: machine.interface.clone(), named_by }.in_words();
+        if self.said.as_ref() != Some(&words) {
+            tracing::info!("ranks listen at {words}");
+            self.said = Some(words);
+        }
     }
-}
-
-/// The address of an interface: IPv4 where it has both kinds, and none that is valid on its own link alone.
-fn address_of(name: &str) -> Result<IpAddr, String> {
-    let all =
-        interfaces().map_err(|e| format!("--interface {name}: the interfaces cannot be listed: {e}"))?;
-    let is_link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local());
-    let of_it = all.iter().filter(|(of, ip)| of == name && !is_link_local(ip)).map(|(_, ip)| *ip);
-    of_it.min_by_key(IpAddr::is_ipv6).ok_or_else(|| {
-        let mut names: Vec<_> = all.iter().map(|(name, _)| name.as_str()).collect();
-        names.dedup();
-        format!("--interface {name}: no such interface has an address; there are {}", names.join(", "))
-    })
 }
 
 #[cfg(test)]
@@ -67,24 +106,33 @@ mod tests {
 
     #[test]
     fn an_interface_is_found_with_its_address_and_another_is_not() {
-        assert_eq!(address_of("lo").unwrap(), IpAddr::from([127, 0, 0, 1]));
-        let error = address_of("none-such").unwrap_err();
+        let found = Network::chosen(None, Some("lo"), None).unwrap();
+        assert_eq!(found.advertised.as_deref(), Some("127.0.0.1"));
+        let error = Network::chosen(None, Some("none-such"), None).unwrap_err();
         assert!(error.contains("--interface none-such") && error.contains("lo"), "{error}");
     }
 
     #[test]
-    fn what_is_given_comes_before_the_connection_to_the_server() {
-        let mut machine = crate::agent::machine::describe(std::path::Path::new("/"));
+    fn options_come_before_nccl_s_variable_and_that_before_the_connection_to_the_server() {
         let loopback = Some(IpAddr::from([127, 0, 0, 1]));
-        Network { advertised: None, interface: None }.describe(&mut machine, loopback);
-        assert_eq!(
-            (machine.address.as_deref(), machine.interface.as_deref()),
-            (Some("127.0.0.1"), Some("lo"))
-        );
-        assert!(machine.network_id.is_some_and(|id| id.contains("net:")));
-        let mut machine = crate::agent::machine::describe(std::path::Path::new("/"));
-        let given = Network { advertised: Some("node-7".into()), interface: Some("ib0".into()) };
-        given.describe(&mut machine, loopback);
-        assert_eq!((machine.address.as_deref(), machine.interface.as_deref()), (Some("node-7"), Some("ib0")));
+        let described = |advertise, interface, variable| {
+            let mut machine = crate::agent::machine::describe(std::path::Path::new("/"));
+            let mut network = Network::chosen(advertise, interface, variable).unwrap();
+            network.describe(&mut machine, loopback);
+            assert!(machine.network_id.is_some_and(|id| id.contains("net:")));
+            network.said.unwrap()
+        };
+        for (advertise, interface, variable, said) in [
+            (None, None, None, "127.0.0.1 (lo), of the route to the server"),
+            (None, None, Some("^lo"), "127.0.0.1 (lo), of the route to the server"),
+            (None, None, Some("=lo"), "127.0.0.1 (lo), named by NCCL_SOCKET_IFNAME"),
+            (None, Some("lo"), Some("=none-such"), "127.0.0.1 (lo), named by --interface"),
+            (Some("node-7"), None, Some("=none-such"), "node-7, named by --advertise"),
+            (Some("node-7"), Some("ib0"), None, "node-7 (ib0), named by --advertise"),
+        ] {
+            assert_eq!(described(advertise, interface, variable), said);
+        }
+        let error = Network::chosen(None, None, Some("=none-such")).unwrap_err();
+        assert!(error.starts_with("NCCL_SOCKET_IFNAME==none-such: no such interface"), "{error}");
     }
 }

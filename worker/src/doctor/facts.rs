@@ -5,7 +5,11 @@ use crate::{
         devices::{self, Usable},
         libraries::{Libraries, Library},
     },
-    host::{boot_id, cores, hostname, interfaces::interfaces, network_id},
+    host::{
+        NCCL_INTERFACE, boot_id, cores, hostname,
+        interfaces::{interfaces, is_link_local, of_variable},
+        network_id,
+    },
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -13,8 +17,6 @@ use std::{
     net::{IpAddr, UdpSocket},
 };
 
-/// NCCL's variable for the network interface that it is to use.
-pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 /// How sshd says to a session where it came from and where to: address and port of both ends.
 const CONNECTION: &str = "SSH_CONNECTION";
 
@@ -48,7 +50,7 @@ impl Facts {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
         let address =
-            address(&all, variable(INTERFACE).as_deref(), variable(CONNECTION).as_deref(), by_route)?;
+            address(&all, variable(NCCL_INTERFACE).as_deref(), variable(CONNECTION).as_deref(), by_route)?;
         let libraries = Libraries::find();
         let driver =
             fs::read_to_string("/proc/driver/nvidia/version").ok().and_then(|text| version_in(&text));
@@ -74,21 +76,11 @@ fn address(
     connection: Option<&str>,
     by_route: impl Fn() -> io::Result<IpAddr>,
 ) -> Result<IpAddr, String> {
-    let link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local());
-    // `=eth1` is that one alone, `eth` all that begin so; `^` excludes, which says nothing about which one it is.
-    if let Some(list) = interface.filter(|list| !list.starts_with('^')) {
-        let (exact, list) = list.strip_prefix('=').map_or((false, list), |list| (true, list));
-        let named =
-            |name: &str| list.split(',').any(|of| if exact { name == of } else { name.starts_with(of) });
-        let found = all.iter().filter(|(name, ip)| named(name) && !link_local(ip)).map(|(_, ip)| *ip);
-        return found.min_by_key(IpAddr::is_ipv6).ok_or_else(|| {
-            let mut names: Vec<_> = all.iter().map(|(name, _)| name.as_str()).collect();
-            names.dedup();
-            format!("{INTERFACE}={list}: no such interface has an address; there are {}", names.join(", "))
-        });
+    if let Some((_, ip)) = interface.map_or(Ok(None), |value| of_variable(all, value))? {
+        return Ok(ip);
     }
     let by_ssh = connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());
-    let usable = |ip: &IpAddr| !ip.is_loopback() && !link_local(ip);
+    let usable = |ip: &IpAddr| !ip.is_loopback() && !is_link_local(ip);
     if let Some(ip) = by_ssh.filter(|ip| usable(ip) && all.iter().any(|(_, of)| of == ip)) {
         return Ok(ip);
     }
@@ -97,7 +89,9 @@ fn address(
     }
     let first = all.iter().map(|(_, ip)| *ip).filter(usable).min_by_key(IpAddr::is_ipv6);
     first.or(by_ssh).ok_or_else(|| {
-        format!("this machine has no address that others could reach; name an interface with {INTERFACE}")
+        format!(
+            "this machine has no address that others could reach; name an interface with {NCCL_INTERFACE}"
+        )
     })
 }
 

@@ -5,6 +5,9 @@ use rustix::net::{
 };
 use std::{io, net::IpAddr, path::Path};
 
+/// NCCL's variable for the network interface that it is to use.
+pub const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
+
 const RTM_NEWADDR: u16 = 20;
 const RTM_GETADDR: u16 = 22;
 const NLMSG_ERROR: u16 = 2;
@@ -19,6 +22,55 @@ const HEADER: usize = 16;
 const ADDRESS_HEADER: usize = 8;
 /// The kernel sends at most so much at once.
 const BUFFER: usize = 64 << 10;
+
+/// The interface that NCCL's variable in this process's environment names, with its address. None where the variable is not set, or only
+/// excludes.
+///
+/// # Errors
+/// No interface of such a name has an address; a sentence.
+pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
+    let Some(value) = std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
+    of_variable(&all, &value)
+}
+
+/// The interface that a value of NCCL's variable names, as NCCL reads it: `=eth1` is that one alone, `eth` all that begin so, of several
+/// names any. `^` excludes, which says nothing about which one it is: none then.
+///
+/// # Errors
+/// No interface of such a name has an address; a sentence.
+pub(crate) fn of_variable(all: &[(String, IpAddr)], value: &str) -> Result<Option<(String, IpAddr)>, String> {
+    if value.starts_with('^') {
+        return Ok(None);
+    }
+    let (exact, list) = value.strip_prefix('=').map_or((false, value), |list| (true, list));
+    let is_named =
+        |name: &str| list.split(',').any(|of| if exact { name == of } else { name.starts_with(of) });
+    first_of(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
+}
+
+/// The first address of interfaces that are meant: IPv4 where they have both kinds, and none that is valid on its own link alone.
+///
+/// # Errors
+/// None of them has one; the sentence names those that have.
+pub(crate) fn first_of(
+    all: &[(String, IpAddr)],
+    is_meant: impl Fn(&str) -> bool,
+) -> Result<(String, IpAddr), String> {
+    let found = all.iter().filter(|(name, ip)| is_meant(name) && !is_link_local(ip));
+    found.min_by_key(|(_, ip)| ip.is_ipv6()).cloned().ok_or_else(|| {
+        let mut names: Vec<_> = all.iter().map(|(name, _)| name.as_str()).collect();
+        names.dedup();
+        format!("no such interface has an address; there are {}", names.join(", "))
+    })
+}
+
+/// Valid on its own link alone.
+pub(crate) fn is_link_local(ip: &IpAddr) -> bool {
+    matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local())
+}
 
 /// Speed of an interface in Mbit/s, as its driver says (sysfs-class-net); none where it does not, as for virtual interfaces and for links
 /// that are down.
@@ -119,6 +171,38 @@ mod tests {
         for unknown in ["down", "odd", "none", "not-there", "", "..", "fast/../fast"] {
             assert_eq!(speed(unknown), None, "{unknown}");
         }
+    }
+
+    #[test]
+    fn nccl_s_variable_names_exact_interfaces_prefixes_or_what_is_excluded() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let all = [
+            ("lo".to_owned(), ip("127.0.0.1")),
+            ("eth0".to_owned(), ip("10.0.0.5")),
+            ("eth1".to_owned(), ip("fe80::5")),
+            ("eth1".to_owned(), ip("fd00::5")),
+            ("eth1".to_owned(), ip("10.1.0.5")),
+            ("eth10".to_owned(), ip("10.2.0.5")),
+            ("ib0".to_owned(), ip("fd01::5")),
+        ];
+        let named = |value: &str| of_variable(&all, value).map(|found| found.map(|(name, _)| name));
+        for (value, name) in [
+            ("=eth1", "eth1"),
+            ("eth", "eth0"),
+            ("eth10,ib", "eth10"),
+            ("ib", "ib0"),
+            ("=ib0,eth10", "eth10"),
+        ] {
+            assert_eq!(named(value), Ok(Some(name.into())), "{value}");
+        }
+        assert_eq!(of_variable(&all, "=eth1"), Ok(Some(("eth1".into(), ip("10.1.0.5")))));
+        assert_eq!(named("^eth0"), Ok(None));
+        assert_eq!(named("^=eth0"), Ok(None));
+        let error = named("=eth").unwrap_err();
+        assert!(
+            error.contains("NCCL_SOCKET_IFNAME==eth: ") && error.contains("lo, eth0, eth1, eth10, ib0"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     gpu::RankGpu,
-    host::{boot_id, cores, write_private, write_whole},
+    host::{NCCL_INTERFACE, boot_id, cores, write_private, write_whole},
     rank::{RankConfig, stop_within_secs},
 };
 use lockstep_protocol::agent::StartAttempt;
@@ -19,9 +19,6 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
-
-/// Which network interface NCCL uses among machines.
-const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
 /// The file of `rank` with `extension` in an attempt's folder.
 pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
@@ -71,7 +68,8 @@ impl RankProcess {
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
         let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
-        if let Some(interface) = interface.filter(|_| std::env::var_os(NCCL_INTERFACE).is_none()) {
+        let is_set = std::env::var_os(NCCL_INTERFACE).is_some_and(|value| !value.is_empty());
+        if let Some(interface) = interface.filter(|_| !is_set) {
             // NCCL takes a name without `=` as a prefix.
             command.env(NCCL_INTERFACE, format!("={interface}"));
         }

@@ -1,0 +1,45 @@
+//! Hosts with two network interfaces: the one that NCCL's variable names is the one by which ranks reach each other.
+
+use crate::{hosts::Site, server::turn};
+use serde_json::json;
+
+/// In 200 steps each host sends more than so many bytes of gradients to its neighbour.
+const GRADIENTS: u64 = 1 << 20;
+
+#[tokio::test]
+async fn nccl_s_variable_moves_the_ring_too_and_an_option_wins_over_it() {
+    let _turn = turn().await;
+    let (mut site, model) = Site::measured(2).await;
+    for host in [1, 2] {
+        site.network.add_second(host);
+    }
+    // Exactly, and by what its name begins with.
+    site.join_with(1, "h1", 2, &[("NCCL_SOCKET_IFNAME", "=eth1")], &[]);
+    site.join_with(2, "h2", 2, &[("NCCL_SOCKET_IFNAME", "wlan,eth1")], &[]);
+    site.online(&["h1", "h2"]).await;
+    let before = [1, 2].map(|host| site.network.sent_bytes(host, "eth1"));
+    let id = site.submit().await;
+    let (job, same) = site.succeeded(&id).await;
+    assert_eq!(job["agents"], json!(["h1", "h2"]));
+    assert!(same == model, "the same weights");
+    for (host, before) in [1, 2].into_iter().zip(before) {
+        let sent = site.network.sent_bytes(host, "eth1") - before;
+        assert!(sent > GRADIENTS, "host {host} has sent {sent} bytes by eth1");
+        let address = site.network.second_address(host);
+        let words = format!("listen at {address} (eth1), named by NCCL_SOCKET_IFNAME");
+        assert_eq!(site.logs().matches(&format!("ranks {words}")).count(), 1, "once: {}", site.logs());
+        let ranks = ["0, 1", "2, 3"][host as usize - 1];
+        assert_eq!(site.says(&id, &format!("ranks {ranks} {words}")), 1, "in the job's log");
+    }
+    for name in ["h1", "h2"] {
+        site.leave(name);
+    }
+
+    site.join_with(1, "h3", 2, &[("NCCL_SOCKET_IFNAME", "=eth1")], &["--interface", "eth0"]);
+    site.join_with(2, "h4", 2, &[("NCCL_SOCKET_IFNAME", "^eth1")], &[]);
+    site.online(&["h3", "h4"]).await;
+    for (host, named) in [(1, "named by --interface"), (2, "of the route to the server")] {
+        let words = format!("ranks listen at {} (eth0), {named}", site.network.address(host));
+        assert!(site.logs().contains(&words), "{words}: {}", site.logs());
+    }
+}

@@ -2,8 +2,12 @@
 
 use crate::limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::HashSet;
 use utoipa::ToSchema;
+
+/// The longest fingerprint, as JSON: two hashes and two numbers take a few hundred.
+const FINGERPRINT_BYTES: usize = 4 << 10;
 
 /// What inspecting a dataset's files found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -25,6 +29,11 @@ pub struct DatasetInfo {
     /// Splits whose samples have no labels, as of a test split whose labels are kept secret: left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unlabelled: Vec<String>,
+    /// Identifies the content that was inspected: machines that have a copy of their own compare theirs. None from agents of earlier
+    /// versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub fingerprint: Option<Value>,
 }
 
 impl DatasetInfo {
@@ -33,12 +42,18 @@ impl DatasetInfo {
         let long = |file: &BrokenFile| {
             [&file.file, &file.detail].into_iter().any(|text| text.chars().count() > BROKEN_FILE_CHARS)
         };
-        class_names_mistake(&self.classes).or_else(|| {
-            self.broken
-                .iter()
-                .any(long)
-                .then(|| format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"))
-        })
+        class_names_mistake(&self.classes)
+            .or_else(|| {
+                self.broken
+                    .iter()
+                    .any(long)
+                    .then(|| format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"))
+            })
+            .or_else(|| {
+                let is_long =
+                    self.fingerprint.as_ref().is_some_and(|of| of.to_string().len() > FINGERPRINT_BYTES);
+                is_long.then(|| format!("has a fingerprint of more than {FINGERPRINT_BYTES} bytes"))
+            })
     }
 
     /// Says which splits are left out as they have no labels, and what measures a job instead; `None` where there is none.

@@ -12,6 +12,7 @@ use crate::{
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
+    numbers::plural,
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::Value;
@@ -209,23 +210,53 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     Ok(())
 }
 
-/// Keeps the fingerprint of a job's dataset, when it is the first; whether the one that is kept is the same.
+/// Keeps the fingerprint of a job's dataset on the agent `machine`, when it is the first. Where one is kept that differs, says whose that
+/// is and how much that one has.
 ///
 /// # Errors
 /// The disk.
-pub(crate) fn keep_dataset_note(job_dir: &Path, note: &Value) -> io::Result<bool> {
+pub(crate) fn keep_dataset_note(
+    job_dir: &Path,
+    mut note: Value,
+    machine: &str,
+) -> io::Result<Option<String>> {
     let path = job_dir.join("dataset.json");
     let temporary = job_dir.join(format!("dataset.{}.new", uuid::Uuid::new_v4().simple()));
-    fs::write(&temporary, serde_json::to_vec(note)?)?;
+    if let Some(fields) = note.as_object_mut() {
+        fields.insert(MACHINE.into(), machine.into());
+    }
+    fs::write(&temporary, serde_json::to_vec(&note)?)?;
     // Of two machines that start at once one is the first.
     let linked = fs::hard_link(&temporary, &path);
     fs::remove_file(&temporary)?;
     match linked {
-        Ok(()) => Ok(true),
+        Ok(()) => Ok(None),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            Ok(dataset_note(job_dir).as_ref() == Some(note))
+            let mut kept = dataset_note(job_dir).unwrap_or_default();
+            let other = other_copy(&kept);
+            // Whose they are is not compared.
+            for fields in [&mut kept, &mut note].into_iter().filter_map(Value::as_object_mut) {
+                fields.remove(MACHINE);
+            }
+            Ok((kept != note).then_some(other))
         }
         Err(e) => Err(e),
+    }
+}
+
+/// The field of a fingerprint that names the agent whose copy of the dataset it is of.
+const MACHINE: &str = "machine";
+
+/// `node-1 has 640 files of 3 MB, or other content`, of a fingerprint.
+fn other_copy(note: &Value) -> String {
+    let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
+    let of = |name: &str| note[name].as_u64();
+    let count = of("pictures").map(|n| (n, "picture")).or_else(|| Some((of("files")?, "file")));
+    match count.zip(of("picture_bytes").or_else(|| of("bytes"))) {
+        Some(((count, what), bytes)) => {
+            format!("{machine} has {} of {:.0} MB, or other content", plural(count, what), bytes as f64 / 1e6)
+        }
+        None => format!("{machine} has another one"),
     }
 }
 

@@ -27,6 +27,7 @@ mod bad_starts;
 mod commands;
 mod dataset_copies;
 mod datasets;
+mod differing_copies;
 mod edges;
 mod elsewhere;
 mod examined;

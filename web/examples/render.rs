@@ -188,6 +188,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }],
             broken_count: 1,
             unlabelled: Vec::new(),
+            fingerprint: None,
         },
         added_at: now - SignedDuration::from_hours(3),
         owner: Some("ada".into()),

@@ -18,6 +18,8 @@ pub struct StartFiles {
     pub mark: Option<String>,
     /// The dataset's fingerprint at the job's first start (`dataset.json`), once there was one.
     pub dataset: Option<Value>,
+    /// The dataset's fingerprint when it was registered. An agent forgets it where it uses the server's own files.
+    pub registered: Option<Value>,
     /// The id of the checkpoint whose folder `model.pretrained` names on the server's disk.
     pub pretrained: Option<String>,
 }

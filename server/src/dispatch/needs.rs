@@ -11,6 +11,7 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
     spec::JobSpec,
 };
+use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 
 /// What a job needs is there.
@@ -19,6 +20,8 @@ pub(super) struct Needs {
     pub(super) spec: JobSpec,
     /// Where its dataset is.
     pub(super) dataset_path: String,
+    /// The dataset's fingerprint when it was registered.
+    pub(super) registered: Option<Value>,
     /// The checkpoint's id, where `model.pretrained` is one.
     pub(super) pretrained: Option<String>,
 }
@@ -57,7 +60,12 @@ pub(super) async fn needs(
         };
         spec.model.pretrained = Some(app.checkpoint_dir(&row).to_string_lossy().into_owned());
     }
-    Ok(Ok(Needs { spec, dataset_path: dataset.path.clone(), pretrained }))
+    Ok(Ok(Needs {
+        spec,
+        dataset_path: dataset.path.clone(),
+        registered: dataset.info.fingerprint.clone(),
+        pretrained,
+    }))
 }
 
 /// A job fails without a start.

@@ -266,7 +266,7 @@ fn order(app: &App, prepared: Prepared, files: StartFiles, claimed: Claimed) -> 
         job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
         network: None,
-        files: StartFiles { pretrained: needs.pretrained, ..files },
+        files: StartFiles { pretrained: needs.pretrained, registered: needs.registered, ..files },
     };
     let meets_at_loopback = master_address(&chosen).is_none();
     let mut gone = None;
@@ -346,6 +346,7 @@ async fn start_files(app: &App, prepared: &[Prepared]) -> Vec<StartFiles> {
     let files = |folder: PathBuf| StartFiles {
         mark: mark(&folder),
         dataset: artifacts::dataset_note(&folder),
+        registered: None,
         pretrained: None,
     };
     let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());

@@ -231,13 +231,12 @@ pub(crate) async fn dataset(
     let note: Value = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
     let job_dir = app.job_dir(&asking.attempt.job);
-    let kept =
-        blocking(move || artifacts::keep_dataset_note(&job_dir, &note)).await?.map_err(|e| disk(&e))?;
-    match kept {
-        true => Ok(StatusCode::NO_CONTENT),
-        false => {
-            Err(Error::Conflict("the job began with another dataset, or another copy of it".into(), None))
-        }
+    let name = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
+    let name = name.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
+    let other = blocking(move || artifacts::keep_dataset_note(&job_dir, note, &name)).await?;
+    match other.map_err(|e| disk(&e))? {
+        None => Ok(StatusCode::NO_CONTENT),
+        Some(other) => Err(Error::Conflict(other, None)),
     }
 }
 

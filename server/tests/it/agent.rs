@@ -209,6 +209,7 @@ pub fn info() -> DatasetInfo {
         broken: Vec::new(),
         broken_count: 0,
         unlabelled: Vec::new(),
+        fingerprint: None,
     }
 }
 

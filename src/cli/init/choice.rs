@@ -205,6 +205,7 @@ mod tests {
             broken: Vec::new(),
             broken_count: 0,
             unlabelled: Vec::new(),
+            fingerprint: None,
         }
     }
 

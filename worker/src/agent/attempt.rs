@@ -63,7 +63,8 @@ pub(super) struct Attempt {
 }
 
 /// See [`AttemptContext::check`].
-pub(super) type Check = fn(&StoredAttempt, &Path, &[String], &AtomicBool) -> Result<(), Refusal>;
+pub(super) type Check =
+    fn(&StoredAttempt, &Path, &[String], &AtomicBool, Option<&str>) -> Result<(), Refusal>;
 
 /// What the attempts of an agent share.
 #[derive(Debug, Clone)]
@@ -196,10 +197,21 @@ async fn with_files(
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     if let (Some(remote), Some(copies)) = (&context.remote, &context.copies) {
+        let registered_at = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
+        if stored.start.dataset_path != registered_at {
+            // A copy was compared with the server's files, which may have changed since they were registered.
+            stored.start.files.registered = None;
+        }
     }
     let Some(remote) = context.remote.as_ref().filter(|_| is_own_disk(stored)) else {
-        return check_before_start(stored, context, cancelled).await;
+        let checked = check_before_start(stored, context, cancelled).await;
+        return match &context.remote {
+            Some(remote) if stored.start.files.registered.is_some() => {
+                checked.map_err(|refusal| on_machine(refusal, &remote.name))
+            }
+            _ => checked,
+        };
     };
     fetch::prepare(stored, remote).await?;
     check_before_start(stored, context, cancelled)
@@ -234,7 +246,8 @@ async fn check_before_start(
         let (check, program, devices) =
             (context.check, context.program.clone(), context.devices_of(&stored.start));
         // If nobody waits any more, the result does not matter.
-        move || drop(sender.send(check(&stored, &program, &devices, &cancelled)))
+        let machine = context.remote.as_ref().map(|remote| remote.name.clone());
+        move || drop(sender.send(check(&stored, &program, &devices, &cancelled, machine.as_deref())))
     };
     // Not one of the runtime's threads, whose end the runtime would wait for.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);

@@ -45,7 +45,9 @@ impl Agent {
             }
         }
         let mut context = self.context.clone();
-        if let Some(here) = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path) {
+        let mapped = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path);
+        let is_mapped = mapped.is_some();
+        if let Some(here) = mapped {
             start.dataset_path = here.to_string_lossy().into_owned();
             // An option says where the dataset is, so it is not copied.
             context.copies = None;
@@ -53,7 +55,11 @@ impl Agent {
         if let Some(network) = &mut start.network {
             network.named_by = Some(self.network.named_by().to_owned());
         }
-        let (stored, made) = place::place(&self.state_dir, start);
+        let (mut stored, made) = place::place(&self.state_dir, start);
+        if !is_mapped && !place::is_own_disk(&stored) {
+            // The server's own files, which may have changed since they were registered.
+            stored.start.files.registered = None;
+        }
         // Ranks that are not recorded on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
             return self.give_up(error);

@@ -2,7 +2,10 @@
 
 use super::{
     place::pretrained_dir,
-    preflight::Refusal,
+    preflight::{
+        Refusal,
+        dataset::{DATASET_NOTE, DatasetNote, differs},
+    },
     remote::{AttemptClient, Failed, Remote},
     state_dir::StoredAttempt,
 };
@@ -22,9 +25,6 @@ const MANIFEST_BYTES: usize = 64 << 10;
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
 /// How often a checkpoint with wrong checksums is fetched again.
 const DAMAGED: u32 = 3;
-
-/// The job's fingerprint of its dataset.
-pub(super) const DATASET_NOTE: &str = "dataset.json";
 
 /// Why a try to fetch has failed.
 enum FetchError {
@@ -84,25 +84,21 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
         return Ok(());
     }
     let path = stored.job_dir.join(DATASET_NOTE);
-    let note = fs::read(&path).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
+    let unread = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
+    let own = DatasetNote::read(&path).ok_or_else(|| refusal(remote, &unread()))?;
+    // The server knows whose it is.
+    let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::other(e.to_string()))?;
     let mut tries = Backoff::of(remote);
-    loop {
+    let other = loop {
         match report(stored, remote, &note).await {
-            Ok(true) => return Ok(()),
-            Ok(false) => break,
+            Ok(None) => return Ok(()),
+            Ok(Some(other)) => break other,
             Err(error) => tries.wait(error).await?,
         }
-    }
+    };
     // Removed, so that the next start compares with the fingerprint that the server has.
-    let _ = fs::remove_file(stored.job_dir.join(DATASET_NOTE));
-    Err(Refusal {
-        code: ReasonCode::DatasetUnusable,
-        detail: format!(
-            "the dataset {:?} at {} is not the one that the job began with on another machine: copy that one here, or keep this \
-             machine from the job",
-            stored.start.spec.data.dataset, stored.start.dataset_path
-        ),
-    })
+    let _ = fs::remove_file(&path);
+    Err(Refusal { code: ReasonCode::DatasetUnusable, detail: differs(stored, &own, &other) })
 }
 
 /// Makes sure that a valid checkpoint is at `place`, and fetches it if not.
@@ -141,11 +137,15 @@ async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), FetchError
     Ok(remote.client(&stored.start.attempt)?.begin().await?)
 }
 
-/// Whether the server keeps this fingerprint, or has the same.
-async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<bool, FetchError> {
+/// Where the server has another fingerprint of the job's dataset, whose that is and what it says; none where it keeps this one, or has
+/// the same.
+async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<Option<String>, FetchError> {
     match remote.client(&stored.start.attempt)?.dataset(note.to_vec()).await {
-        Err(Failed::Never(StatusCode::CONFLICT, _)) => Ok(false),
-        other => Ok(other.map(|()| true)?),
+        Err(Failed::Never(StatusCode::CONFLICT, words)) => {
+            // Without that it was the server who answered.
+            Ok(Some(words.split_once(": ").map_or(words.as_str(), |(_, detail)| detail).to_owned()))
+        }
+        other => Ok(other.map(|()| None)?),
     }
 }
 

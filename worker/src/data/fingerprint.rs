@@ -6,7 +6,7 @@
 
 use super::{Catalog, ChangeDetection, DataError, Format, Samples};
 use crate::files::{self, Found};
-use lockstep_protocol::dataset::PicturesFingerprint;
+use lockstep_protocol::{dataset::PicturesFingerprint, numbers::plural};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -30,6 +30,35 @@ pub struct Fingerprint {
     pub bytes: u64,
     /// Hexadecimal.
     pub sha256: String,
+}
+
+/// A dataset's fingerprint, in whichever form it is taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum DatasetFingerprint {
+    /// Of all files, computed by reading them.
+    Files(Fingerprint),
+    /// Of the pictures, from their index.
+    Pictures(PicturesFingerprint),
+}
+
+impl DatasetFingerprint {
+    /// Of a dataset that this process has just inspected; none where its files cannot be read any more.
+    pub fn of_inspected(path: &Path) -> Option<Self> {
+        match of_pictures(path, ChangeDetection::Folders).ok()? {
+            Some(found) => Some(Self::Pictures(found)),
+            None => Fingerprint::of(path, &AtomicBool::new(false)).ok().map(Self::Files),
+        }
+    }
+
+    /// `640 pictures of 3 MB`.
+    pub fn in_words(&self) -> String {
+        let (count, what, bytes) = match self {
+            Self::Files(found) => (found.files, "file", found.bytes),
+            Self::Pictures(found) => (found.pictures, "picture", found.picture_bytes),
+        };
+        format!("{} of {:.0} MB", plural(count, what), bytes as f64 / 1e6)
+    }
 }
 
 /// What there is at a path; what cannot be read is part of it, in words: whether a job can do without is not decided here.

@@ -100,6 +100,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         std,
         broken_count: broken.len() as u64,
         unlabelled: catalog.unlabelled,
+        fingerprint: None,
         broken: broken.into_iter().take(NAMED).map(BrokenFile::shortened).collect(),
     })
 }

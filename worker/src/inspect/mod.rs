@@ -192,7 +192,10 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
         }
         AgentRequest::InspectDataset { path } => {
             let resolved = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
-            let info = data::inspect(&resolved).map_err(|e| e.to_string())?;
+            let mut info = data::inspect(&resolved).map_err(|e| e.to_string())?;
+            // Without one, machines compare their copies with each other alone.
+            let found = data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
+            info.fingerprint = found.and_then(|found| serde_json::to_value(found).ok());
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
             };

@@ -48,7 +48,7 @@ fn place(ranks: u32, script: &str) -> Place {
         program,
         lease: Arc::new(Lease::new(Fence::open(dir.path()).unwrap())),
         fence: dir.path().join("lease"),
-        check: |_, _, _, _| Ok(()),
+        check: |_, _, _, _, _| Ok(()),
         wake: Arc::new(Notify::new()),
         remote: None,
         copies: None,

@@ -26,8 +26,8 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
         fs::create_dir_all(&data).unwrap();
         fs::write(data.join("a.png"), "no picture").unwrap();
         place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
-        let said =
-            check(&place.stored, &place.context.program, &[], &std::sync::atomic::AtomicBool::new(false));
+        let cancelled = std::sync::atomic::AtomicBool::new(false);
+        let said = check(&place.stored, &place.context.program, &[], &cancelled, None);
         (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
     };
     let (said, note) = checked("kill -9 $$");
@@ -54,8 +54,8 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
     fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
     place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
     let asked = || {
-        let said =
-            check(&place.stored, &place.context.program, &[], &std::sync::atomic::AtomicBool::new(false));
+        let cancelled = std::sync::atomic::AtomicBool::new(false);
+        let said = check(&place.stored, &place.context.program, &[], &cancelled, None);
         assert_eq!(said, Ok(()));
         let asked = fs::read_to_string(place.dir.path().join("asked")).unwrap();
         fs::remove_file(place.dir.path().join("asked")).unwrap();
@@ -69,7 +69,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
         // Like stat(2) of a file on a dead server: it never returns, cancelled or not.
-        place.context.check = |_, _, _, _| loop {
+        place.context.check = |_, _, _, _, _| loop {
             std::thread::park();
         };
         let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
@@ -82,7 +82,7 @@ async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopp
 #[tokio::test]
 async fn a_look_that_is_cancelled_is_told_so() {
     let mut place = place(1, "exit 0");
-    place.context.check = |stored, _, _, cancelled| {
+    place.context.check = |stored, _, _, cancelled, _| {
         let begun = stored.job_dir.join("begun");
         fs::write(begun, "").unwrap();
         while !cancelled.load(Ordering::Relaxed) {

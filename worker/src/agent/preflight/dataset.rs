@@ -1,0 +1,167 @@
+//! Whether a machine's dataset can be read, and is the one that was registered and that the job began with.
+
+use super::StoredAttempt;
+use crate::{
+    data::fingerprint::{self, DatasetFingerprint, Fingerprint},
+    host::write_whole,
+    inspect,
+};
+use lockstep_protocol::agent::{AgentReply, AgentRequest};
+use serde::{Deserialize, Serialize};
+use std::{
+    fmt::Display,
+    fs, io,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// The file in a job's folder with its [`DatasetNote`].
+pub(in super::super) const DATASET_NOTE: &str = "dataset.json";
+
+/// The dataset of the job's first start.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in super::super) struct DatasetNote {
+    #[serde(flatten)]
+    pub(in super::super) fingerprint: DatasetFingerprint,
+    /// The agent whose dataset it was. None in the notes of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in super::super) machine: Option<String>,
+}
+
+impl DatasetNote {
+    pub(in super::super) fn read(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(path).ok()?).ok()
+    }
+
+    /// `node-2 has 640 files of 3 MB, or other content`.
+    fn has(&self) -> String {
+        let machine = self.machine.as_deref().unwrap_or("another machine");
+        format!("{machine} has {}, or other content", self.fingerprint.in_words())
+    }
+}
+
+/// Checks that the dataset can be read and is the one that the job began with or, before its first start, the one that was registered.
+///
+/// # Errors
+/// What is wrong, and what to change.
+pub(super) fn check(
+    stored: &StoredAttempt,
+    program: &Path,
+    cancelled: &AtomicBool,
+    machine: Option<&str>,
+) -> Result<(), String> {
+    let path = Path::new(&stored.start.dataset_path);
+    let note = stored.job_dir.join(DATASET_NOTE);
+    let before = DatasetNote::read(&note);
+    let registered = stored.start.files.registered.as_ref();
+    let registered = registered.and_then(|of| DatasetFingerprint::deserialize(of).ok());
+    let form = before.as_ref().map(|note| &note.fingerprint).or(registered.as_ref());
+    let found = take(path, form, before.is_some(), program, cancelled)?;
+    // Before the first start the server has none to send: another machine of this attempt was here meanwhile.
+    let is_first_start = stored.start.files.dataset.is_none();
+    match (before, registered) {
+        (Some(before), _) if before.fingerprint != found => {
+            let own = DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) };
+            if is_first_start && before.machine.is_some() && before.machine != own.machine {
+                return Err(differs(stored, &own, &before.has()));
+            }
+            let on = before.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
+            Err(format!(
+                "the dataset {} is not what the job began with{on}: {} now, {} then, or other content; bring the old one back and \
+                 retry the job, or submit a new one",
+                path.display(),
+                own.fingerprint.in_words(),
+                before.fingerprint.in_words(),
+            ))
+        }
+        (Some(_), _) => Ok(()),
+        (None, Some(registered)) if registered != found => Err(format!(
+            "the dataset {} is not the one that was registered as {:?}: {} here, {} there, or other content; copy the registered \
+             one to this machine and retry the job or, if the dataset was changed on purpose, remove it and register it again",
+            path.display(),
+            stored.start.spec.data.dataset,
+            found.in_words(),
+            registered.in_words(),
+        )),
+        // Nobody waits for this check any more, and another may have begun.
+        (None, _) if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
+        (None, _) => keep(stored, DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) }),
+    }
+}
+
+/// The fingerprint of what is there now, in the form of the one that it will be compared with. Unless the job has begun, each file is
+/// examined, so that ranks need not; later starts examine folders.
+fn take(
+    path: &Path,
+    form: Option<&DatasetFingerprint>,
+    has_begun: bool,
+    program: &Path,
+    cancelled: &AtomicBool,
+) -> Result<DatasetFingerprint, String> {
+    let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
+    let by_files = || Fingerprint::of(path, cancelled).map(DatasetFingerprint::Files).map_err(|e| wrong(&e));
+    // A process that died says nothing about the dataset, and the note is compared for the job's whole life.
+    let not_examined =
+        |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
+    let by_pictures = || {
+        let request = AgentRequest::Fingerprint { path: path.display().to_string(), known: has_begun };
+        match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
+            Ok(AgentReply::Fingerprint { found }) => Ok(Ok(found.map(DatasetFingerprint::Pictures))),
+            Ok(_) => Err(not_examined("the inspecting process gave another kind of reply".into())),
+            Err(detail) => Ok(Err(detail)),
+        }
+    };
+    match form {
+        Some(DatasetFingerprint::Files(_)) => by_files(),
+        Some(DatasetFingerprint::Pictures(_)) => match by_pictures()? {
+            Ok(found) => found.map_or_else(by_files, Ok),
+            Err(detail) => Err(wrong(&format!("{}: {detail}", path.display()))),
+        },
+        // A path that is no dataset is left to the ranks, which say why.
+        None if fingerprint::has_pictures(path) => match by_pictures()? {
+            Ok(Some(found)) => Ok(found),
+            Ok(None) => by_files(),
+            // A pattern of shards is no file.
+            Err(detail) => by_files().map_err(|_| wrong(&format!("{}: {detail}", path.display()))),
+        },
+        None => by_files(),
+    }
+}
+
+/// Keeps the note of a job's first start. Agents of one attempt may share the job's folder and be here at the same moment: the first
+/// one's note counts, and the other compares its dataset with it.
+fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
+    let note = stored.job_dir.join(DATASET_NOTE);
+    // No other agent has the first of the ranks here.
+    let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
+    let temporary = stored.job_dir.join(format!("dataset.{first}.json"));
+    let text = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
+    let linked = write_whole(&temporary, &text).and_then(|()| fs::hard_link(&temporary, &note));
+    let kept = match linked {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match DatasetNote::read(&note) {
+            Some(first) if first.fingerprint != own.fingerprint => {
+                let _ = fs::remove_file(&temporary);
+                return Err(differs(stored, &own, &first.has()));
+            }
+            Some(_) => fs::remove_file(&temporary),
+            // A note that is torn.
+            None => fs::rename(&temporary, &note),
+        },
+        Ok(()) => fs::remove_file(&temporary),
+        // A file system that has no links.
+        Err(_) => fs::rename(&temporary, &note),
+    };
+    kept.map_err(|e| format!("{}: {e}", note.display()))
+}
+
+/// What is said where two machines of a job have different datasets; `other` names the other one.
+pub(in super::super) fn differs(stored: &StoredAttempt, own: &DatasetNote, other: &str) -> String {
+    format!(
+        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Which of the two is right is not known: compare them, and \
+         copy the right one to the other machine",
+        stored.start.spec.data.dataset,
+        own.machine.as_deref().unwrap_or("this machine"),
+        own.fingerprint.in_words(),
+        stored.start.dataset_path,
+    )
+}

@@ -286,7 +286,8 @@ async fn every_machine_has_its_own_path_of_the_same_dataset() {
     online(&server, 3).await;
     // Hidden from everybody but through the map.
     fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
-    let id = server.submit(&spec("mapped")).await;
+    // However fast this machine is, the job has not ended when its agent does.
+    let id = server.submit(&specs::with(spec("mapped"), json!({"train": {"steps": 1_000_000}}))).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 20).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));

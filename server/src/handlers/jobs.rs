@@ -6,6 +6,7 @@ pub(crate) mod create;
 mod group_keys;
 pub(crate) mod groups;
 pub(crate) mod list;
+mod sorting;
 
 pub(super) use check::{Checked, check, no_dataset, training_samples};
 pub(crate) use create::submit;

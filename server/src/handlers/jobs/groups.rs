@@ -1,9 +1,6 @@
 //! Groups of jobs, with mean and spread of metrics over all jobs of each.
 
-use super::{
-    group_keys,
-    list::{ListQuery, number},
-};
+use super::{group_keys, list::ListQuery, sorting::number};
 use crate::{
     access::Caller,
     app::App,

@@ -23,16 +23,20 @@ impl Agent {
         self.attempts.insert((fencing_token, (job, number)), attempt);
     }
 
-    /// Every attempt whose end the server has not acknowledged.
+    /// Every attempt whose end the server has not acknowledged, and those that this agent, which is ending, does not start: their leases
+    /// last until its connection ends, and the server puts their jobs back into the queue then.
     pub(super) fn attempt_refs(&self) -> Vec<AttemptRef> {
-        self.attempts.values().map(|a| a.attempt().clone()).collect()
+        self.attempts.values().map(|a| a.attempt().clone()).chain(self.given_back.iter().cloned()).collect()
     }
 
     /// Handles the server's order to start ranks.
     pub(super) fn start(&mut self, mut start: StartAttempt) {
         let key = (start.attempt.fencing_token, (start.attempt.job.clone(), start.attempt.attempt));
-        if self.attempts.contains_key(&key) || self.leaving.is_some() {
+        if self.attempts.contains_key(&key) {
             return;
+        }
+        if self.leaving.is_some() {
+            return self.given_back.push(start.attempt);
         }
         let mut no_port = None;
         // With several machines the port is chosen when all of them are ready.
@@ -62,6 +66,7 @@ impl Agent {
         }
         // Ranks that are not recorded on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
+            self.given_back.push(stored.start.attempt);
             return self.give_up(error);
         }
         let refusal = no_port.map(Refusal::other);
@@ -74,7 +79,9 @@ impl Agent {
     /// Ends the agent in order because its folder cannot be written. Otherwise it would fail one job after the other, each of which another
     /// agent can start. The server puts its jobs back into the queue.
     fn give_up(&mut self, error: std::io::Error) {
-        self.leave(format!("its folder {} cannot be written", self.state_dir.dir().display()));
+        let folder = self.state_dir.dir().display();
+        tracing::error!(%folder, %error, "the folder cannot be written: this agent ends, and its jobs go back to the queue");
+        self.leave(format!("its folder {folder} cannot be written"));
         self.unwritable = Some(StateDirError::Unwritable { path: self.state_dir.dir().to_owned(), error });
     }
 

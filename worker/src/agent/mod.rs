@@ -34,7 +34,7 @@ use attempt::{Attempt, AttemptContext};
 use dataset_copy::Copies;
 use lease::Lease;
 use lockstep_protocol::{
-    agent::{FencingToken, MachineSample, MachineWarning, Slot},
+    agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot},
     job::JobId,
 };
 use network::Network;
@@ -114,6 +114,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         context,
         attempts: BTreeMap::new(),
         leaving: None,
+        given_back: Vec::new(),
         unwritable: None,
         spool_bytes: options.spool_bytes,
         measured: Instant::now(),
@@ -170,6 +171,8 @@ struct Agent {
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
     leaving: Option<Shutdown>,
+    /// What it was told to start and does not, as it ends.
+    given_back: Vec<AttemptRef>,
     /// Its folder took no note, and it ends for that.
     unwritable: Option<StateDirError>,
     spool_bytes: u64,

@@ -75,7 +75,7 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
     }
 }
 
-/// The checkpoint of `job` that is called `wanted`: best, latest, a step, or epoch and step as they are printed.
+/// The checkpoint of `job` that is called `wanted`: best, latest, a step, epoch and step as they are printed, or its id.
 ///
 /// # Errors
 /// Exit status 2 when there is no such checkpoint.
@@ -87,6 +87,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         "latest" => newest(),
         // A job without validation has no best checkpoint: take the newest.
         "best" => all.iter().filter(|c| c.info.best).max_by_key(|c| c.info.step).or_else(newest),
+        id if all.iter().any(|c| c.id == id) => all.iter().find(|c| c.id == id),
         name => {
             let (epoch, step) = parse(name).ok_or_else(|| {
                 wrong(format!(

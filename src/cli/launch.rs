@@ -295,10 +295,11 @@ impl Launch {
         }
         // Agents that are not of this launch have taken the job: those that it has started, if any, have nothing to do.
         let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
+        let has_nothing_to_do = job.state.is_final() || elsewhere.is_some();
         // An agent that still uploads a checkpoint needs its token, which expires by itself.
-        let is_over = job.state.is_final()
-            && !matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
-        if never_started || is_over || elsewhere.is_some() {
+        let is_over =
+            has_nothing_to_do && !matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
+        if never_started || is_over {
             self.revoke().await;
         }
         match (done, elsewhere) {

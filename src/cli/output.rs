@@ -146,6 +146,7 @@ impl<'a> Table<'a> {
         }
         for column in (0..self.header.len()).rev() {
             if !self.rows.is_empty() && self.rows.iter().all(|row| row[column].is_empty()) {
+                self.sentences &= column + 1 < self.header.len();
                 self.remove(column);
             }
         }

@@ -4,7 +4,7 @@
 //! with [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a dataset has the same fingerprint, and
 //! so has one whose files were only touched.
 
-use super::{Catalog, ChangeDetection, DataError, Format, Samples};
+use super::{Catalog, ChangeDetection, DataError, Format, Samples, pattern};
 use crate::files::{self, Found};
 use lockstep_protocol::{dataset::PicturesFingerprint, numbers::plural};
 use serde::{Deserialize, Serialize};
@@ -142,10 +142,11 @@ impl Catalog {
                 picture_bytes += size;
             }
         }
-        // Whatever is wrong with them, they are not trained on.
+        // Whatever is wrong with them, they are not trained on. Of a pattern's path no file has the whole.
+        let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
         for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
             let name = Path::new(&broken.file);
-            add(name.strip_prefix(path).unwrap_or(name).as_os_str().as_encoded_bytes());
+            add(name.strip_prefix(&folder).unwrap_or(name).as_os_str().as_encoded_bytes());
         }
         let hexadecimal =
             |hash: Sha256| hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();

@@ -136,8 +136,8 @@ fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
     let temporary = stored.job_dir.join(format!("dataset.{first}.json"));
     let text = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
-    let linked = write_whole(&temporary, &text).and_then(|()| fs::hard_link(&temporary, &note));
-    let kept = match linked {
+    write_whole(&temporary, &text).map_err(|e| format!("{}: {e}", temporary.display()))?;
+    let kept = match fs::hard_link(&temporary, &note) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match DatasetNote::read(&note) {
             Some(first) if first.fingerprint != own.fingerprint => {
                 let _ = fs::remove_file(&temporary);

@@ -347,9 +347,9 @@ struct RankState {
 }
 
 impl RankState {
-    /// Aborts collectives in progress.
+    /// Tells the backends that this process is about to exit, and ends the calls of the rank's process group.
     fn abort(&self, reason: &str) {
-        registry::abort(reason);
+        registry::about_to_exit(reason);
         if let Some(comm) = self.comm.get() {
             comm.abort(reason);
         }

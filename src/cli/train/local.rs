@@ -206,7 +206,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     }
     show.finish();
     let status = training.join().unwrap_or(-1);
-    if status == EXIT_STOPPED && !registry::wait_for_aborts(Duration::ZERO) {
+    if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
         // It has kept the last step, and its GPU still waits for ranks that are gone.
         end_by_force_within(EXIT_WITHIN);
     }
@@ -220,7 +220,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
             // The reason is printed in a moment. CUDA's exit handlers may wait for ranks that are gone.
             end_by_force_within(EXIT_WITHIN);
             // Exit handlers free what aborts use.
-            let are_over = registry::wait_for_aborts(EXIT_WITHIN / 2);
+            let are_over = registry::may_run_exit_handlers(EXIT_WITHIN / 2);
             let reason = reason.unwrap_or_else(|| "it left no word".into());
             let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {

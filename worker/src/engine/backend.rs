@@ -91,9 +91,9 @@ pub trait Backend: Debug + Sync {
         Ok(None)
     }
     /// This process is about to end, from any thread, while its devices may wait for other ranks.
-    fn abort(&self, _reason: &str) {}
+    fn about_to_exit(&self, _reason: &str) {}
     /// Waits until the process's exit handlers may run; false: `limit` has passed, or they would wait for a device.
-    fn wait_for_aborts(&self, _limit: Duration) -> bool {
+    fn may_run_exit_handlers(&self, _limit: Duration) -> bool {
         true
     }
 }

@@ -45,20 +45,20 @@ pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
 }
 
 /// Says that this process is about to end, from any thread, while its devices may wait for other ranks.
-pub fn abort(reason: &str) {
-    BACKENDS.iter().for_each(|backend| backend.abort(reason));
+pub fn about_to_exit(reason: &str) {
+    BACKENDS.iter().for_each(|backend| backend.about_to_exit(reason));
 }
 
 /// Waits until the process's exit handlers may run; false: `limit` has passed, or they would wait for a device.
-pub fn wait_for_aborts(limit: Duration) -> bool {
-    BACKENDS.iter().all(|backend| backend.wait_for_aborts(limit))
+pub fn may_run_exit_handlers(limit: Duration) -> bool {
+    BACKENDS.iter().all(|backend| backend.may_run_exit_handlers(limit))
 }
 
 /// Exits. Exit handlers free what aborts use (NCCL's do), and a process that ran them meanwhile would end with a segmentation
 /// fault instead of its status: aborts have `limit` to finish, and handlers do not run where one has not. Nor do they where a GPU
 /// may wait for ranks that are gone: CUDA's wait for the GPU.
 pub fn exit(status: i32, limit: Duration) -> ! {
-    if wait_for_aborts(limit) {
+    if may_run_exit_handlers(limit) {
         std::process::exit(status)
     }
     host::exit_without_handlers(status)

@@ -72,7 +72,7 @@ impl Backend for Toy {
         build_cpu(args.network, args.initial, args.config, args.comm)
     }
 
-    fn abort(&self, reason: &str) {
+    fn about_to_exit(&self, reason: &str) {
         note(format!("abort: {reason}"));
     }
 }

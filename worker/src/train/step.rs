@@ -40,7 +40,13 @@ impl Run<'_> {
 
         let result = self.engine.start_step(&micro_batches, lr)?;
 
-        self.average()?;
+        if let Err(error) = self.average() {
+            // An earlier step's result, which has come: that step is not in flight any more.
+            if let Some(result) = result {
+                self.report_step(&result, 0.0);
+            }
+            return Err(error);
+        }
         let waited = Instant::now();
         self.note_not_finite(result.as_ref());
         let vote = self.vote(false);

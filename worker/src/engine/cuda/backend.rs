@@ -140,13 +140,13 @@ impl Backend for Cuda {
         Ok(Some(Box::new(Sampler::start(uuid, observer, progress)?)))
     }
 
-    fn abort(&self, _reason: &str) {
+    fn about_to_exit(&self, _reason: &str) {
         if HAS_ENGINE.load(Ordering::Relaxed) {
             leave_to_driver();
         }
     }
 
-    fn wait_for_aborts(&self, limit: Duration) -> bool {
+    fn may_run_exit_handlers(&self, limit: Duration) -> bool {
         !LEFT_TO_DRIVER.load(Ordering::Relaxed) && nccl::wait_for_aborts(limit)
     }
 }

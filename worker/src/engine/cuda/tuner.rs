@@ -132,7 +132,10 @@ impl Tuner {
                 self.timed.push((convolution, millis));
             }
         }
-        if let Ok(text) = serde_json::to_vec_pretty(&self.choices) {
+        // Who did not get the lock may have timed the same candidates meanwhile: the choices that are there stay.
+        let mut all = self.choices.clone();
+        all.extend(choices_in(&self.file));
+        if let Ok(text) = serde_json::to_vec_pretty(&all) {
             cache::write(&self.file, &text);
         }
         Ok(())

@@ -68,7 +68,7 @@ function grouping() {
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
   select.value = wanted;
   const band = read("band") === "range" ? "range" : "std";
-  byId("bands").hidden = !wanted;
+  byId("grouped").hidden = !wanted;
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   // The jobs keep theirs: the scatter plot shows both.
   if (wanted) assign([...ids(), ...groups(list(), wanted).map(({ id }) => id)]);

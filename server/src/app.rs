@@ -93,7 +93,7 @@ pub struct Parts {
     pub(crate) events_stored: AtomicU64,
     pub(crate) stream_clients: AtomicI64,
     /// Since when jobs wait for checkpoints that other machines upload.
-    pub(crate) coming: CheckpointWaits,
+    pub(crate) checkpoint_waits: CheckpointWaits,
     /// Files of checkpoints that were found whole.
     pub(crate) verified_files: VerifiedFiles,
     /// How far the logs of jobs say that machines have copied their datasets.
@@ -155,7 +155,7 @@ impl App {
             tasks: TaskTracker::new(),
             events_stored: AtomicU64::new(0),
             stream_clients: AtomicI64::new(0),
-            coming: CheckpointWaits::default(),
+            checkpoint_waits: CheckpointWaits::default(),
             verified_files: VerifiedFiles::default(),
             log_lines: std::sync::Mutex::default(),
         }))

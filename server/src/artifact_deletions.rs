@@ -26,10 +26,10 @@ enum Failed {
 pub(crate) async fn run(app: App) {
     let Some(store) = &app.artifact_store else { return };
     wait_for(&app, store).await;
-    let (mut pause, mut told) = (TRY_AGAIN.0, 0);
+    let (mut pause, mut reported) = (TRY_AGAIN.0, 0);
     loop {
         let removed = store.removed.notified();
-        match delete_some(&app, store, &mut told).await {
+        match delete_some(&app, store, &mut reported).await {
             Ok(true) => pause = TRY_AGAIN.0,
             Ok(false) => {
                 pause = TRY_AGAIN.0;
@@ -60,8 +60,8 @@ async fn wait_for(app: &App, store: &ArtifactStore) {
     store.answers(Asked::Other);
 }
 
-/// Whether there was something to delete. One that cannot be deleted does not hold up the others: `told` is of how many that the log says.
-async fn delete_some(app: &App, store: &ArtifactStore, told: &mut usize) -> Result<bool, ()> {
+/// Whether there was something to delete. One that cannot be deleted does not hold up the others: `reported` is of how many that the log says.
+async fn delete_some(app: &App, store: &ArtifactStore, reported: &mut usize) -> Result<bool, ()> {
     let url = store.storage.url();
     let (mut deleted, mut failed, mut behind) = (false, 0, String::new());
     let mut first = None;
@@ -95,7 +95,7 @@ async fn delete_some(app: &App, store: &ArtifactStore, told: &mut usize) -> Resu
         }
     }
     if let Some((checkpoint, error)) = &first
-        && failed != *told
+        && failed != *reported
     {
         tracing::warn!(
             checkpoint,
@@ -104,7 +104,7 @@ async fn delete_some(app: &App, store: &ArtifactStore, told: &mut usize) -> Resu
             "the objects of checkpoints cannot be deleted, of this one first; trying again"
         );
     }
-    *told = failed;
+    *reported = failed;
     if first.is_some() { Err(()) } else { Ok(deleted) }
 }
 

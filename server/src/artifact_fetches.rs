@@ -138,18 +138,18 @@ async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
 }
 
 /// Whether a job can continue from a checkpoint, or begin from it.
-pub(crate) enum Brought {
+pub(crate) enum Availability {
     /// It is on the disk, or there is no object store to fetch it from.
     Here,
     /// It is being fetched from the object store. The job waits for as long as that takes: an older checkpoint would lose training.
-    Coming(Reason),
+    Fetching(Reason),
     /// It is on neither the disk nor the object store, or is damaged there.
     Lost,
 }
 
 /// `waiting`: the job that needs it, which need not be the one that wrote it.
-pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) -> Brought {
-    let Some(store) = &app.artifact_store else { return Brought::Here };
+pub(crate) async fn fetch_if_missing(app: &App, row: &CheckpointRow, waiting: &Job) -> Availability {
+    let Some(store) = &app.artifact_store else { return Availability::Here };
     let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
     // A rank would set a damaged one aside and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
@@ -158,11 +158,11 @@ pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) 
         // The slots that are free for the job may be taken when it asks again.
         let patience = if begins { CHECK_WAIT } else { Duration::ZERO };
         if wait(fetch, patience).await.is_none() {
-            return Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts));
+            return Availability::Fetching(Reason::new(ReasonCode::WaitingForCheckpoint, facts));
         }
     }
     let Some(fetch) = fetch(app, row) else {
-        return if app.checkpoint_dir(row).exists() { Brought::Here } else { Brought::Lost };
+        return if app.checkpoint_dir(row).exists() { Availability::Here } else { Availability::Lost };
     };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
@@ -171,10 +171,10 @@ pub(crate) async fn brought_back(app: &App, row: &CheckpointRow, waiting: &Job) 
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             job_log::log(app, &waiting.id, lost(row, waiting, &why)).await;
             store.lose(&row.id);
-            return Brought::Lost;
+            return Availability::Lost;
         }
     }
-    Brought::Coming(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
+    Availability::Fetching(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
 }
 
 /// What the log says of a job whose checkpoint is lost.

@@ -28,7 +28,7 @@ const TRY_AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_
 const ROWS: u32 = 1000;
 
 /// Why a checkpoint is not in the store yet.
-enum Trouble {
+enum UploadError {
     /// The store: it may be away.
     Store(object_store::Error),
     /// The store is not the one that it should be, or away; why.
@@ -43,25 +43,25 @@ enum Trouble {
     Damaged(String),
 }
 
-impl From<object_store::Error> for Trouble {
+impl From<object_store::Error> for UploadError {
     fn from(error: object_store::Error) -> Self {
         Self::Store(error)
     }
 }
 
-impl From<Unusable> for Trouble {
+impl From<Unusable> for UploadError {
     fn from(unusable: Unusable) -> Self {
         Self::Away(unusable.why)
     }
 }
 
-impl From<StoreError> for Trouble {
+impl From<StoreError> for UploadError {
     fn from(error: StoreError) -> Self {
         Self::Database(error)
     }
 }
 
-impl From<io::Error> for Trouble {
+impl From<io::Error> for UploadError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::Changed,
@@ -72,7 +72,7 @@ impl From<io::Error> for Trouble {
     }
 }
 
-type Result<T> = std::result::Result<T, Trouble>;
+type Result<T> = std::result::Result<T, UploadError>;
 
 /// Uploads until `app` stops: first what an earlier server did not get to.
 pub(crate) async fn run(app: App) {
@@ -132,8 +132,8 @@ async fn work(app: &App, store: &ArtifactStore) {
         let failed = match done {
             Ok(()) => false,
             // Whoever removes or replaces it says so.
-            Err(Trouble::Changed) => false,
-            Err(Trouble::Damaged(how)) => {
+            Err(UploadError::Changed) => false,
+            Err(UploadError::Damaged(how)) => {
                 tracing::warn!(
                     checkpoint = id,
                     how,
@@ -150,19 +150,19 @@ async fn work(app: &App, store: &ArtifactStore) {
                 }
                 false
             }
-            Err(Trouble::Store(error)) => {
+            Err(UploadError::Store(error)) => {
                 store.is_away(Asked::Write, &words(&error));
                 true
             }
-            Err(Trouble::Away(why)) => {
+            Err(UploadError::Away(why)) => {
                 store.is_away(Asked::Write, &why);
                 true
             }
-            Err(Trouble::Database(error)) => {
+            Err(UploadError::Database(error)) => {
                 tracing::warn!(%error, "a checkpoint could not be noted as stored; trying again");
                 true
             }
-            Err(Trouble::Disk(error)) => {
+            Err(UploadError::Disk(error)) => {
                 tracing::warn!(%error, checkpoint = id, "a checkpoint could not be read; trying again");
                 true
             }
@@ -194,8 +194,8 @@ async fn upload(app: &App, store: &ArtifactStore, id: &str) -> Result<()> {
         StoredCheckpoint { id: id.to_owned(), manifest: None, parts: known.and_then(|known| known.parts) };
     match bring(app, store, &place, &folder, &text, begun).await {
         // Files of two moments are no damage: whoever has replaced them has noted it.
-        Err(Trouble::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
-            Err(Trouble::Changed)
+        Err(UploadError::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
+            Err(UploadError::Changed)
         }
         Err(trouble) => Err(trouble),
         Ok(()) => {
@@ -215,7 +215,7 @@ async fn bring(
     text: &Bytes,
     mut record: StoredCheckpoint,
 ) -> Result<()> {
-    let manifest = place.read(text).map_err(Trouble::Damaged)?;
+    let manifest = place.read(text).map_err(UploadError::Damaged)?;
     store.confirm(&*app.store).await?;
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
@@ -244,7 +244,7 @@ async fn write(app: &App, store: &ArtifactStore, record: &StoredCheckpoint) -> R
     if !app.store.put_stored_checkpoint(store.storage.url(), record).await? {
         // It was removed meanwhile.
         store.removed.notify_one();
-        return Err(Trouble::Changed);
+        return Err(UploadError::Changed);
     }
     store.set(record.clone());
     Ok(())
@@ -328,13 +328,13 @@ async fn send(
 /// Whether what was read is what the manifest names.
 fn check(name: &str, wanted: &Written, size_bytes: u64, reader: &Reader) -> Result<()> {
     if size_bytes != wanted.size_bytes {
-        return Err(Trouble::Damaged(format!(
+        return Err(UploadError::Damaged(format!(
             "its {name} has {size_bytes} bytes and was written with {}",
             wanted.size_bytes
         )));
     }
     if hexadecimal(reader.hash.clone().finalize().as_slice()) != wanted.sha256 {
-        return Err(Trouble::Damaged(format!("the bytes of its {name} are not those that were written")));
+        return Err(UploadError::Damaged(format!("the bytes of its {name} are not those that were written")));
     }
     Ok(())
 }

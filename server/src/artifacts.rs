@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    artifact_fetches::{Brought, brought_back},
+    artifact_fetches::{Availability, fetch_if_missing},
     artifact_store::{ArtifactStore, StoredState},
     holders::Holder,
     lifecycle,
@@ -128,13 +128,13 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option<Reason>> {
+pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Result<Option<Reason>> {
     let job = &of.job;
     // What it begins from is another job's.
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
         && store.has(given)
         && let Some(row) = app.store.checkpoint(given).await?
-        && let Brought::Coming(why) = brought_back(app, &row, job).await
+        && let Availability::Fetching(why) = fetch_if_missing(app, &row, job).await
     {
         return Ok(Some(why));
     }
@@ -148,10 +148,10 @@ pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option
         // The newest comes first.
         let holders = on_its_way(app, &row);
         if holders.is_empty() {
-            match brought_back(app, &row, job).await {
-                Brought::Here => break,
-                Brought::Coming(why) => return Ok(Some(why)),
-                Brought::Lost => continue,
+            match fetch_if_missing(app, &row, job).await {
+                Availability::Here => break,
+                Availability::Fetching(why) => return Ok(Some(why)),
+                Availability::Lost => continue,
             }
         }
         is_coming = true;
@@ -164,9 +164,9 @@ pub(crate) async fn coming(app: &App, of: &JobRow, agent: &str) -> Result<Option
         }
     }
     if !is_coming {
-        app.coming.forget(&job.id);
+        app.checkpoint_waits.forget(&job.id);
     }
-    let awaited = app.coming.awaited(&job.id, &checkpoints, app.config.checkpoint_wait);
+    let awaited = app.checkpoint_waits.awaited(&job.id, &checkpoints, app.config.checkpoint_wait);
     Ok(awaited.map(|n| {
         let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
         let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };

@@ -23,8 +23,8 @@ impl CheckpointWaits {
         if checkpoints.is_empty() {
             return None;
         }
-        let mut coming = self.lock();
-        let since = coming.entry(job.clone()).or_default();
+        let mut waits = self.lock();
+        let since = waits.entry(job.clone()).or_default();
         let now = Instant::now();
         for checkpoint in checkpoints {
             since.entry(checkpoint.clone()).or_insert(now);
@@ -39,10 +39,10 @@ impl CheckpointWaits {
 
     /// Forgets jobs that do not wait any more.
     pub(crate) fn keep(&self, waiting: &[JobId]) {
-        let mut coming = self.lock();
-        if !coming.is_empty() {
+        let mut waits = self.lock();
+        if !waits.is_empty() {
             let waiting: HashSet<&JobId> = waiting.iter().collect();
-            coming.retain(|job, _| waiting.contains(job));
+            waits.retain(|job, _| waiting.contains(job));
         }
     }
 }
@@ -53,21 +53,21 @@ mod tests {
 
     #[test]
     fn a_wait_that_is_over_does_not_begin_anew_before_the_job_starts() {
-        let (coming, job, none) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
+        let (waits, job, none) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
         let long = Duration::from_secs(600);
         let newest = ["1-30".to_owned(), "1-20".to_owned()];
-        assert_eq!(coming.awaited(&job, &[], long), None);
-        assert_eq!(coming.awaited(&job, &newest, long), Some(0));
-        assert_eq!(coming.awaited(&job, &newest, none), None, "for the older one no second wait");
+        assert_eq!(waits.awaited(&job, &[], long), None);
+        assert_eq!(waits.awaited(&job, &newest, long), Some(0));
+        assert_eq!(waits.awaited(&job, &newest, none), None, "for the older one no second wait");
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
-        assert_eq!(coming.awaited(&job, &[], none), None);
-        coming.keep(std::slice::from_ref(&job));
-        let first = coming.lock()[&job]["1-30"];
-        assert_eq!(coming.awaited(&job, &newest, none), None);
-        assert_eq!(coming.lock()[&job]["1-30"], first);
+        assert_eq!(waits.awaited(&job, &[], none), None);
+        waits.keep(std::slice::from_ref(&job));
+        let first = waits.lock()[&job]["1-30"];
+        assert_eq!(waits.awaited(&job, &newest, none), None);
+        assert_eq!(waits.lock()[&job]["1-30"], first);
         // What comes of a later attempt is another one.
-        assert_eq!(coming.awaited(&job, &["2-40".to_owned()], long), Some(0));
-        coming.keep(&[]);
-        assert!(coming.lock().is_empty(), "what was cancelled is not kept");
+        assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));
+        waits.keep(&[]);
+        assert!(waits.lock().is_empty(), "what was cancelled is not kept");
     }
 }

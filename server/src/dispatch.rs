@@ -151,7 +151,7 @@ async fn round(app: &App) -> Result<()> {
     }
     started?;
     looked?;
-    app.coming.keep(&waiting);
+    app.checkpoint_waits.keep(&waiting);
     // Before the places: whoever reads the new places finds what belongs to them.
     app.reservations.keep(round.kept, crate::now());
     app.wait_reasons.keep(waiting);

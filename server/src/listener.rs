@@ -309,7 +309,7 @@ impl Shared {
                 let id = response.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
                 line.request_id = id.map(str::to_owned);
             }
-            Ok(response.map(|body| CountedBody { body, line, _answering: in_flight }))
+            Ok(response.map(|body| CountedBody { body, line, _in_flight: in_flight }))
         }
     }
 }

@@ -29,6 +29,7 @@ export class Picker {
     const chosen = this.chosen(), focused = document.activeElement?.value;
     // Those that are too old to be listed otherwise.
     if (!this.input.value.trim()) this.#jobs.unshift(...this.compared().filter(({ id }) => !this.#jobs.some((job) => job.id === id)));
+    byId("no-jobs").hidden = this.#jobs.length > 0 || this.input.value.trim() !== "";
     this.list.replaceChildren(...this.#jobs.map((job) => {
       const item = document.createElement("li"), label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", value: job.id, checked: chosen.has(job.id) });
       const name = document.createElement("span");

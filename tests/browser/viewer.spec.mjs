@@ -88,6 +88,7 @@ describe("pages of errors", () => {
     await clean(page, "an error");
     const stranger = await (await browser.chromium.newContext()).newPage();
     await stranger.goto(`${server.url}/login`);
+    assert.equal(await stranger.locator("header nav a").count(), 0, "every other page leads back here");
     assert.equal(await stranger.getByRole("button", { name: "Sign out" }).count(), 0);
     await stranger.context().close();
     await page.end();

@@ -41,6 +41,8 @@ pub enum Nav {
     Audit,
     /// A page of its own, such as an error.
     Elsewhere,
+    /// The form to sign in: every other page would lead back to it.
+    SignIn,
 }
 
 /// What the bar at the top depends on: who looks.
@@ -77,8 +79,11 @@ impl Nav {
 }
 
 impl Bar {
-    /// Address, label and whether it is the current page, in the order shown.
+    /// Address, label and whether it is the current page, in the order shown. None before somebody has signed in.
     pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
+        if self.nav == Nav::SignIn {
+            return Vec::new();
+        }
         let all = [
             ("/jobs", "Jobs", Nav::Jobs),
             ("/queue", "Queue", Nav::Queue),

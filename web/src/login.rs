@@ -42,6 +42,8 @@ impl LoginPage {
     }
 
     fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(Viewer::NOBODY)
+        // Who sets up the first admin is signed in, by a token.
+        let nav = if self.setup { Nav::Elsewhere } else { Nav::SignIn };
+        nav.seen_by(Viewer::NOBODY)
     }
 }

@@ -73,7 +73,7 @@ impl Fewer {
     }
 
     /// Why the job waits, and what it does not wait for.
-    pub(super) fn told(&self, job: &Job, why: Reason) -> Reason {
+    pub(super) fn with_fewest_ranks(&self, job: &Job, why: Reason) -> Reason {
         let may_tell = matches!(why.code(), ReasonCode::WaitingForSlots | ReasonCode::TooFewSlots);
         let (Some(least), true) = (self.ranks.last(), may_tell) else { return why };
         let secs = job.spec.recovery.wait_seconds;

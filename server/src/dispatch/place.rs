@@ -72,7 +72,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     let mut why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
     if let Some(fewer) = &fewer {
         kept = kept.or_else(|| fewer.reserve(&candidates));
-        why = fewer.told(job, why);
+        why = fewer.with_fewest_ranks(job, why);
     }
     for c in kept.iter().flatten() {
         round.reserve(job, &candidates[*c]);
@@ -100,7 +100,7 @@ async fn start(
     drop(candidates);
     // Rank 0 reads the checkpoint, and sends the others what is in it.
     let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-    if let Some(why) = artifacts::coming(app, row, reader).await? {
+    if let Some(why) = artifacts::wait_for_newer(app, row, reader).await? {
         round.waits(row, why);
         return Ok(Placed::Waits);
     }

@@ -71,7 +71,7 @@ pub(super) async fn make_room(
     }
     let occupied = round.occupied.as_deref().unwrap_or_default();
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
-    if let Some(why) = artifacts::coming(app, row, reader).await? {
+    if let Some(why) = artifacts::wait_for_newer(app, row, reader).await? {
         // The slots would be given to others meanwhile.
         return Ok(Room::Waits(why));
     }

@@ -249,7 +249,7 @@ struct Ordered {
 fn order(app: &App, prepared: Prepared, files: StartFiles, claimed: Claimed) -> Ordered {
     let Prepared { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
-    app.coming.forget(&job.id);
+    app.checkpoint_waits.forget(&job.id);
     app.reservations.forget(&job.id);
     app.announce(&claimed.changed);
     let mut start = StartAttempt {

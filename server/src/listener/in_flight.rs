@@ -34,7 +34,7 @@ impl Drop for InFlightRequest {
 pub(super) struct CountedBody {
     pub(super) body: Body,
     pub(super) line: Option<Box<Line>>,
-    pub(super) _answering: InFlightRequest,
+    pub(super) _in_flight: InFlightRequest,
 }
 
 impl http_body::Body for CountedBody {

@@ -227,7 +227,7 @@ fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, Stri
 fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.order(&Order::Probe { to })?;
     match by.answer(PROBE)? {
-        PeerMessage::Way(link) => link,
+        PeerMessage::Link(link) => link,
         other => Err(format!("it answers {other:?}")),
     }
 }

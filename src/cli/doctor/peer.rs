@@ -54,7 +54,7 @@ pub(super) enum PeerMessage {
         port: u16,
         meeting_port: u16,
     },
-    Way(Result<LinkMeasurement, String>),
+    Link(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
     /// It cannot take orders; why.
     Failed(String),
@@ -81,7 +81,7 @@ pub(super) fn run() -> anyhow::Result<()> {
         }
         let order = serde_json::from_slice(&line).map_err(|e| wrong(format!("standard input: {e}")))?;
         say(&match order {
-            Order::Probe { to } => PeerMessage::Way(probe(to, secret.as_bytes())),
+            Order::Probe { to } => PeerMessage::Link(probe(to, secret.as_bytes())),
             Order::Meet { rank, addr, port } => PeerMessage::Met(meet(&facts, &secret, rank, addr, port)),
         })?;
     }

@@ -106,11 +106,11 @@ impl Attempt {
         Self::watched(stored, context, StartMode::Adopt)
     }
 
-    fn watched(stored: StoredAttempt, context: AttemptContext, beginning: StartMode) -> Self {
+    fn watched(stored: StoredAttempt, context: AttemptContext, mode: StartMode) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
-        if matches!(beginning, StartMode::Adopt) && ending(&stored).is_some() {
+        if matches!(mode, StartMode::Adopt) && ending(&stored).is_some() {
             over.store(true, Ordering::Release);
             release(context.copies.as_ref(), &stored.start.attempt);
         } else {
@@ -118,8 +118,8 @@ impl Attempt {
             let (mut stored, gang) = (stored.clone(), gang.clone());
             let attempt = stored.start.attempt.clone();
             tokio::spawn(async move {
-                let beginning = checked(beginning, &mut stored, &context, gang.as_ref(), &mut received).await;
-                let (watch, ranks) = Watch::begin(stored, &context, received, beginning);
+                let mode = checked(mode, &mut stored, &context, gang.as_ref(), &mut received).await;
+                let (watch, ranks) = Watch::begin(stored, &context, received, mode);
                 watch.run(ranks).await;
                 release(context.copies.as_ref(), &attempt);
                 over.store(true, Ordering::Release);
@@ -160,13 +160,13 @@ impl Attempt {
 /// Waits for the preflight check here and on the attempt's other machines, before any rank is started. Examining a large dataset
 /// takes time; an order ends the wait at once, also when a file system does not respond.
 async fn checked(
-    beginning: StartMode,
+    mode: StartMode,
     stored: &mut StoredAttempt,
     context: &AttemptContext,
     gang: Option<&Gang>,
     orders: &mut mpsc::UnboundedReceiver<Order>,
 ) -> StartMode {
-    let StartMode::Launch { refusal: None } = beginning else { return beginning };
+    let StartMode::Launch { refusal: None } = mode else { return mode };
     let cancelled = Arc::new(AtomicBool::new(false));
     let found = {
         let ready = async {

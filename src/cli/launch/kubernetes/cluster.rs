@@ -52,7 +52,7 @@ struct Timeouts {
     away: Duration,
 }
 
-const WAITS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: PATIENCE };
+const TIMEOUTS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: PATIENCE };
 
 /// A namespace of a cluster.
 pub(super) struct Cluster {
@@ -94,7 +94,7 @@ impl Cluster {
             )));
         }
         let client = Client::try_from(config).map_err(|e| unusable(&e))?;
-        Ok(Self { client, waits: WAITS, namespace, is_away: AtomicBool::new(false) })
+        Ok(Self { client, waits: TIMEOUTS, namespace, is_away: AtomicBool::new(false) })
     }
 
     pub(super) fn api(&self, kind: Kind) -> Api<DynamicObject> {

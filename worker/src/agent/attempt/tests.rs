@@ -257,8 +257,8 @@ async fn ranks_are_fenced_when_the_server_stays_silent() {
 async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let place = place(2, "while :; do sleep 0.05; done");
     let (_, orders) = mpsc::unbounded_channel();
-    let beginning = StartMode::Launch { refusal: None };
-    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, beginning);
+    let mode = StartMode::Launch { refusal: None };
+    let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode);
     place.recorded(0, &[step(7)]);
     // The first agent is gone; rank 1 dies unseen.
     first.ranks[1].process.signal(Signal::KILL);

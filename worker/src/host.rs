@@ -1,10 +1,12 @@
 //! Facts of this machine and process, and files that others read while they are written.
 
 mod cgroup;
+mod file_lock;
 pub(crate) mod interfaces;
 mod listener_owner;
 pub(crate) mod usage;
 
+pub use file_lock::{lock_within, open_lock};
 pub use interfaces::{NCCL_INTERFACE, of_environment as nccl_interface};
 pub use listener_owner::listener_owners;
 

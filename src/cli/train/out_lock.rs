@@ -1,22 +1,14 @@
 //! The lock of an `--out` folder: two runs in one folder would overwrite each other's checkpoints.
 
 use super::super::{output, wrong};
-use rustix::{
-    fs::{FlockOperation, flock},
-    io::{Errno, FdFlags, fcntl_setfd},
-};
-use std::{
-    fs::File,
-    path::Path,
-    thread,
-    time::{Duration, Instant},
-};
+use lockstep_worker::host::{lock_within, open_lock};
+use rustix::io::{FdFlags, fcntl_setfd};
+use std::{fs::File, path::Path, time::Duration};
 
 /// The file in the folder that is locked.
 const LOCK: &str = "train.lock";
 /// For the threads of a run that was just killed: they may hold the lock a moment longer than `ps` shows it.
 const PATIENCE: Duration = Duration::from_secs(1);
-const AGAIN: Duration = Duration::from_millis(20);
 
 /// A locked folder, until this is dropped and every process that inherited it has ended.
 pub(super) struct OutLock {
@@ -32,16 +24,10 @@ impl OutLock {
     pub(super) fn take(out: &Path) -> anyhow::Result<Self> {
         let path = out.join(LOCK);
         let unusable = |e: &dyn std::fmt::Display| wrong(format!("--out: {}: {e}", path.display()));
-        let file = File::options().create(true).append(true).open(&path).map_err(|e| unusable(&e))?;
-        let until = Instant::now() + PATIENCE;
-        let mut locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        while locked == Err(Errno::WOULDBLOCK) && Instant::now() < until {
-            thread::sleep(AGAIN);
-            locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        }
-        match locked {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => {
+        let file = open_lock(&path).map_err(|e| unusable(&e))?;
+        match lock_within(&file, PATIENCE) {
+            Ok(true) => {}
+            Ok(false) => {
                 return Err(wrong(format!(
                     "--out: another `lockstep train`, or ranks that one has left, are using {}: they hold {}. Wait \
                      until they end, or give another --out",

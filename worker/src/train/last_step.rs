@@ -5,8 +5,10 @@
 //! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
 
 use super::{Run, TrainError, saving::announce};
-use crate::checkpoint::{self, CheckpointEvent, OWN_DISK_NOTE};
-use rustix::fs::{FlockOperation, flock};
+use crate::{
+    checkpoint::{self, CheckpointEvent, OWN_DISK_NOTE},
+    host::{lock_within, open_lock},
+};
 use std::{
     fs::{self, File},
     io,
@@ -18,8 +20,6 @@ use std::{
 const LOCK: &str = ".last-step";
 /// Longest wait for another rank that writes. An agent ends its ranks some seconds after one of them has failed.
 const PATIENCE: Duration = Duration::from_secs(4);
-/// How often the lock is tried.
-const TRY_EVERY: Duration = Duration::from_millis(20);
 /// Of the ranks' own folder on a machine that has not rank 0, which removes old checkpoints elsewhere.
 const KEPT: usize = 2;
 
@@ -105,14 +105,6 @@ impl Run<'_> {
 
 /// The lock, once no other rank has it; none: one had it for too long.
 fn lock(directory: &Path, within: Duration) -> io::Result<Option<File>> {
-    let file = File::options().create(true).append(true).open(directory.join(LOCK))?;
-    let until = Instant::now() + within;
-    loop {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(Some(file)),
-            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(TRY_EVERY),
-            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-            Err(error) => return Err(error.into()),
-        }
-    }
+    let file = open_lock(&directory.join(LOCK))?;
+    Ok(lock_within(&file, within)?.then_some(file))
 }

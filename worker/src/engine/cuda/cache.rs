@@ -1,15 +1,14 @@
 //! Files that save work at the next start: compiled kernels and the choice of convolution plans.
 //! Losing them costs seconds, so trouble with them is only logged.
 
-use crate::cache::dir;
-use rustix::fs::{FlockOperation, flock};
+use crate::{
+    cache::dir,
+    host::{lock_within, open_lock},
+};
 use std::{
     fs::{self, File},
-    time::{Duration, Instant},
+    time::Duration,
 };
-
-/// How often a lock is tried.
-const TRY_EVERY: Duration = Duration::from_millis(50);
 
 /// The content of `name`, if it is there.
 pub(super) fn read(name: &str) -> Option<Vec<u8>> {
@@ -35,13 +34,6 @@ pub(super) fn write(name: &str, content: &[u8]) {
 pub(super) fn lock(name: &str, within: Duration) -> Option<File> {
     let dir = dir()?;
     fs::create_dir_all(&dir).ok()?;
-    let file = File::options().create(true).append(true).open(dir.join(format!("{name}.lock"))).ok()?;
-    let until = Instant::now() + within;
-    loop {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Some(file),
-            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(TRY_EVERY),
-            Err(_) => return None,
-        }
-    }
+    let file = open_lock(&dir.join(format!("{name}.lock"))).ok()?;
+    lock_within(&file, within).ok()?.then_some(file)
 }

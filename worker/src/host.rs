@@ -7,7 +7,7 @@ mod listener_owner;
 pub(crate) mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, of_environment as nccl_interface};
+pub use interfaces::{NCCL_INTERFACE, nccl_variable, of_environment as nccl_interface};
 pub use listener_owner::listener_owners;
 
 use std::{

@@ -5,7 +5,7 @@ use super::super::wrong;
 use lockstep_worker::{
     doctor::{Facts, Gathered, LinkMeasurement, listen, probe},
     gpu::devices,
-    host::{NCCL_INTERFACE, own_program},
+    host::{nccl_variable, own_program},
     local_group::{self, Member},
 };
 use serde::{Deserialize, Serialize};
@@ -130,7 +130,7 @@ fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Resu
     let gpus = devices::usable(None)?.gpus;
     let gpu =
         local_group::members(1, &gpus[..gpus.len().min(1)]).map_err(|e| e.to_string())?.swap_remove(0).gpu;
-    let interface = facts.interface.clone().filter(|_| std::env::var_os(NCCL_INTERFACE).is_none());
+    let interface = facts.interface.clone().filter(|_| nccl_variable().is_none());
     let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
     let printed = local_group::run(&["doctor".into()], &[member], MEETING)?;
     match rank {

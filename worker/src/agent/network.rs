@@ -2,9 +2,8 @@
 
 use super::{AgentError, Options};
 use crate::host::{
-    NCCL_INTERFACE,
     interfaces::{first_of, interfaces, of_variable, speed_mbits},
-    network_id,
+    nccl_variable, network_id,
 };
 use lockstep_protocol::agent::{Machine, RankNetwork};
 use std::net::IpAddr;
@@ -33,7 +32,7 @@ impl Network {
     /// # Errors
     /// The interface is not there or has no address.
     pub(super) fn of(options: &Options) -> Result<Self, AgentError> {
-        let variable = std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty());
+        let variable = nccl_variable();
         Self::chosen(options.advertise.as_deref(), options.interface.as_deref(), variable.as_deref())
             .map_err(AgentError::Wrong)
     }

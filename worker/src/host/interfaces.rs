@@ -23,15 +23,18 @@ const ADDRESS_HEADER: usize = 8;
 /// The kernel sends at most so much at once.
 const BUFFER: usize = 64 << 10;
 
+/// NCCL's variable of this process's environment; none where it is empty, which names no interface.
+pub fn nccl_variable() -> Option<String> {
+    std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty())
+}
+
 /// The interface that NCCL's variable in this process's environment names, with its address. None where the variable is not set, or only
 /// excludes.
 ///
 /// # Errors
 /// No interface of such a name has an address; a sentence.
 pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
-    let Some(value) = std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty()) else {
-        return Ok(None);
-    };
+    let Some(value) = nccl_variable() else { return Ok(None) };
     let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
     of_variable(&all, &value)
 }

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     gpu::RankGpu,
-    host::{NCCL_INTERFACE, boot_id, cores, write_private, write_whole},
+    host::{NCCL_INTERFACE, boot_id, cores, nccl_variable, write_private, write_whole},
     rank::{RankConfig, stop_within_secs},
 };
 use lockstep_protocol::agent::StartAttempt;
@@ -68,8 +68,7 @@ impl RankProcess {
         let attempt = &config.start.attempt;
         let mut command = Command::new(program);
         let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
-        let is_set = std::env::var_os(NCCL_INTERFACE).is_some_and(|value| !value.is_empty());
-        if let Some(interface) = interface.filter(|_| !is_set) {
+        if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
             // NCCL takes a name without `=` as a prefix.
             command.env(NCCL_INTERFACE, format!("={interface}"));
         }

@@ -1,13 +1,14 @@
-//! `lockstep pause`, `resume` and `retry`.
+//! `lockstep pause`, `resume`, `cancel` and `retry`, each of one job or several.
 
 use super::{api::ServerArgs, block_on, output, watch};
 use lockstep_protocol::{Job, JobState};
 
-/// The job that a command is about.
+/// The jobs that a command is about.
 #[derive(clap::Args)]
 pub(crate) struct JobSelector {
-    /// Its id, the start of its id, or its name
-    job: String,
+    /// Its id, the start of its id, or its name; several may be given
+    #[arg(required = true, value_name = "JOB")]
+    jobs: Vec<String>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -22,6 +23,13 @@ pub(crate) struct PauseArgs {
 /// Resume a paused job; it ends with the weights of one that never paused
 #[derive(clap::Args)]
 pub(crate) struct ResumeArgs {
+    #[command(flatten)]
+    selector: JobSelector,
+}
+
+/// Cancel a job: its ranks end, its checkpoints stay
+#[derive(clap::Args)]
+pub(crate) struct CancelArgs {
     #[command(flatten)]
     selector: JobSelector,
 }
@@ -50,6 +58,14 @@ pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
     ask(&args.selector, "resume", |_| true)
 }
 
+/// Asks the server, and waits until the job's ranks are gone.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or it is over.
+pub(crate) fn cancel(args: CancelArgs) -> anyhow::Result<()> {
+    ask(&args.selector, "cancel", |job| job.state.is_final())
+}
+
 /// Asks the server.
 ///
 /// # Errors
@@ -58,16 +74,50 @@ pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
     ask(&args.selector, "retry", |_| true)
 }
 
+/// Asks the server to do it to each of the jobs, and waits until `done` is true of each. Where one of the names is no job's, nothing is
+/// asked. A job that the server refuses does not hold up the others.
 fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
     let api = selector.server.api()?;
     block_on(async {
-        let job = api.find_job(&selector.job).await?;
-        let job: Job = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await?;
-        let job = watch::until(&api, job, done).await?;
-        if selector.server.json {
-            return output::json(&job);
+        let mut found = Vec::<Job>::new();
+        for name in &selector.jobs {
+            let job = api.find_job(name).await?;
+            if found.iter().all(|other| other.id != job.id) {
+                found.push(job);
+            }
         }
-        let reason = job.reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
-        output::line(format_args!("{} {}{reason}", job.id, job.state))
+        let (mut asked, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
+        for job in &found {
+            let answer = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await;
+            answer.map_or_else(|error| errors.push(error), |job| asked.push(job));
+        }
+        let mut ended = Vec::new();
+        for job in asked {
+            let job = match watch::until(&api, job, &done).await {
+                Ok(job) => job,
+                Err(error) => {
+                    errors.push(error);
+                    continue;
+                }
+            };
+            if !selector.server.json {
+                // That it was cancelled is its state.
+                let reason = job.reason.as_ref().filter(|_| job.state != JobState::Cancelled);
+                let reason = reason.map(|r| format!(": {r}")).unwrap_or_default();
+                output::line(format_args!("{} {}{reason}", job.id, job.state))?;
+            }
+            ended.push(job);
+        }
+        if selector.server.json {
+            match (&*found, &*ended) {
+                ([_], [job]) => output::json(job)?,
+                ([_], _) => {}
+                _ => output::json(&ended)?,
+            }
+        }
+        // The last one is printed by who called.
+        let last = errors.pop();
+        errors.iter().for_each(|error| output::warn(format_args!("{error:#}")));
+        last.map_or(Ok(()), Err)
     })
 }

@@ -8,7 +8,6 @@ pub(crate) mod bench;
 mod browser;
 mod bundled;
 pub(crate) mod ca;
-pub(crate) mod cancel;
 pub(crate) mod checkpoint_choice;
 pub(crate) mod checkpoints;
 pub(crate) mod completions;

@@ -127,6 +127,17 @@ async fn cancelling_ends_a_job_wherever_it_stands() {
     server.until("its ranks are gone", async |s: &Server| s.ranks(&early).is_empty()).await;
     let next = server.submit(&specs::short("next", "fashion", 2, 5)).await;
     server.succeeded(&next).await;
+
+    // Several by one command: a name of no job changes nothing, and a job that is over does not hold up the others.
+    let long = server.submit(&endless("long", 2)).await;
+    let behind = server.submit(&specs::short("behind", "fashion", 2, 5)).await;
+    let refused = server.cli(&["cancel", &long, "no-such-job"]);
+    assert!(refused.status == 2 && refused.stderr.contains("no-such-job"), "{refused:?}");
+    assert_ne!(server.job(&long).await["state"], "cancelled");
+    let both = server.cli(&["cancel", &long, &next, &behind, &long]);
+    assert_eq!(both.status, 2, "{both:?}");
+    assert_eq!(both.stdout, format!("{long} cancelled\n{behind} cancelled\n"), "{both:?}");
+    assert!(both.stderr.contains("succeeded"), "{both:?}");
     server.stop().await;
 }
 

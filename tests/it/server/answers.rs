@@ -57,6 +57,7 @@ impl Answer {
 }
 
 /// A command that has ended.
+#[derive(Debug)]
 pub(crate) struct Finished {
     pub(crate) status: i32,
     pub(crate) stdout: String,

@@ -373,6 +373,23 @@ fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
             let here = directory.join(&name);
+            // The run would take its steps for those that are there, and keep neither.
+            let later =
+                checkpoint::list(&directory)?.into_iter().rev().find(|(_, step)| *step > manifest.step);
+            if let Some((epoch, step)) = later {
+                let later = checkpoint::folder_name(epoch, step);
+                return Err(problem(format!(
+                    "{} has a later checkpoint, {later}, of another course of this run: give another --out, or --resume latest",
+                    out.display()
+                )));
+            }
+            let text = |folder: &Path| fs::read(folder.join(checkpoint::MANIFEST));
+            if here.exists() && text(&here)? != text(&folder)? {
+                return Err(problem(format!(
+                    "{} has another checkpoint {name}: give another --out",
+                    out.display()
+                )));
+            }
             if !here.exists() {
                 // Into a temporary place first: a checkpoint is there whole or not at all.
                 let temporary = directory.join(format!(".tmp-{name}"));

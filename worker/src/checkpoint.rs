@@ -1,7 +1,7 @@
 //! Checkpoints: a folder `<epoch>-<step>` each, under the job's `checkpoints`, that appears complete
 //! or not at all.
 //!
-//! Everything is written into `.tmp-<epoch>-<step>` and synced (fsync), `MANIFEST.json` with sizes and checksums last of all; then
+//! Everything is written into `.tmp-<epoch>-<step>.<writer>` and synced (fsync), `MANIFEST.json` with sizes and checksums last of all; then
 //! the folder gets its name by a rename, and the rename is synced too. Equal jobs give equal `model.safetensors`, byte for byte:
 //! nothing in it comes from a clock, a name or an id.
 
@@ -9,6 +9,7 @@ mod files;
 mod folders;
 mod header;
 mod manifest;
+mod own_disk;
 mod read;
 mod state;
 mod tensors;
@@ -19,6 +20,7 @@ pub use folders::{
     folder_name, is_being_written, list, newest, parse_folder_name, remove, remove_leftovers, set_aside,
 };
 pub use manifest::{Manifest, ManifestFile, model_file, validate};
+pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
 pub use read::{info, load, load_average, precision};
 pub use state::{Best, DataPosition, OptimizerNote, RandomState, Snapshot, State};
 pub use tensors::{metadata, read as read_tensors, shapes};
@@ -40,8 +42,6 @@ pub const AVERAGE: &str = "ema.safetensors";
 pub const STATE: &str = "state.json";
 /// A [`Manifest`].
 pub const MANIFEST: &str = "MANIFEST.json";
-/// In a job's folder on a machine with a disk of its own, whose checkpoints are uploaded to the server.
-pub const OWN_DISK_NOTE: &str = "here.json";
 const TEMPORARY: &str = ".tmp-";
 
 /// Why a checkpoint could not be written or read; the sentence names the file.

@@ -50,6 +50,17 @@ impl Line {
         }
     }
 
+    /// The attempts of the next heartbeat.
+    async fn heartbeat(&mut self) -> Vec<AttemptRef> {
+        let message = timeout(PATIENCE, self.0.next()).await.expect("the agent is silent").unwrap().unwrap();
+        let Message::Binary(bytes) = message else { return Vec::new() };
+        let FromAgent::Heartbeat { attempts } = rmp_serde::from_slice(&bytes).unwrap() else {
+            panic!("no heartbeat")
+        };
+        self.say(&ToAgent::HeartbeatAck).await;
+        attempts
+    }
+
     /// Hears `Hello`, welcomes, and gives the attempts of the `Hello`.
     async fn welcome(
         &mut self,
@@ -201,6 +212,42 @@ async fn told_to_stop_it_ends_the_ranks_and_says_so() {
     assert_eq!((source, events), (Source::Agent, vec![AttemptEvent::Ended(Ending::Stopped)]));
     line.say(&ToAgent::Ack(acknowledged(&start, Source::Agent, 1))).await;
     end(agent).await.unwrap();
+}
+
+/// A server that was restarted meanwhile would give jobs to an agent of which it does not know that it is ending.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_that_is_ending_says_so_over_every_connection() {
+    let dir = tempfile::tempdir().unwrap();
+    let script =
+        format!("trap '' TERM USR1\nwhile [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display());
+    let (start, options) = job(dir.path(), &script);
+    let (listener, agent) = run(options).await;
+    let mut line = Line::accept(&listener).await;
+    line.welcome(vec![], vec![]).await;
+    line.say(&ToAgent::Start(Box::new(start.clone()))).await;
+    while !line.heartbeat().await.contains(&start.attempt) {}
+    // It ends because its folder takes nothing more.
+    fs::rename(dir.path().join("agent/attempts"), dir.path().join("agent/moved")).unwrap();
+    fs::write(dir.path().join("agent/attempts"), "").unwrap();
+    let mut next = start.clone();
+    (next.attempt.job, next.attempt.fencing_token) = (JobId::generate(), 6.into());
+    line.say(&ToAgent::Start(Box::new(next.clone()))).await;
+    let mut leaves = async |line: &mut Line| match timeout(PATIENCE, line.hear()).await {
+        Ok(FromAgent::Leaving { reason }) => assert!(reason.contains("cannot be written"), "{reason}"),
+        other => panic!("{other:?}"),
+    };
+    leaves(&mut line).await;
+    // The lease of what it does not start lasts until it is gone, and its job is queued again then.
+    while !line.heartbeat().await.contains(&next.attempt) {}
+    drop(line);
+    let mut line = Line::accept(&listener).await;
+    assert_eq!(line.welcome(vec![], vec![]).await, [start.attempt.clone(), next.attempt]);
+    leaves(&mut line).await;
+    fs::write(dir.path().join("go"), "").unwrap();
+    let (source, first, events) = line.report().await;
+    assert_eq!(source, Source::Agent, "{events:?}");
+    line.say(&ToAgent::Ack(acknowledged(&start, source, first + events.len() as u64))).await;
+    assert!(end(agent).await.is_err());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -95,6 +95,31 @@ async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_
     succeeded(&bench.train("out", &[]).output().expect("it runs"));
 }
 
+#[tokio::test]
+async fn a_run_does_not_go_back_in_the_folder_that_has_its_later_steps() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let sets = |seed: &'static str| {
+        let keys = ["train.epochs=", "train.steps=4", "checkpoint.every_epochs=", "checkpoint.every_steps=2"];
+        keys.into_iter().chain([seed]).flat_map(|set| ["--set", set])
+    };
+    for (out, seed) in [("out", "train.seed=1"), ("other", "train.seed=2")] {
+        let arguments: Vec<_> = sets(seed).collect();
+        succeeded(&bench.train(out, &arguments).output().expect("it runs"));
+    }
+    let resume = |from: &str, step: u64, set: &str| {
+        let from = bench.out(from).join(format!("checkpoints/1-{step}")).display().to_string();
+        let output = bench.train("out", &["--resume", &from, "--set", set]).output().expect("it runs");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, said) = resume("out", 2, "train.steps=6");
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("has a later checkpoint, 1-4") && said.contains("another --out"), "{said}");
+    let (status, said) = resume("other", 4, "train.steps=6");
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("has another checkpoint 1-4"), "{said}");
+}
+
 /// A learning rate at which the weights of a ResNet-18 leave float32 while its loss continues: batch norm and ReLU must
 /// not turn what is not finite into zeros.
 #[tokio::test]

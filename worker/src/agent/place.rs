@@ -1,9 +1,8 @@
 //! Where a job's files are on this machine: its folder, and its dataset.
 
 use super::state_dir::{StateDir, StoredAttempt};
-use crate::checkpoint::OWN_DISK_NOTE;
+pub(super) use crate::checkpoint::OwnDiskNote;
 use lockstep_protocol::agent::{MARK, StartAttempt};
-use serde::{Deserialize, Serialize};
 use std::{
     fs, io,
     path::{Component, Path, PathBuf},
@@ -37,28 +36,6 @@ impl Datasets {
             is_below.then(|| (there.components().count(), here.join(rest)))
         });
         fitting.max_by_key(|(depth, _)| *depth).map(|(_, here)| here)
-    }
-}
-
-/// A note in a job's folder on a disk that the server does not have: which attempt was here last.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct OwnDiskNote {
-    pub(super) attempt: lockstep_protocol::agent::AttemptRef,
-    /// Rank 0 ran on this machine, so the checkpoints are here.
-    pub(super) has_rank_0: bool,
-}
-
-impl OwnDiskNote {
-    fn path(job_dir: &Path) -> PathBuf {
-        job_dir.join(OWN_DISK_NOTE)
-    }
-
-    pub(super) fn read(job_dir: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(Self::path(job_dir)).ok()?).ok()
-    }
-
-    fn write(&self, job_dir: &Path) -> io::Result<()> {
-        crate::host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
     }
 }
 

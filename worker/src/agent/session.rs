@@ -121,6 +121,7 @@ impl Session {
                     stored: acknowledged,
                     unwanted: HashSet::new(),
                     stopped_late: HashMap::new(),
+                    announced_leaving: false,
                     told_ready: HashSet::new(),
                     heartbeat: seconds(heartbeat_secs).max(Duration::from_millis(50)),
                     heartbeat_sent: None,
@@ -155,6 +156,8 @@ struct Connected {
     /// Attempts that were over already when the server ordered their end: either the order crossed their last report, or the server
     /// takes no more of them.
     stopped_late: HashMap<AttemptRef, Instant>,
+    /// The server knows over this connection that the agent is ending. After another it would take the agent for one that stays.
+    announced_leaving: bool,
     /// Attempts over several machines of which the server knows that they are ready here.
     told_ready: HashSet<AttemptRef>,
     heartbeat: Duration,
@@ -245,10 +248,10 @@ impl Connected {
     /// Sends new records of the ranks, and drops attempts whose end the server has acknowledged.
     async fn pump(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
         if let Some(leaving) = &mut agent.leaving
-            && !std::mem::replace(&mut leaving.announced, true)
+            && !self.announced_leaving
         {
-            let reason = leaving.reason.clone();
-            self.send(&FromAgent::Leaving { reason }).await?;
+            self.send(&FromAgent::Leaving { reason: leaving.reason.clone() }).await?;
+            (self.announced_leaving, leaving.announced) = (true, true);
         }
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {

@@ -11,7 +11,11 @@ use std::{
     fs::{self, File},
     io,
     path::Path,
+    sync::atomic::{AtomicU64, Ordering},
 };
+
+/// How many checkpoints this process has begun to write.
+static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
 /// Writes a checkpoint under `directory` (the job's `checkpoints`, created if needed) and returns the size of all its files in bytes. `best`
 /// is the best checkpoint so far, this one included. A complete checkpoint of the same name is of the same step of the same job and stays,
@@ -35,9 +39,12 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
             Err(error) => return Err(error),
         }
     }
-    let temporary = directory.join(format!("{TEMPORARY}{name}"));
+    // When a rank is lost, another one may write the same step while rank 0 still does: each into a folder of its own.
+    let writer = (std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed));
+    let temporary = directory.join(format!("{TEMPORARY}{name}.{}.{}", writer.0, writer.1));
     fs::create_dir_all(directory).map_err(at(directory))?;
     if temporary.exists() {
+        // Of an earlier process with this number.
         fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
     }
     let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
@@ -64,11 +71,18 @@ fn is_measured(folder: &Path) -> bool {
 }
 
 /// Renames a complete folder to its final name. If a folder has that name, the two are exchanged atomically, so that a crash leaves one or the
-/// other. False if the file system cannot do that (NFS): the old folder stays, which lacks only the evaluation of its step.
+/// other. False if the file system cannot do that (NFS), or if another writer has put the same step there meanwhile: that folder stays, which
+/// lacks at most the evaluation of its step.
 fn put(temporary: &Path, place: &Path) -> io::Result<bool> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     if !place.exists() {
-        return fs::rename(temporary, place).map(|()| true);
+        return match fs::rename(temporary, place) {
+            Err(error) if place.exists() => {
+                tracing::debug!(%error, "another writer was first");
+                Ok(false)
+            }
+            renamed => renamed.map(|()| true),
+        };
     }
     match renameat_with(CWD, temporary, CWD, place, RenameFlags::EXCHANGE) {
         Ok(()) => Ok(true),

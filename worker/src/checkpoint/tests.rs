@@ -159,6 +159,26 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
     assert!(!dir.path().join(".tmp-1-200").exists());
 }
 
+/// As when a rank is lost while rank 0 writes a checkpoint of the last step, which another rank keeps then.
+#[test]
+fn two_that_write_the_same_step_do_not_disturb_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    for step in 1..=20 {
+        let begin = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            let both = [(); 2].map(|()| {
+                scope.spawn(|| {
+                    begin.wait();
+                    write(dir.path(), &snapshot(1, step, None), None).map(|_| ())
+                })
+            });
+            both.into_iter().for_each(|writer| writer.join().unwrap().unwrap());
+        });
+        assert_eq!(validate(&dir.path().join(format!("1-{step}"))).unwrap().step, step);
+    }
+    assert!(!is_being_written(dir.path()));
+}
+
 /// A link that leads to itself cannot be opened (ELOOP), which is none of the errors that mean a missing file.
 #[test]
 fn a_checkpoint_that_cannot_be_read_for_now_stays() {

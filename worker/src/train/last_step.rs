@@ -6,7 +6,7 @@
 
 use super::{Run, TrainError, saving::announce};
 use crate::{
-    checkpoint::{self, CheckpointEvent, OWN_DISK_NOTE},
+    checkpoint::{self, CheckpointEvent, OwnDiskNote},
     host::{lock_within, open_lock},
 };
 use std::{
@@ -80,10 +80,9 @@ impl Run<'_> {
         if directory.join(checkpoint::folder_name(epoch, step)).exists() {
             return Ok(());
         }
-        let is_own_disk = directory.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
-        let is_own_folder = is_own_disk && !self.is_first();
+        let is_own_folder = is_own_folder(directory);
         if is_own_folder {
-            // Of a rank that was killed while it wrote. Where rank 0 is, it removes them.
+            // Of a rank that was killed while it wrote. Where rank 0 is, it removes them, and decides which checkpoints are kept.
             checkpoint::remove_leftovers(directory)?;
         }
         let snapshot = self.snapshot(self.engine.own_state()?);
@@ -103,8 +102,31 @@ impl Run<'_> {
     }
 }
 
+/// Whether the folder is on a disk that rank 0 does not have, so that nobody else removes old checkpoints there.
+fn is_own_folder(directory: &Path) -> bool {
+    directory.parent().and_then(OwnDiskNote::read).is_some_and(|here| !here.has_rank_0)
+}
+
 /// The lock, once no other rank has it; none: one had it for too long.
 fn lock(directory: &Path, within: Duration) -> io::Result<Option<File>> {
     let file = open_lock(&directory.join(LOCK))?;
     Ok(lock_within(&file, within)?.then_some(file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{agent::AttemptRef, job::JobId};
+
+    #[test]
+    fn only_where_rank_0_is_not_are_old_checkpoints_another_rank_s_to_remove() {
+        let job = tempfile::tempdir().unwrap();
+        let directory = job.path().join("checkpoints");
+        assert!(!is_own_folder(&directory), "the server's disk");
+        let attempt = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 5.into() };
+        for has_rank_0 in [true, false] {
+            OwnDiskNote { attempt: attempt.clone(), has_rank_0 }.write(job.path()).unwrap();
+            assert_eq!(is_own_folder(&directory), !has_rank_0);
+        }
+    }
 }

@@ -106,7 +106,8 @@ impl Tuner {
             return Ok(());
         }
         let _one_at_a_time = cache::lock(&self.file, OTHERS_TIME_WITHIN);
-        self.choices.extend(choices_in(&self.file));
+        let before = choices_in(&self.file);
+        self.choices.extend(before.clone());
         let mut unknown = self.rebuild(wanted);
         if unknown.is_empty() {
             return Ok(());
@@ -132,9 +133,11 @@ impl Tuner {
                 self.timed.push((convolution, millis));
             }
         }
-        // Who did not get the lock may have timed the same candidates meanwhile: the choices that are there stay.
+        // Who did not get the lock may have timed the same candidates meanwhile: the choices that have come since stay. Those from before
+        // that cannot be rebuilt (another driver) are replaced.
         let mut all = self.choices.clone();
-        all.extend(choices_in(&self.file));
+        let is_new = |(name, choice): &(String, Option<Choice>)| before.get(name) != Some(choice);
+        all.extend(choices_in(&self.file).into_iter().filter(is_new));
         if let Ok(text) = serde_json::to_vec_pretty(&all) {
             cache::write(&self.file, &text);
         }

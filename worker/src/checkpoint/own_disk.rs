@@ -1,0 +1,35 @@
+//! Whether a job's folder is on a disk that the server does not have, and whose rank 0 wrote into it.
+
+use lockstep_protocol::agent::AttemptRef;
+use serde::{Deserialize, Serialize};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+/// The note's file in a job's folder on a machine with a disk of its own, whose checkpoints are uploaded to the server.
+pub(crate) const OWN_DISK_NOTE: &str = "here.json";
+
+/// A note in a job's folder on a disk that the server does not have: which attempt was here last.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct OwnDiskNote {
+    pub(crate) attempt: AttemptRef,
+    /// Rank 0 ran on this machine, so the checkpoints are here.
+    pub(crate) has_rank_0: bool,
+}
+
+impl OwnDiskNote {
+    fn path(job_dir: &Path) -> PathBuf {
+        job_dir.join(OWN_DISK_NOTE)
+    }
+
+    pub(crate) fn read(job_dir: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(Self::path(job_dir)).ok()?).ok()
+    }
+
+    /// # Errors
+    /// Those of the file system.
+    pub(crate) fn write(&self, job_dir: &Path) -> io::Result<()> {
+        crate::host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
+    }
+}

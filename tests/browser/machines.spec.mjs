@@ -25,9 +25,9 @@ const gauge = (page, name) => page.locator(".gauges > div", { has: page.getByTex
 describe("machines", () => {
   test("show what the machine does, and it changes where it stands", async () => {
     const page = await browser.page(server, "/machines");
-    await until("it is measured", async () => /^\d+ % 2|^\d+ % /.test(await gauge(page, "CPU")));
-    assert.match(await gauge(page, "Memory"), /^[\d.]+ [GMT]B of [\d.]+ [GMT]B/);
-    assert.match(await gauge(page, "Disk"), /^\d+ % [\d.]+ [GMT]B free of/);
+    await until("it is measured", async () => /^\d+ %\s/.test(await gauge(page, "CPU")));
+    assert.match(await gauge(page, "Memory"), /^[\d.]+ [GMT]B\sof [\d.]+ [GMT]B/);
+    assert.match(await gauge(page, "Disk"), /^\d+ %\s[\d.]+ [GMT]B free of/);
     await until("the job holds both slots", async () => (await page.locator(".slots .busy").count()) === 2);
     assert.match(await page.locator(".slots .busy").nth(1).innerText(), /long-name\s*rank 1/);
     const slots = () => page.locator(".slots .busy").evaluateAll((all) => all.map((slot) => slot.innerText));

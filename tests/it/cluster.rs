@@ -15,12 +15,16 @@ use std::{
 };
 
 /// A program of this machine, also where only root looks.
-pub(crate) fn program(name: &str, package: &str) -> PathBuf {
+pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let more = ["/usr/sbin", "/sbin"].map(PathBuf::from);
-    let found =
-        std::env::split_paths(&path).chain(more).map(|dir| dir.join(name)).find(|path| path.is_file());
-    found.unwrap_or_else(|| panic!("there is no {name} here: install {package}, as tests/run does"))
+    std::env::split_paths(&path).chain(more).map(|dir| dir.join(name)).find(|path| path.is_file())
+}
+
+/// As [`find_program`], for one that tests/run installs.
+pub(crate) fn program(name: &str, package: &str) -> PathBuf {
+    find_program(name)
+        .unwrap_or_else(|| panic!("there is no {name} here: install {package}, as tests/run does"))
 }
 
 /// Runs a command that must succeed; its output.

@@ -1,82 +1,32 @@
-//! The commands that README.md and docs/ show, run as they stand there: blocks of code that are marked `sh`. What cannot run on the
-//! machine of a test is listed with the reason. Servers get free ports (`serving.rs`), and a launch is shown (`--dry-run`).
+//! The commands that README.md and docs/ show, run as they stand there: blocks of code that are marked `sh`. Lines that need a cluster or
+//! weights are run by other tests, which take them from the page (`pages::line`). Servers get free ports (`serving.rs`), a launch is shown
+//! (`--dry-run`), and jobs are small.
 
 mod serving;
 
 use crate::{
-    pictures,
-    server::{Finished, LOCKSTEP, Server, lockstep, turn},
+    pages, pictures,
+    server::{Finished, Server, lockstep, turn},
     specs,
 };
 use serde_json::json;
 use serving::Serving;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{fs, path::Path, process::Command};
 
-/// Beginnings of commands that do not run here, and why. One that no page has any more fails the test.
+/// Beginnings of commands that do not run in any test, and why. One that no page has any more fails the test.
 const NOT_HERE: &[(&str, &str)] = &[
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
-    (
-        "lockstep download cifar-resnet18",
-        "needs the ten epochs of a ResNet-18, minutes on two cores; commands.rs downloads",
-    ),
-    (
-        "lockstep agent ...",
-        "stands for the command of the lines before; elsewhere.rs has agents with options like these",
-    ),
-    (
-        "kubectl ",
-        "there is no cluster here; tests/deploy/check.py holds the file against Kubernetes' schemas",
-    ),
-    ("torchrun ", "there are no machines of these names; train/launchers.rs has the variables that it sets"),
-    ("mpirun ", "as above; launch.rs starts it"),
-    ("srun ", "as above; launch.rs starts it"),
-    ("msrun ", "as above; train/launchers.rs has the variables that it sets"),
-    (
-        "lockstep train job.toml --rank-table",
-        "trains the ten epochs of a ResNet-18; train/launchers.rs trains smaller jobs by a table",
-    ),
-    ("RANK_ID=3 lockstep train", "as above"),
-    (
-        "lockstep submit finetune.toml",
-        "needs torchvision's weights; finetune.rs runs the same three commands with small ones",
-    ),
 ];
 
 /// Two ranks of this machine, as the README's job has.
 const RANK_TABLE: &str = r#"{"version": "1.0", "server_count": "1", "status": "completed", "server_list": [{"server_id": "127.0.0.1",
     "device": [{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}]}"#;
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-/// README.md and the pages that people have written.
-fn pages() -> Vec<PathBuf> {
-    let docs = fs::read_dir(root().join("docs")).expect("docs").flatten().map(|entry| entry.path());
-    let mut pages: Vec<_> = docs.filter(|path| path.extension().is_some_and(|e| e == "md")).collect();
-    pages.sort();
-    pages.insert(0, root().join("README.md"));
-    pages
-}
-
-/// The blocks of a page in a language.
-fn blocks(page: &str, language: &str) -> Vec<String> {
-    let begin = format!("```{language}\n");
-    let parts = page.split(&begin).skip(1);
-    parts.map(|rest| rest.split("```").next().expect("the end of a block").to_owned()).collect()
-}
-
 /// Files that the examples name, in a folder and in its `home`.
-fn stage(folder: &Path, readme: &str) {
-    for block in blocks(readme, "toml") {
-        if let Some((name, _)) = block.strip_prefix("# ").and_then(|block| block.split_once(".toml\n")) {
-            fs::write(folder.join(format!("{name}.toml")), &block).expect("a job file");
-        }
+fn stage(folder: &Path) {
+    for (name, text) in pages::files("README.md") {
+        fs::write(folder.join(name), text).expect("a job file");
     }
     let cifar = folder.join("datasets/cifar10");
     fs::create_dir_all(&cifar).expect("a folder");
@@ -92,14 +42,12 @@ fn stage(folder: &Path, readme: &str) {
     }
     let home = folder.join("home");
     let made = pictures::image_folder(folder, 4);
-    for place in ["pictures/flowers", "imagenet"] {
-        let place = home.join(place);
-        fs::create_dir_all(place.parent().expect("a parent")).expect("a folder");
-        let copied = Command::new("cp").arg("-r").arg(&made).arg(&place).status().expect("cp runs");
-        assert!(copied.success());
-    }
+    fs::create_dir_all(&home).expect("a folder");
+    let copied =
+        Command::new("cp").arg("-r").arg(&made).arg(home.join("imagenet")).status().expect("cp runs");
+    assert!(copied.success());
     let shoe = fs::read_dir(made.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
-    for name in ["shoe.png", "bag.jpg", "new.jpg"] {
+    for name in ["shoe.png", "bag.jpg"] {
         image::open(&shoe).expect("a picture").save(folder.join(name)).expect("a picture");
     }
 }
@@ -113,22 +61,19 @@ fn shown(line: &str) -> String {
     }
 }
 
-/// Runs what a block has, but for what is not to run here.
-async fn run(
-    (server, serving): (&Server, &mut Serving),
-    folder: &Path,
-    page: &str,
-    block: &str,
-    passed_over: &mut [bool],
-) {
+/// A submission at a terminal, which shows the job's progress to its end, and sizes that two cores can do.
+fn watched(line: &str) -> String {
+    let (command, comment) = line.split_once(" # ").unwrap_or((line, ""));
+    let sizes = "--set train.epochs=1 --set data.image_size=16";
+    format!("script --quiet --return --command '{} {sizes}' /dev/null # {comment}", command.trim_end())
+}
+
+/// Runs what a block has.
+async fn run((server, serving): (&Server, &mut Serving), folder: &Path, page: &str, block: &str) {
     let mut script = String::new();
     // Of the server that an example has started, if lines are for that one.
     let mut token = None;
     for line in block.lines() {
-        if let Some(found) = NOT_HERE.iter().position(|(begin, _)| line.starts_with(begin)) {
-            passed_over[found] = true;
-            continue;
-        }
         if Serving::runs(line) {
             run_script(server, token.as_deref(), folder, page, &std::mem::take(&mut script));
             serving.run(line).await;
@@ -144,6 +89,7 @@ async fn run(
                 line
             }
             None if line.starts_with("lockstep launch") => shown(line),
+            None if line.starts_with("lockstep submit") => watched(line),
             None => line.to_owned(),
         };
         script += &line;
@@ -158,23 +104,18 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
          curl() {{ command curl --fail-with-body --silent --show-error \"${{@//http:\\/\\/127.0.0.1:7070/$LOCKSTEP_SERVER}}\"; }}\n\
          JOB=$(lockstep list --json | grep -o -m 1 'j[0-9a-z]\\{{26\\}}' | head -n 1 || true)\n{lines}"
     );
-    let bin = Path::new(LOCKSTEP).parent().expect("a folder").display().to_string();
-    let path = std::env::var("PATH").unwrap_or_default();
-    let mut command = Command::new("bash");
-    command.args(["--norc", "-c", &script]).current_dir(folder).envs(server.for_clients());
-    command
-        .env("PATH", format!("{bin}:{path}"))
-        .env("HOME", folder.join("home"))
-        .env("TOKEN", server.token());
+    let mut command = pages::shell(&script);
+    command.current_dir(folder).envs(server.for_clients());
+    command.env("HOME", folder.join("home")).env("TOKEN", server.token());
     if let Some(token) = token {
         command.env("LOCKSTEP_TOKEN_FILE", token);
     }
-    command.env("LOCKSTEP_CACHE", folder.join("cache")).stdin(std::process::Stdio::null());
+    command.env("LOCKSTEP_CACHE", folder.join("cache"));
     let ended = Finished::of(&mut command);
     assert_eq!(
         ended.status, 0,
-        "{page}: an example does not do what it says. Mend it, or list its first words in tests/it/examples.rs with the reason why it \
-         cannot run here.\n{lines}\nstdout:\n{}\nstderr:\n{}",
+        "{page}: an example does not do what it says. Mend it, have a test take it with pages::line, or list its \
+         first words in tests/it/examples.rs with the reason why no test can run it.\n{lines}\nstdout:\n{}\nstderr:\n{}",
         ended.stdout, ended.stderr
     );
 }
@@ -185,8 +126,7 @@ async fn examples_run_as_they_are_written() {
     let server = Server::start().await;
     let folder = server.folder().path().join("examples");
     fs::create_dir(&folder).expect("a folder");
-    let readme = fs::read_to_string(root().join("README.md")).expect("the README");
-    stage(&folder, &readme);
+    stage(&folder);
     // What the pages take for granted: a trained job, its weights, other pictures to measure it with, and a CA.
     let pictures = pictures::idx_dataset(server.folder().path(), 64, 16);
     server.register("clothes", &pictures).await;
@@ -202,15 +142,20 @@ async fn examples_run_as_they_are_written() {
     let ca = Finished::of(lockstep().args(["ca", "init"]).current_dir(&folder));
     fs::write(folder.join("lockstep-ca.crt"), ca.ok()).expect("the authority");
     fs::write(folder.join("table.json"), RANK_TABLE).expect("a table");
-    std::os::unix::fs::symlink(root().join("deploy"), folder.join("deploy")).expect("the tree's manifests");
+    std::os::unix::fs::symlink(pages::root().join("deploy"), folder.join("deploy"))
+        .expect("the tree's manifests");
     let mut serving = Serving::new(&folder);
 
-    let mut passed_over = vec![false; NOT_HERE.len()];
-    for page in pages() {
-        let text = fs::read_to_string(&page).expect("a page");
-        let page = page.strip_prefix(root()).expect("below the root").display().to_string();
-        for block in blocks(&text, "sh") {
-            run((&server, &mut serving), &folder, &page, &block, &mut passed_over).await;
+    let taken = pages::taken();
+    let is_left = |page: &str, line: &str| {
+        NOT_HERE.iter().any(|(begins, _)| line.starts_with(begins))
+            || taken.iter().any(|(of, begins)| of == page && line.starts_with(begins))
+    };
+    for page in pages::all() {
+        for block in pages::blocks(&page, "sh") {
+            let lines = block.lines().filter(|line| !is_left(&page, line));
+            let block: String = lines.flat_map(|line| [line, "\n"]).collect();
+            run((&server, &mut serving), &folder, &page, &block).await;
             // Nothing that a block has left runs while the next one does.
             for job in server.get("/jobs?limit=100").await["jobs"].as_array().expect("jobs") {
                 if !crate::server::state_of(job).is_final() {
@@ -221,17 +166,23 @@ async fn examples_run_as_they_are_written() {
         }
     }
     serving.stop();
-    let stale: Vec<_> =
-        NOT_HERE.iter().zip(&passed_over).filter(|(_, used)| !**used).map(|(entry, _)| entry.0).collect();
-    assert_eq!(stale, [] as [&str; 0], "no page has these any more: take them off the list");
     server.stop().await;
+}
+
+#[test]
+fn what_no_test_runs_is_in_a_page() {
+    let all: Vec<_> = pages::all().iter().flat_map(|page| pages::blocks(page, "sh")).collect();
+    for (begins, _) in NOT_HERE {
+        let is_there = all.iter().any(|block| block.lines().any(|line| line.starts_with(begins)));
+        assert!(is_there, "no page has {begins:?} any more: take it off the list");
+    }
 }
 
 /// A command that is named in a sentence is one that there is.
 #[test]
 fn commands_in_sentences_exist() {
-    for page in pages() {
-        let text = fs::read_to_string(&page).expect("a page");
+    for page in pages::all() {
+        let text = pages::text(&page);
         for named in text.split("`lockstep ").skip(1) {
             // What follows `--` is for another program.
             let own = named.split('`').next().expect("words").split(" -- ").next().expect("words");
@@ -242,7 +193,7 @@ fn commands_in_sentences_exist() {
                 continue;
             };
             let help = Finished::of(lockstep().args([word, "--help"]));
-            assert!(help.status == 0, "{}: lockstep {word}: {}", page.display(), help.stderr);
+            assert!(help.status == 0, "{page}: lockstep {word}: {}", help.stderr);
             // Its options, too.
             for option in
                 words.iter().filter_map(|word| word.split('=').next()).filter(|word| word.starts_with("--"))
@@ -252,7 +203,7 @@ fn commands_in_sentences_exist() {
                     nested.map(|nested| Finished::of(lockstep().args([word, nested, "--help"])).stdout);
                 let known =
                     help.stdout.contains(option) || of_nested.is_some_and(|help| help.contains(option));
-                assert!(known, "{}: lockstep {} has no {option}", page.display(), words.join(" "));
+                assert!(known, "{page}: lockstep {} has no {option}", words.join(" "));
             }
         }
     }

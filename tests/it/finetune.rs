@@ -1,7 +1,10 @@
-//! Fine-tuning as in the README: a folder of classes, weights in torchvision's form, and three commands. Pictures are
+//! The README's fine-tuning: a folder of classes, weights in torchvision's form, and three commands, from the page itself. Pictures are
 //! small and few of them, some files are broken; classes are many.
 
-use crate::server::{Server, turn};
+use crate::{
+    pages,
+    server::{Finished, Server, turn},
+};
 use image::{Rgb, RgbImage};
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 use lockstep_worker::net::{init, resnet};
@@ -11,16 +14,8 @@ use std::{fs, path::Path};
 const CLASSES: usize = 131;
 const PICTURES: usize = 3;
 
-const JOB: &str = r#"
-name = "flowers"
-[model]
-arch = "resnet18"
-pretrained = "resnet18.safetensors"
-[data]
-dataset = "flowers"
-[train]
-recipe = "finetune"
-"#;
+/// What two cores can do.
+const SIZES: &str = " --set data.image_size=64 --set model.stem=imagenet --set train.epochs=1";
 
 fn class_name(class: usize) -> String {
     format!("flower {class:03}")
@@ -78,18 +73,23 @@ fn values(file: &[u8], tensor: &str) -> Vec<f32> {
 async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     let _turn = turn().await;
     let server = Server::start().await;
-    let folder = server.folder().path().join("flowers");
+    let here = server.folder().path();
+    let folder = here.join("home/pictures/flowers");
     write_folder(&folder);
-    let weights = server.folder().path().join("resnet18.safetensors");
+    let weights = here.join("resnet18.safetensors");
     write_weights(&weights);
-    // As it is written, the job names a file next to it; this test runs elsewhere, and on two cores.
-    let job = JOB.replace("resnet18.safetensors", weights.to_str().expect("UTF-8"));
-    let job = server.folder().write("finetune.toml", job);
-    let job = job.to_str().expect("UTF-8");
-    let small = ["--set", "data.image_size=64", "--set", "model.stem=imagenet", "--set", "train.epochs=1"];
+    let file = pages::files("README.md").into_iter().find(|(name, _)| name == "finetune.toml");
+    server.folder().write("finetune.toml", file.expect("the job").1);
+    fs::copy(folder.join("train/flower 042/1.jpg"), here.join("new.jpg")).expect("a picture");
+    let typed = |line: &str| {
+        let mut shell = pages::shell(line);
+        Finished::of(shell.current_dir(here).envs(server.for_clients()).env("HOME", here.join("home")))
+    };
 
-    let added = server.cli(&["dataset", "add", "flowers", folder.to_str().expect("UTF-8")]);
+    let added = typed(&pages::line("README.md", "lockstep dataset add flowers "));
     assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
+    server.cli(&["validate", "finetune.toml"]).ok();
+    let submit = pages::line("README.md", "lockstep submit finetune.toml");
     // Weights of another network, of no file and of no weights at all are refused now, not when slots are free.
     for (set, words) in [
         (
@@ -98,16 +98,15 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
         ),
         ("model.stem=\"cifar\"", &["model.pretrained", "conv1.weight is [64, 3, 7, 7]", "set model.stem"]),
         ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),
-        (&*format!("model.pretrained={job:?}"), &["model.pretrained", "not a whole safetensors file"]),
+        ("model.pretrained=\"finetune.toml\"", &["model.pretrained", "not a whole safetensors file"]),
     ] {
-        server.cli(&[&["submit", job][..], &small, &["--set", set]].concat()).wrong(words);
+        typed(&format!("{submit}{SIZES} --set '{set}'")).wrong(words);
     }
-    let watched = server.cli(&[&["submit", job, "--watch"][..], &small].concat());
+    let watched = typed(&(submit + SIZES));
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
-    let asked = folder.join("train/flower 042/1.jpg");
-    let answer = server.cli(&["predict", asked.to_str().expect("UTF-8")]);
-    let (_, classes) = answer.ok().split_once("1.jpg: ").expect("the picture's name");
+    let answer = typed(&pages::line("README.md", "lockstep predict new.jpg"));
+    let (_, classes) = answer.ok().split_once("new.jpg: ").expect("the picture's name");
     let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();
     assert_eq!(named.clone().count(), 5, "{classes}");

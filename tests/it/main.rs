@@ -1,13 +1,14 @@
 //! The main job, end to end: these tests start the real `lockstep` binary and use it as people and
 //! programs do, over REST, websockets and the command line, on real pictures.
 //!
-//! `server.rs`, `socket.rs`, `pictures.rs` and `specs.rs` are what the tests share; every other file
+//! `server.rs`, `socket.rs`, `pages.rs`, `pictures.rs` and `specs.rs` are what the tests share; every other file
 //! is one theme. Tests that train take turns (`server::turn`), so that none is starved of cores and
 //! a deadline means what it says. With `LOCKSTEP_TEST_DATABASE=postgres` every server keeps what it knows in Postgres.
 
 #![allow(unreachable_pub)] // A module is shared with the server's tests.
 
 mod cluster;
+mod pages;
 mod pictures;
 #[path = "../../server/tests/it/postgres.rs"]
 mod postgres;

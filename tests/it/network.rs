@@ -3,6 +3,8 @@
 use crate::server::signal;
 use rustix::process::Signal;
 use std::{
+    fs,
+    path::{Path, PathBuf},
     process::Command,
     sync::atomic::{AtomicU32, Ordering},
 };
@@ -86,6 +88,35 @@ impl Network {
         ip(&format!("-n {space} link set eth1 up"));
     }
 
+    /// What `ip netns exec` puts in the place of files of /etc.
+    fn etc(&self, host: u32) -> PathBuf {
+        Path::new("/etc/netns").join(self.namespace(host))
+    }
+
+    /// Has hosts know each other by names: host N as `nodeN`.
+    pub(crate) fn name_hosts(&self) {
+        let line = |host: &u32| format!("{} node{host}\n", self.address(*host));
+        let hosts =
+            self.hosts.iter().map(line).fold("127.0.0.1 localhost\n".to_owned(), |all, one| all + &one);
+        for host in &self.hosts {
+            fs::create_dir_all(self.etc(*host)).expect("a folder");
+            fs::write(self.etc(*host).join("hosts"), &hosts).expect("a hosts file");
+        }
+    }
+
+    /// A command on a host that is called `nodeN`.
+    pub(crate) fn on(&self, host: u32, command: &Command) -> Command {
+        let mut there = Command::new("ip");
+        there.args(["netns", "exec", &self.namespace(host), "unshare", "--uts", "sh", "-c"]);
+        there.args(["hostname \"$0\" && exec \"$@\"", &format!("node{host}")]);
+        there.arg(command.get_program()).args(command.get_args());
+        there.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        if let Some(folder) = command.get_current_dir() {
+            there.current_dir(folder);
+        }
+        there
+    }
+
     /// Bytes that a host has sent by one of its interfaces.
     pub(crate) fn sent_bytes(&self, host: u32, interface: &str) -> u64 {
         let file = format!("/sys/class/net/{interface}/statistics/tx_bytes");
@@ -119,6 +150,7 @@ impl Drop for Network {
         for host in &self.hosts {
             run("ip", &format!("link del {}", self.cable(*host)));
             run("ip", &format!("netns del {}", self.namespace(*host)));
+            let _ = fs::remove_dir_all(self.etc(*host));
         }
         run("ip", &format!("link del {}", self.bridge()));
     }

@@ -7,7 +7,7 @@ mod layers;
 mod refusals;
 mod stops;
 
-use crate::{pictures, server::turn};
+use crate::{pages, pictures, server::turn};
 use std::{
     fs,
     path::PathBuf,
@@ -41,6 +41,15 @@ impl Bench {
             .arg(self.out(out))
             .args(more)
             .stdin(Stdio::null());
+        command
+    }
+
+    /// A line of docs/launchers.md, with this job in the folder where it is typed, and a folder of the test's to write to.
+    fn line(&self, line: &str, out: &str) -> Command {
+        assert!(line.contains(" job.toml ") && line.contains(" --out /shared/run"), "{line}");
+        let out = self.out(out).display().to_string();
+        let mut command = pages::shell(&line.replace("/shared/run", &out));
+        command.current_dir(self.folder.path()).stdin(Stdio::null());
         command
     }
 

@@ -1,7 +1,10 @@
 //! An API server like Kubernetes', with a controller of Jobs and pods that are processes in namespaces of their own (`kubernetes/api.py`).
 
 use super::program;
-use crate::server::{SOON, Server, free_port, lockstep, signal};
+use crate::{
+    pages,
+    server::{Finished, SOON, Server, free_port, lockstep, signal},
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{
@@ -84,6 +87,18 @@ impl Kubernetes {
             command.arg("--template").arg(self.folder.join("pod.yaml"));
         }
         command
+    }
+
+    /// A command of a page in the tree's folder, typed by somebody whose kubectl knows this cluster alone.
+    pub(crate) fn typed(&self, line: &str) -> Finished {
+        let cluster =
+            json!({"name": "test", "cluster": {"server": format!("http://127.0.0.1:{}", self.port)}});
+        let context = json!({"name": "test", "context": {"cluster": "test", "user": ""}});
+        let config = json!({"apiVersion": "v1", "kind": "Config", "current-context": "test", "clusters": [cluster], "contexts": [context]});
+        let path = self.folder.join("admin-config");
+        fs::write(&path, config.to_string()).expect("a configuration");
+        let mut shell = pages::shell(line);
+        Finished::of(shell.current_dir(pages::root()).env("KUBECONFIG", path).env("HOME", &self.folder))
     }
 
     async fn try_act(&self, action: &str, body: &Value) -> Option<Value> {

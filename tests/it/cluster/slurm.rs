@@ -18,11 +18,11 @@ pub(crate) struct Slurm {
 impl Slurm {
     /// A cluster whose nodes have two cores each.
     pub(crate) fn start(folder: &Path, nodes: u16) -> Self {
-        Self::start_with(folder, nodes, 30)
+        Self::start_with(folder, nodes, 2, 30)
     }
 
-    /// One that kills so many seconds after it has asked a process to end.
-    pub(crate) fn start_with(folder: &Path, nodes: u16, kill_wait_secs: u64) -> Self {
+    /// One that kills so many seconds after it has asked a process to end. Its nodes say that they have so many cores.
+    pub(crate) fn start_with(folder: &Path, nodes: u16, cores: u16, kill_wait_secs: u64) -> Self {
         let folder = folder.join("slurm");
         fs::create_dir_all(folder.join("state")).expect("a folder");
         // munged looks whether others can write above its socket.
@@ -56,7 +56,7 @@ impl Slurm {
         );
         for (node, port) in ports.iter().enumerate() {
             config += &format!(
-                "NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+                "NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cores} State=UNKNOWN\n"
             );
         }
         config += "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n";

@@ -36,6 +36,14 @@ impl Sshd {
         Self::start_by(folder, namespace, command, address, 22)
     }
 
+    /// As [`Sshd::start_in`], where whoever signs in has these variables (`NAME=VALUE`).
+    pub(crate) fn start_with(folder: &Path, namespace: &str, address: &str, variables: &[&str]) -> Self {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
+        command.args(["-o", &format!("SetEnv={}", variables.join(" "))]);
+        Self::start_by(folder, namespace, command, address, 22)
+    }
+
     /// As [`Sshd::start_in`], where the server's data directory is not to be seen, as on another machine.
     pub(crate) fn start_apart(folder: &Path, namespace: &str, address: &str, data: &Path) -> Self {
         let mut command = Command::new("ip");

@@ -1,5 +1,5 @@
-//! The examples that start a server, and the agents that join one over TLS: as they are written, but for the port, the addresses of
-//! machines that there are not, and `...`, which stands for more options.
+//! The examples that start a server, and the agents that join one over TLS: as they are written, but for the port, and the addresses of
+//! machines and the disks that there are not.
 
 use crate::{
     artifacts::bucket::Bucket,
@@ -99,7 +99,7 @@ impl Serving {
                 environment.iter().position(|(name, _)| name == "LOCKSTEP_ARTIFACTS").expect("an address");
             typed = typed.replace("s3://weights/lockstep", &environment.remove(at).1);
         }
-        let mut words: Vec<_> = typed.split_whitespace().skip(1).filter(|word| *word != "...").collect();
+        let mut words: Vec<_> = typed.split_whitespace().skip(1).collect();
         let listen = format!("127.0.0.1{port}");
         if !words.contains(&"--listen") {
             words.extend(["--listen", &listen]);
@@ -131,6 +131,8 @@ impl Serving {
     /// An agent on what is another machine: a folder with copies of the files that the line names.
     async fn join(&mut self, line: &str) {
         let typed = self.here(line).await.expect("a server's address");
+        let disk = format!("{}/", self.folder.join("nvme").display());
+        let typed = typed.split(" # ").next().expect("a command").replace("/nvme/", &disk);
         self.issue(line);
         let words: Vec<_> = typed.split_whitespace().skip(1).collect();
         let name = if line.contains("node-1") { "node-1" } else { "node-a" };

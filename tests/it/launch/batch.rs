@@ -153,7 +153,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_alone() {
     let _turn = turn().await;
     let server = server().await;
-    let slurm = Slurm::start_with(server.folder().path(), 1, KILL_WAIT_SECS);
+    let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
     let id = submit(&server, &endless("too-slow")).await;
     // The disk stands still in the third checkpoint.
     let hold = server.folder().path().join("hold");

@@ -2,7 +2,8 @@
 
 use super::{server, short, submit, valid_agent_tokens};
 use crate::{
-    cluster::{Kubernetes, command_lines},
+    cluster::{Kubernetes, command_lines, find_program},
+    pages,
     server::{Finished, Server, lockstep, number, turn},
     specs,
 };
@@ -111,6 +112,27 @@ async fn two_pods_train_a_job_and_end_with_it() {
         assert_eq!((&owner["kind"], &owner["uid"]), (&json!("Job"), &job["metadata"]["uid"]), "{kind}");
     }
     assert_eq!(cluster.act("objects", json!({})).await["refused"], json!([]), "the role is enough");
+    drop(cluster);
+    server.stop().await;
+}
+
+/// Before it, a launch may do nothing.
+#[tokio::test]
+async fn what_kubectl_applies_is_enough_for_a_launch() {
+    if find_program("kubectl").is_none() {
+        eprintln!("left out: there is no kubectl here (kubernetes-client in Debian)");
+        return;
+    }
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start_with(&server, &json!([])).await;
+    let id = submit(&server, &short("By a role")).await;
+    let launch = || Finished::of(&mut cluster.launch(&server, &id, &["--namespace", "lockstep"]));
+    launch().fails(2, &["Kubernetes does not let you"]);
+    let done = cluster.typed(&pages::line("docs/launchers.md", "kubectl "));
+    assert!(done.ok().contains("role.rbac.authorization.k8s.io/lockstep-launch created"), "{}", done.stdout);
+    launch().ok();
+    server.succeeded(&id).await;
     drop(cluster);
     server.stop().await;
 }

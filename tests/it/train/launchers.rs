@@ -1,145 +1,153 @@
-//! Ranks that Open MPI, Slurm and MindSpore's variables start, or a rank table places: the same weights as on one machine.
+//! Ranks that torchrun, Open MPI, Slurm and MindSpore's variables start, or a rank table places: the same weights as on one machine. The
+//! lines are those of docs/launchers.md, but for the folder of the run.
 
 use super::{Bench, succeeded};
 use crate::{
-    cluster::{Slurm, Sshd, program},
+    cluster::{Slurm, Sshd},
     network::Network,
+    pages,
     server::{free_port, turn},
 };
 use serde_json::json;
 use std::{
     fs,
+    os::unix::fs::PermissionsExt as _,
     process::{Command, Output, Stdio},
 };
 
 /// In 24 steps each node sends more than so many bytes of gradients to the other.
 const GRADIENTS: u64 = 1 << 20;
 
-/// The command behind another program.
-fn by(program: &mut Command, train: &Command) -> Output {
-    program.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null()).output().expect("it runs")
-}
+/// In the place of MindSpore's msrun, which comes with 800 MB and is not installed here.
+const MSRUN: &str = include_str!("msrun.py");
 
 fn together(commands: Vec<Command>) -> Vec<Output> {
     let start = |mut command: Command| {
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
     };
     let running: Vec<_> = commands.into_iter().map(start).collect();
     running.into_iter().map(|child| child.wait_with_output().expect("it ends")).collect()
 }
 
+/// Two nodes, which are called node1 and node2: network namespaces. These do not keep ranks from each other's memory, so tests switch that off.
+fn nodes() -> Network {
+    let mut network = Network::new();
+    [1, 2].into_iter().for_each(|host| network.add(host));
+    network.name_hosts();
+    network
+}
+
+/// The page's lines start four ranks on each of two nodes.
+fn eight_ranks_alone(bench: &Bench) -> Vec<u8> {
+    succeeded(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
+    bench.model("alone", "2-24")
+}
+
+/// Of what the ranks say, rank 0 says that all have trained, over the network.
+fn one_speaks_for_all(said: &str) {
+    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
+    assert!(said.contains("over TCP"), "{said}");
+}
+
+fn gradients_went_over(network: &Network) {
+    for host in [1, 2] {
+        let sent = network.sent_bytes(host, "eth0");
+        assert!(sent > GRADIENTS, "node {host} has sent {sent} bytes");
+    }
+}
+
 #[tokio::test]
-async fn under_mpirun_and_srun_on_two_nodes_the_weights_are_the_same() {
+async fn mpirun_starts_ranks_on_one_machine() {
     let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("alone", &[]).output().expect("it runs"));
-    let alone = bench.model("alone", "2-24");
-
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]);
-    let said = succeeded(&by(&mut mpirun, &bench.train("mpirun", &[])));
+    let train = bench.train("mpirun", &[]);
+    mpirun.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null());
+    let said = succeeded(&mpirun.output().expect("it runs"));
     assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
-    assert!(bench.model("mpirun", "2-24") == alone);
-
-    let slurm = Slurm::start(bench.folder.path(), 2);
-    let mut srun = slurm.command("srun", "slurm-client");
-    // Its nodes have names that no resolver knows.
-    srun.args(["-N2", "--ntasks-per-node=1"])
-        .env("MASTER_ADDR", "127.0.0.1")
-        .env("LOCKSTEP_SHARED_MEMORY", "0");
-    let said = succeeded(&by(&mut srun, &bench.train("srun", &[])));
-    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "{said}");
-    assert!(bench.model("srun", "2-24") == alone);
-}
-
-/// Two nodes of two ranks: network namespaces, in each of which torchrun itself is at work. Its own store has the port that it is given.
-#[tokio::test]
-async fn torchrun_starts_two_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
-    let bench = Bench::new();
-    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
-    let mut network = Network::new();
-    let nodes = [0, 1].map(|node| {
-        network.add(node + 1);
-        let mut torchrun = Command::new("ip");
-        torchrun.args(["netns", "exec", &network.namespace(node + 1)]);
-        torchrun.arg(program("torchrun", "python3-torch")).args(["--nnodes=2", "--nproc_per_node=2"]);
-        torchrun.arg(format!("--node_rank={node}")).arg(format!("--master_addr={}", network.address(1)));
-        torchrun.args(["--master_port=29500", "--no_python"]);
-        // For a rank that is not here: Debian's PyTorch 1.13 takes its own defaults for nothing under Python 3.11.
-        torchrun.args(["--redirects=9:1", "--tee=9:1"]);
-        let train = bench.train("torchrun", &[]);
-        torchrun.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null());
-        // Namespaces do not keep them from it.
-        torchrun.env("LOCKSTEP_SHARED_MEMORY", "0").env("OMP_NUM_THREADS", "1");
-        torchrun
-    });
-    let said: Vec<_> = together(nodes.into()).iter().map(succeeded).collect();
-    assert_eq!(
-        said[0].matches("succeeded: validation accuracy").count(),
-        1,
-        "rank 0 speaks for all: {said:?}"
-    );
-    assert!(said[0].contains("over TCP") && said[1].is_empty(), "{said:?}");
-    assert!(bench.model("torchrun", "2-24") == bench.model("alone", "2-24"));
-}
-
-/// Two nodes of two ranks: network namespaces with an sshd in each, by which mpirun starts its daemons there.
-#[tokio::test]
-async fn mpirun_starts_two_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
-    let bench = Bench::new();
-    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
-    let mut network = Network::new();
-    [1, 2].into_iter().for_each(|host| network.add(host));
-    let [one, two] = [1, 2].map(|host| network.address(host));
-    let sshds = [1, 2]
-        .map(|host| Sshd::start_in(bench.folder.path(), &network.namespace(host), &network.address(host)));
-    let mut mpirun = Command::new("mpirun");
-    mpirun.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
-    mpirun.args(["--mca", "plm_rsh_agent", &format!("ssh {}", sshds[0].options(22).join(" "))]);
-    mpirun.args(["--mca", "oob_tcp_if_include", &format!("{}/24", network.address(0))]);
-    mpirun.args(["-H", &format!("{one}:2,{two}:2")]);
-    mpirun.args(["-x", &format!("MASTER_ADDR={one}"), "-x", "MASTER_PORT=29500"]);
-    // Namespaces do not keep them from it.
-    mpirun.args(["-x", "LOCKSTEP_SHARED_MEMORY=0", "-x", "OMP_NUM_THREADS=1"]);
-    let said = succeeded(&by(&mut mpirun, &bench.train("mpirun", &[])));
-    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
-    assert!(said.contains("over TCP"), "{said}");
-    for host in [1, 2] {
-        let sent = network.sent_bytes(host, "eth0");
-        assert!(sent > GRADIENTS, "node {host} has sent {sent} bytes");
-    }
     assert!(bench.model("mpirun", "2-24") == bench.model("alone", "2-24"));
 }
 
-/// Two nodes of two ranks: network namespaces, with what msrun sets for each worker.
 #[tokio::test]
-async fn with_mindspore_s_variables_two_workers_on_each_of_two_nodes_train() {
+async fn srun_starts_four_ranks_on_each_of_two_nodes() {
     let _turn = turn().await;
     let bench = Bench::new();
-    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
-    let mut network = Network::new();
-    [1, 2].into_iter().for_each(|host| network.add(host));
-    let worker = |id: u32| {
-        let mut command = Command::new("ip");
-        command.args(["netns", "exec", &network.namespace(1 + id / 2)]);
-        let train = bench.train("mindspore", &[]);
-        command.arg(train.get_program()).args(train.get_args()).stdin(Stdio::null());
-        command.envs([("MS_ROLE", "MS_WORKER"), ("MS_WORKER_NUM", "4"), ("MS_SCHED_PORT", "8118")]);
-        command.env("MS_SCHED_HOST", network.address(1)).env("MS_NODE_ID", id.to_string());
-        command.env("DEVICE_ID", (id % 2).to_string()).env("LOCAL_WORLD_SIZE", "2");
-        command.env("LOCKSTEP_SHARED_MEMORY", "0").env("OMP_NUM_THREADS", "1");
-        command
+    let alone = eight_ranks_alone(&bench);
+    let slurm = Slurm::start_with(bench.folder.path(), 2, 4, 30);
+    let mut srun = bench.line(&pages::line("docs/launchers.md", "srun "), "srun");
+    // Its nodes have names that no resolver knows.
+    srun.envs([("MASTER_ADDR", "127.0.0.1"), ("LOCKSTEP_SHARED_MEMORY", "0")]);
+    one_speaks_for_all(&succeeded(&srun.env("SLURM_CONF", slurm.config()).output().expect("it runs")));
+    assert!(bench.model("srun", "2-24") == alone);
+}
+
+/// torchrun itself is at work on both nodes.
+#[tokio::test]
+async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let alone = eight_ranks_alone(&bench);
+    let network = nodes();
+    let on = |host: u32| {
+        let mut torchrun = bench.line(&pages::line("docs/launchers.md", "torchrun "), "torchrun");
+        torchrun.env("LOCKSTEP_SHARED_MEMORY", "0");
+        // Its options for a rank that is not here: Debian's PyTorch 1.13 takes its own defaults for nothing under Python 3.11.
+        torchrun.envs([("PET_REDIRECTS", "9:1"), ("PET_TEE", "9:1")]);
+        network.on(host, &torchrun)
     };
-    let said: Vec<_> = together((0..4).map(worker).collect()).iter().map(succeeded).collect();
-    assert_eq!(said[0].matches("succeeded: validation accuracy").count(), 1, "{said:?}");
-    assert!(said[0].contains("over TCP") && said[1..].iter().all(String::is_empty), "{said:?}");
-    for host in [1, 2] {
-        let sent = network.sent_bytes(host, "eth0");
-        assert!(sent > GRADIENTS, "node {host} has sent {sent} bytes");
-    }
-    assert!(bench.model("mindspore", "2-24") == bench.model("alone", "2-24"));
+    let said: String = together(vec![on(1), on(2)]).iter().map(succeeded).collect();
+    one_speaks_for_all(&said);
+    gradients_went_over(&network);
+    assert!(bench.model("torchrun", "2-24") == alone);
+}
+
+/// mpirun starts its daemon on the second node by the sshd there.
+#[tokio::test]
+async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let alone = eight_ranks_alone(&bench);
+    let network = nodes();
+    let mut mpirun = bench.line(&pages::line("docs/launchers.md", "mpirun "), "mpirun");
+    let variables = ["LOCKSTEP_SHARED_MEMORY=0", &format!("PATH={}", pages::path())];
+    let sshd = Sshd::start_with(bench.folder.path(), &network.namespace(2), &network.address(2), &variables);
+    mpirun
+        .env("LOCKSTEP_SHARED_MEMORY", "0")
+        .env("OMPI_MCA_plm_rsh_agent", format!("ssh {}", sshd.options(22).join(" ")));
+    // The tests' account is root's, and their machine may have fewer cores than ranks.
+    mpirun.envs(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"].map(|name| (name, "1")));
+    mpirun.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_hwloc_base_binding_policy", "none")]);
+    one_speaks_for_all(&succeeded(&network.on(1, &mpirun).output().expect("it runs")));
+    gradients_went_over(&network);
+    assert!(bench.model("mpirun", "2-24") == alone);
+}
+
+#[tokio::test]
+async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let alone = eight_ranks_alone(&bench);
+    let network = nodes();
+    let bin = bench.out("bin");
+    fs::create_dir(&bin).expect("a folder");
+    fs::write(bin.join("msrun"), MSRUN).expect("a script");
+    fs::set_permissions(bin.join("msrun"), fs::Permissions::from_mode(0o755)).expect("a mode");
+    let line = pages::line("docs/launchers.md", "LOCAL_WORLD_SIZE=4 msrun ");
+    let on = |host: u32| {
+        let line = line.replace("--node_rank 0", &format!("--node_rank {}", host - 1));
+        let mut msrun = bench.line(&line, "msrun");
+        msrun.env("PATH", format!("{}:{}", bin.display(), pages::path())).env("LOCKSTEP_SHARED_MEMORY", "0");
+        network.on(host, &msrun)
+    };
+    together(vec![on(1), on(2)]).iter().for_each(|output| drop(succeeded(output)));
+    let log = |name: &str| fs::read_to_string(bench.out(name)).expect("a log");
+    one_speaks_for_all(&log("worker_0.log"));
+    (1..8).for_each(|rank| assert_eq!(log(&format!("worker_{rank}.log")), ""));
+    assert!(log("scheduler.log").contains("nothing to do"));
+    gradients_went_over(&network);
+    assert!(bench.model("msrun", "2-24") == alone);
 }
 
 #[tokio::test]
@@ -176,31 +184,29 @@ async fn a_rank_table_places_ranks_on_machines() {
     let _turn = turn().await;
     let bench = Bench::new();
     // Two addresses of this machine, and rank 0 on the second.
-    let device =
-        |rank: u32| json!([{"device_id": "0", "device_ip": "192.1.27.6", "rank_id": rank.to_string()}]);
-    let servers = [("127.0.0.2", 1), ("127.0.0.1", 0)];
+    let device = |rank: u32| json!({"device_id": (rank % 2).to_string(), "device_ip": "192.1.27.6", "rank_id": rank.to_string()});
+    let servers = [("127.0.0.2", [2, 3]), ("127.0.0.1", [0, 1])];
     let list: Vec<_> =
-        servers.iter().map(|(id, rank)| json!({"server_id": id, "device": device(*rank)})).collect();
+        servers.iter().map(|(id, ranks)| json!({"server_id": id, "device": ranks.map(device)})).collect();
     let table = json!({"version": "1.0", "server_count": "2", "server_list": list, "status": "completed"});
-    let path = bench.folder.path().join("rank_table.json");
+    let path = bench.folder.path().join("table.json");
     fs::write(&path, table.to_string()).expect("a table");
     let path = path.to_str().expect("a path");
     let port = free_port().to_string();
-    let with = |out: &str, more: &[&str]| {
-        let mut command = bench.train(out, &[&["--rank-table", path], more].concat());
+    let with = |line: &str, written: &str, here: String, out: &str| {
+        assert!(line.contains(written), "{line}");
+        let mut command = bench.line(&line.replace(written, &here), out);
         command.env("MASTER_PORT", &port);
         command
     };
-    let nodes = together(vec![with("nodes", &["--node", "0"]), with("nodes", &["--node", "1"])]);
-    let said: Vec<_> = nodes.iter().map(succeeded).collect();
+    let line = pages::line("docs/launchers.md", "lockstep train job.toml --rank-table");
+    let node = |node: u32| with(&line, "--node 0", format!("--node {node}"), "nodes");
+    let said: Vec<_> = together(vec![node(0), node(1)]).iter().map(succeeded).collect();
     assert!(said[1].contains("succeeded: validation accuracy") && said[0].is_empty(), "{said:?}");
-    let rank = |id: &str| {
-        let mut command = with("ranks", &[]);
-        command.env("RANK_ID", id);
-        command
-    };
-    together(vec![rank("0"), rank("1")]).iter().for_each(|output| drop(succeeded(output)));
-    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    let line = pages::line("docs/launchers.md", "RANK_ID=3 lockstep train job.toml --rank-table");
+    let rank = |rank: u32| with(&line, "RANK_ID=3 ", format!("RANK_ID={rank} "), "ranks");
+    together((0..4).map(rank).collect()).iter().for_each(|output| drop(succeeded(output)));
+    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
     for out in ["nodes", "ranks"] {
         assert!(bench.model(out, "2-24") == bench.model("alone", "2-24"), "{out}");
     }

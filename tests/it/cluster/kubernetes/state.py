@@ -7,8 +7,8 @@ import threading
 import uuid
 
 PORT, TOKEN, ROLE, HIDDEN, FOLDER = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4], pathlib.Path(sys.argv[5])
-GROUPS = {"jobs": "batch", "pods": "", "services": "", "secrets": ""}
-KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret"}
+GROUPS = {"jobs": "batch", "pods": "", "services": "", "secrets": "", "serviceaccounts": "", "roles": "rbac.authorization.k8s.io", "rolebindings": "rbac.authorization.k8s.io"}
+KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret", "serviceaccounts": "ServiceAccount", "roles": "Role", "rolebindings": "RoleBinding"}
 LOCK = threading.Condition(threading.RLock())
 STORE = {}
 LOG = []  # (version, resource, type, object)

@@ -215,6 +215,30 @@ mod tests {
     }
 
     #[test]
+    fn what_an_agent_says_of_a_dataset_is_stored_up_to_its_limits() {
+        let info = |broken: usize, fingerprint: usize| DatasetInfo {
+            format: "idx".into(),
+            classes: names("cat dog"),
+            splits: Vec::new(),
+            height: 1,
+            width: 1,
+            channels: 1,
+            mean: vec![0.5],
+            std: vec![0.5],
+            broken: vec![BrokenFile { file: "a".into(), detail: "\u{e9}".repeat(broken) }],
+            broken_count: 1,
+            unlabelled: Vec::new(),
+            // With its quotes.
+            fingerprint: Some(Value::String("f".repeat(fingerprint - 2))),
+        };
+        assert_eq!(info(BROKEN_FILE_CHARS, FINGERPRINT_BYTES).too_long(), None);
+        let words = info(BROKEN_FILE_CHARS + 1, FINGERPRINT_BYTES).too_long().unwrap();
+        assert!(words.contains("broken file in more than 1000 characters"), "{words}");
+        let words = info(BROKEN_FILE_CHARS, FINGERPRINT_BYTES + 1).too_long().unwrap();
+        assert!(words.contains("fingerprint of more than 4096 bytes"), "{words}");
+    }
+
+    #[test]
     fn the_split_that_measures_is_the_usual_one_or_the_likeliest() {
         let of = |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
         for (usual, splits, found) in [

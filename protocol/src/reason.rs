@@ -314,6 +314,11 @@ mod tests {
         assert_eq!(of(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
         let code = |bytes: usize| ReasonCode::from("x".repeat(bytes).as_str()).as_str().len();
         assert_eq!((code(CODE_BYTES), code(CODE_BYTES + 1)), (CODE_BYTES, CODE_BYTES));
+        let kept_for = |jobs: usize| {
+            let facts = Facts { kept_for: vec!["a".into(); jobs], ..Facts::default() };
+            Reason::new(ReasonCode::WaitingForSlots, facts).facts().kept_for.len()
+        };
+        assert_eq!((kept_for(KEPT_FOR), kept_for(KEPT_FOR + 1)), (KEPT_FOR, KEPT_FOR));
         let long = format!(
             r#"{{"code": "stalled", "words": "{}", "agent": "{}"}}"#,
             "w".repeat(3000),

@@ -81,6 +81,18 @@ mod tests {
     }
 
     #[test]
+    fn so_many_copies_are_remembered_and_then_all_are_forgotten() {
+        let (progress, job) = (CopyProgress::default(), JobId::generate());
+        let news = |agent: usize| progress.news((&job, 1, &agent.to_string()), (10, 100), false);
+        for agent in 0..REMEMBERED {
+            assert_eq!(news(agent), Some(CopyNotice::Tenths(1)));
+        }
+        assert_eq!(news(0), None, "it was said");
+        assert_eq!(news(REMEMBERED), Some(CopyNotice::Tenths(1)), "one more");
+        assert_eq!(progress.0.lock().unwrap().len(), 1);
+    }
+
+    #[test]
     fn a_copy_that_begins_anew_is_said_a_limited_number_of_times() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
         let news = |copied, anew| progress.news((&job, 1, "a"), (copied, 100), anew);

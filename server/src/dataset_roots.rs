@@ -181,6 +181,30 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn links_are_followed_as_far_as_the_system_follows_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: String| dir.path().join(name);
+        std::fs::create_dir_all(at("root".into())).unwrap();
+        std::fs::create_dir_all(at("outside".into())).unwrap();
+        // From `n` it takes so many links to `outside`.
+        symlink(at("outside".into()), at("root/1".into())).unwrap();
+        for n in 2..=LINKS + 1 {
+            symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
+        }
+        let some = roots(&[&at("root".into())], "127.0.0.1:0");
+        let may = async |n: usize| {
+            some.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
+        };
+        let why = may(LINKS).await.expect_err("it leads outside");
+        assert!(why.contains("--dataset-root"), "{why}");
+        assert!(std::fs::read_dir(at(format!("root/{LINKS}"))).is_ok());
+        // One more is not followed here, and nobody can open it.
+        assert!(
+            may(LINKS + 1).await.is_ok() && std::fs::read_dir(at(format!("root/{}", LINKS + 1))).is_err()
+        );
+    }
+
+    #[tokio::test]
     async fn a_path_is_below_a_root_by_whole_names_and_after_its_links() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);

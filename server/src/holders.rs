@@ -105,3 +105,24 @@ impl Holder {
         write(&path, &kept)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_checkpoints_of_an_attempt_have_a_list_and_no_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let holder =
+            |agent: &str| Holder { agent_id: agent.into(), agent: agent.into(), fencing_token: 1.into() };
+        let list = |agent: &str, name: &str| holder(agent).list(dir.path(), 1, name, false).unwrap();
+        for n in 0..=MOST_LISTED {
+            list("a", &format!("1-{n}"));
+        }
+        let is_listed = |n: usize| Holder::is_listed(dir.path(), 1, &format!("1-{n}"));
+        assert!((0..MOST_LISTED).all(is_listed) && !is_listed(MOST_LISTED));
+        // A list that is there takes further agents.
+        list("b", "1-0");
+        assert_eq!(Holder::all(dir.path(), 1, "1-0"), [holder("a"), holder("b")]);
+    }
+}

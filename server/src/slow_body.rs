@@ -130,3 +130,30 @@ impl HttpBody for Watched {
         self.body.lock().size_hint()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[tokio::test]
+    async fn of_a_body_that_is_too_large_256_mib_are_read_and_no_more() {
+        let read = async |bytes: usize| {
+            let taken = Arc::new(AtomicUsize::new(0));
+            let part = Bytes::from_static(&[0; 1 << 20]);
+            let sizes = std::iter::repeat_n(1 << 20, bytes >> 20).chain([bytes % (1 << 20)]);
+            let parts: Vec<_> = sizes.map(|size| part.slice(..size)).collect();
+            let seen = Arc::clone(&taken);
+            let stream = futures_util::stream::iter(parts.into_iter().map(move |part| {
+                seen.fetch_add(part.len(), Ordering::Relaxed);
+                Ok::<_, io::Error>(part)
+            }));
+            Shared::new(Body::from_stream(stream)).drain().await;
+            taken.load(Ordering::Relaxed)
+        };
+        assert_eq!(read(DRAINED_BYTES - 1).await, DRAINED_BYTES - 1);
+        assert_eq!(read(DRAINED_BYTES).await, DRAINED_BYTES);
+        assert_eq!(read(DRAINED_BYTES + 1).await, DRAINED_BYTES);
+        assert_eq!(read(2 * DRAINED_BYTES).await, DRAINED_BYTES);
+    }
+}

@@ -3,7 +3,7 @@
 //! ranks. What has arrived survives the end of either side: the agent asks how much there is, and continues.
 
 use crate::manifest::{MANIFEST, Manifest, check_whole, sha256};
-use lockstep_protocol::agent::UploadState;
+use lockstep_protocol::{agent::UploadState, limits::STATE_FILE_BYTES};
 use std::{
     fs::{self, File},
     io::{self, Seek as _, SeekFrom, Write as _},
@@ -247,6 +247,12 @@ impl Upload {
         }
         if let Some(missing) = FILES.iter().find(|n| **n != OPTIONAL && !manifest.files.contains_key(**n)) {
             return Err(wrong(format!("it names no {missing}")));
+        }
+        let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
+        if state > STATE_FILE_BYTES {
+            return Err(wrong(format!(
+                "its {STATE} has {state} bytes, at most {STATE_FILE_BYTES} are taken"
+            )));
         }
         let size = manifest.files.values().fold(0_u64, |sum, file| sum.saturating_add(file.size_bytes));
         if size > CHECKPOINT_BYTES {

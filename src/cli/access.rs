@@ -3,8 +3,8 @@
 use super::wrong;
 use lockstep_worker::host;
 use std::{
-    fs,
-    io::ErrorKind,
+    fs::{self, File},
+    io::{self, ErrorKind, Read as _},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -13,6 +13,9 @@ use std::{
 /// The hint after a 401.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
     the server's data directory (lockstep-data here, or the one named with --data-dir)";
+
+/// The longest token file that is read: a token has some fifty bytes.
+const TOKEN_FILE_BYTES: u64 = 4 << 10;
 
 /// Where a command finds its token.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -95,7 +98,12 @@ pub(crate) fn is_open(path: &Path) -> Option<String> {
 /// # Errors
 /// It cannot be read, or is empty.
 pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
-    let text = fs::read_to_string(path).map_err(|error| {
+    let read = || -> io::Result<String> {
+        let mut text = String::new();
+        File::open(path)?.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text)?;
+        Ok(text)
+    };
+    let text = read().map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::PermissionDenied => {
                 "; run this as the account that runs the server, or ask for a token"
@@ -104,6 +112,13 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
         };
         wrong(format!("the token file {}: {error}{hint}", path.display()))
     })?;
+    if text.len() as u64 > TOKEN_FILE_BYTES {
+        let most = TOKEN_FILE_BYTES >> 10;
+        return Err(wrong(format!(
+            "the token file {} has more than {most} KiB; a token is one short line",
+            path.display()
+        )));
+    }
     match text.trim() {
         "" => Err(wrong(format!("the token file {} is empty", path.display()))),
         token => Ok(token.to_owned()),
@@ -135,6 +150,21 @@ fn addresses_of(url: &reqwest::Url) -> Option<(Vec<IpAddr>, u16)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_token_file_has_up_to_4_kib() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        let read = |bytes: usize| {
+            fs::write(&path, format!("{:bytes$}", "lockstep_abc")).unwrap();
+            from_file(&path)
+        };
+        assert_eq!(read(4096).unwrap(), "lockstep_abc");
+        let why = read(4097).unwrap_err().to_string();
+        assert!(why.contains("has more than 4 KiB; a token is one short line"), "{why}");
+        let endless = from_file(Path::new("/dev/zero")).unwrap_err().to_string();
+        assert!(endless.contains("/dev/zero has more than 4 KiB"), "{endless}");
+    }
 
     #[test]
     fn a_data_directory_s_token_stays_on_this_machine() {

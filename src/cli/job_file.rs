@@ -130,3 +130,22 @@ fn make_paths_absolute(document: &mut Value) {
 fn count(n: usize, noun: &str) -> String {
     if n == 1 { format!("a {noun}") } else { format!("{n} {noun}s") }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_job_s_file_has_up_to_a_mebibyte() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("job.toml");
+        let mut text = String::from("[data]\ndataset = \"d\"\n");
+        text.extend(std::iter::repeat_n('#', (1 << 20) - text.len()));
+        fs::write(&path, &text).unwrap();
+        assert_eq!(document(&path, &[]).expect("it is read")["data"]["dataset"], "d");
+        fs::write(&path, text + "#").unwrap();
+        let why = document(&path, &[]).unwrap_err().to_string();
+        assert!(why.ends_with("job.toml: is larger than 1 MiB; a job's TOML file is not"), "{why}");
+    }
+}

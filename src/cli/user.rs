@@ -5,7 +5,10 @@ use super::{
     block_on, output, wrong,
 };
 use anyhow::Context;
-use lockstep_protocol::people::{Person, Role, password_mistake, subject_mistake};
+use lockstep_protocol::{
+    limits::PASSWORD_CHARS,
+    people::{Person, Role, password_mistake, subject_mistake},
+};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal};
@@ -184,8 +187,18 @@ fn password() -> anyhow::Result<String> {
 }
 
 fn first_line(from: impl BufRead) -> anyhow::Result<String> {
-    let mut line = String::new();
-    from.take(LINE_BYTES).read_line(&mut line).context("the password on standard input")?;
+    let mut line = Vec::new();
+    let mut from = from.take(LINE_BYTES + 1);
+    from.read_until(b'\n', &mut line).context("the password on standard input")?;
+    if line.len() as u64 > LINE_BYTES {
+        return Err(wrong(format!(
+            "the line on standard input has more than {LINE_BYTES} bytes; a password has {} to {} characters",
+            PASSWORD_CHARS.start(),
+            PASSWORD_CHARS.end()
+        )));
+    }
+    let line =
+        String::from_utf8(line).map_err(|_| wrong("the password on standard input is no text (UTF-8)"))?;
     let line = line.strip_suffix('\n').unwrap_or(&line);
     Ok(line.strip_suffix('\r').unwrap_or(line).to_owned())
 }
@@ -201,6 +214,12 @@ mod tests {
         {
             assert_eq!(first_line(input.as_bytes()).unwrap(), password);
         }
+        let longest = "x".repeat(LINE_BYTES as usize);
+        assert_eq!(first_line(longest.as_bytes()).unwrap(), longest);
+        let refused = |line: &[u8]| first_line(line).unwrap_err().to_string();
+        let why = refused(format!("{longest}x").as_bytes());
+        assert!(why.contains("more than 8192 bytes; a password has 10 to 1024 characters"), "{why}");
+        assert!(refused(b"\xff\n").contains("no text (UTF-8)"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use rustix::{
 };
 use std::{
     fs::{self, File, Metadata, OpenOptions},
-    io::{self, Read},
+    io::{self, Read, Seek, SeekFrom},
     os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
@@ -173,6 +173,20 @@ fn leads_back(path: &Path) -> bool {
             .is_ok_and(|home| path.canonicalize().is_ok_and(|target| home.starts_with(target)))
 }
 
+/// The last `most` bytes of a file, which may have any length: what a process prints has no limit. Nothing of a file that cannot
+/// be read.
+pub fn end_of(path: &Path, most: u64) -> Vec<u8> {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+        let mut bytes = Vec::new();
+        file.take(most).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    read().unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -220,5 +234,21 @@ mod tests {
             assert_eq!(stat(&at(name)).is_ok(), name == "unreadable", "{name}");
         }
         assert_eq!(read(dir.path(), 9).unwrap_err(), "is a folder, not a file");
+    }
+
+    #[test]
+    fn the_end_of_a_file_is_read_however_long_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("printed");
+        assert_eq!(end_of(&path, 4), b"");
+        for (text, end) in [("", ""), ("abcd", "abcd"), ("abcde", "bcde")] {
+            fs::write(&path, text).unwrap();
+            assert_eq!(end_of(&path, 4), end.as_bytes());
+        }
+        // Longer than what fits into memory; all but its end is a hole.
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(1 << 40).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"end", (1 << 40) - 3).unwrap();
+        assert_eq!(end_of(&path, 4), b"\0end");
     }
 }

@@ -256,3 +256,16 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     assert!(List::open(tree(&outside.path().join("{p}.tar")), 9).is_err_and(|why| why.contains("{p}")));
     assert!(Tree::open(&outside.path().join("gone/{x,y}.tar")).unwrap().is_none());
 }
+
+#[test]
+fn a_pattern_names_up_to_100_000_files() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("x-00007.tar"), "one").unwrap();
+    let of = |last: usize| names(&dir.path().join(format!("x-{{00000..{last}}}.tar")));
+    assert_eq!(of(MOST_NAMES - 1), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
+    let why = match of(MOST_NAMES).1 {
+        DatasetEntry::Failed(why) => why,
+        other => panic!("{other:?}"),
+    };
+    assert!(why.contains("names more than 100000 files"), "{why}");
+}

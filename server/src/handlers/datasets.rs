@@ -148,7 +148,7 @@ pub(crate) async fn register(
         );
     }
     if let Some(detail) = path_mistake(&new.path) {
-        mistake("/path", detail);
+        mistake("/path", &detail);
     } else if let Err(detail) = app.dataset_roots.check_asked(&new.path, caller).await {
         mistake("/path", &detail);
     }
@@ -267,11 +267,13 @@ fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
-fn path_mistake(path: &str) -> Option<&'static str> {
+fn path_mistake(path: &str) -> Option<String> {
     if !path.starts_with('/') {
-        Some("must be an absolute path, such as /data/cifar10, on the machines that train on it")
-    } else if path.len() > MAX_PATH_BYTES || path.contains('\0') {
-        Some("is no path")
+        Some("must be an absolute path, such as /data/cifar10, on the machines that train on it".into())
+    } else if path.len() > MAX_PATH_BYTES {
+        Some(format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len()))
+    } else if path.contains('\0') {
+        Some("is no path: it has a zero byte".into())
     } else {
         None
     }

@@ -163,3 +163,25 @@ fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
     let header: Header = serde_json::from_slice(&header)?;
     Ok(header.metadata)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_checkpoint_s_header_is_read_up_to_16_mib() {
+        let dir = tempfile::tempdir().unwrap();
+        let trained = async |bytes: u64| {
+            let about = r#"{"__metadata__": {"classes": "[\"cat\"]", "channels": "3", "image_size": "32"}}"#;
+            let mut file = bytes.to_le_bytes().to_vec();
+            file.extend_from_slice(about.as_bytes());
+            // Writers align what follows with spaces.
+            file.resize(8 + bytes as usize, b' ');
+            std::fs::write(dir.path().join("model.safetensors"), file).unwrap();
+            Trained::of(dir.path()).await
+        };
+        let found = Trained { classes: vec!["cat".into()], channels: 3, image_size: 32 };
+        assert_eq!(trained(HEADER_BYTES).await, Some(found));
+        assert_eq!(trained(HEADER_BYTES + 1).await, None);
+    }
+}

@@ -128,3 +128,26 @@ impl Leases {
         self.cut_off().iter().any(|(id, _, until)| id == agent_id && *until > now)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::JobId;
+    use std::time::Duration;
+
+    #[test]
+    fn of_an_agent_s_strange_attempts_64_are_remembered() {
+        for (count, last) in [(CUT_OFF_OF_AGENT, CUT_OFF_OF_AGENT), (CUT_OFF_OF_AGENT + 1, CUT_OFF_OF_AGENT)]
+        {
+            let leases = Leases::new(Duration::from_secs(600));
+            let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+            let strange: Vec<_> = (0..count).map(|_| one()).collect();
+            assert_eq!(leases.greet("a", &strange).len(), count, "it is told to end all of them");
+            for attempt in &strange[..last] {
+                assert!(leases.is_cut_off("a"));
+                leases.is_gone("a", attempt);
+            }
+            assert!(!leases.is_cut_off("a"), "of {count}");
+        }
+    }
+}

@@ -127,3 +127,18 @@ pub(super) fn check(
         None => refused("it does not say whom it is about"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_has_up_to_64_kib() {
+        let said = |bytes: usize| match parts(&"a".repeat(bytes)) {
+            Err(OidcError::Refused(why)) => why,
+            other => panic!("{other:?}"),
+        };
+        assert!(said(MOST_BYTES).contains("it is no signed token"));
+        assert!(said(MOST_BYTES + 1).contains("it is too long"));
+    }
+}

@@ -78,6 +78,9 @@ mod tests {
         let flaw = flaw.unwrap();
         assert!(flaw.contains("/train/optimizer") && flaw.contains("/moon"), "{flaw}");
         assert_eq!((spec.train.lr, spec.train.optimizer), (0.5, JobSpec::default().train.optimizer));
+        let many: serde_json::Map<_, _> = (0..50).map(|n| (format!("key{n:02}"), json!(1))).collect();
+        let long = read_spec(&json!({"train": many}).to_string()).1.unwrap();
+        assert_eq!(long.len(), DETAIL_BYTES, "it is cut: {long}");
         for broken in ["", "nonsense", "[1]", "{\"train\": 3}", "null"] {
             let (spec, flaw) = read_spec(broken);
             assert!(spec == JobSpec::default() && flaw.is_some(), "{broken}");

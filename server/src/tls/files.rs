@@ -154,3 +154,19 @@ pub(super) fn fingerprint(der: &[u8]) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_up_to_a_mebibyte() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("chain.pem");
+        std::fs::write(&path, vec![b'#'; FILE_BYTES as usize]).unwrap();
+        assert_eq!(read(&path, false).unwrap().len() as u64, FILE_BYTES);
+        std::fs::write(&path, vec![b'#'; FILE_BYTES as usize + 1]).unwrap();
+        let why = read(&path, false).unwrap_err();
+        assert!(why.contains("chain.pem has more than 1024 KiB"), "{why}");
+    }
+}

@@ -110,13 +110,17 @@ fn manifests_that_no_agent_writes_are_refused() {
     upload.begin(&text, true).unwrap();
     text.push(b' ');
     assert!(refused(&text).contains("at most"));
-    let sized = |size: u64| {
+    let sized = |file: &str, size: u64| {
         let mut all: serde_json::Value = serde_json::from_slice(&manifest(&WHOLE)).unwrap();
-        all["files"]["model.safetensors"]["size_bytes"] = (size - 7).into();
+        all["files"][file]["size_bytes"] = size.into();
         serde_json::to_vec(&all).unwrap()
     };
-    upload.begin(&sized(CHECKPOINT_BYTES), true).unwrap();
-    assert!(refused(&sized(CHECKPOINT_BYTES + 1)).contains("at most"));
+    let model = |all: u64| sized("model.safetensors", all - 7);
+    upload.begin(&model(CHECKPOINT_BYTES), true).unwrap();
+    assert!(refused(&model(CHECKPOINT_BYTES + 1)).contains("at most"));
+    upload.begin(&sized(STATE, STATE_FILE_BYTES), true).unwrap();
+    let why = refused(&sized(STATE, STATE_FILE_BYTES + 1));
+    assert!(why.contains("state.json has 1048577 bytes, at most 1048576 are taken"), "{why}");
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! How deep, how long and how many: what a request, a message or a connection may drive, at the limit and one past it.
 
 mod connections;
+mod requests;
 
 use crate::{
-    agent::{Agent, hello, info, running},
+    agent::{Agent, hello, info, running, stranger},
     test_server::{DEADLINE, Stream, TestServer, spec},
 };
 use futures_util::{SinkExt, StreamExt};

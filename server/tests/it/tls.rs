@@ -20,7 +20,11 @@ use std::{
     time::{Duration, Instant},
 };
 use tempfile::TempDir;
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::timeout,
+};
 use tokio_rustls::TlsConnector;
 use tokio_tungstenite::{Connector, connect_async_tls_with_config, tungstenite::Message};
 
@@ -204,6 +208,23 @@ async fn a_server_makes_its_own_authority_and_renews_its_certificate() {
     server.stop().await;
 }
 
+#[tokio::test]
+async fn a_plain_request_is_answered_once_16_kib_of_it_have_come() {
+    let server = with_tls(TlsConfig::OwnCa, |_| {}).await;
+    let mut socket = TcpStream::connect(server.address).await.unwrap();
+    let head = "GET / HTTP/1.1\r\nx: ";
+    let rest = "x".repeat((16 << 10) - head.len() - 1);
+    socket.write_all(format!("{head}{rest}").as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    let early = timeout(Duration::from_millis(200), socket.read_buf(&mut answer)).await;
+    assert!(early.is_err(), "the end of its head may still come");
+    socket.write_all(b"x").await.unwrap();
+    timeout(DEADLINE, socket.read_buf(&mut answer)).await.expect("an answer").unwrap();
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("write https:// instead"), "{answer}");
+    server.stop().await;
+}
+
 #[test]
 fn an_authority_is_made_once_and_issues_for_names() {
     let dir = tempfile::tempdir().unwrap();
@@ -224,6 +245,10 @@ fn an_authority_is_made_once_and_issues_for_names() {
             "{days}"
         );
     }
+    let agent = |chars: usize| made.issue_agent(&"a".repeat(chars), 30);
+    assert!(agent(64).is_ok());
+    let long = agent(65).err().expect("a common name has 64 characters at most (X.520)");
+    assert!(long.contains("1 to 64 letters"), "{long}");
     // A key that others can read signs nothing.
     let key = dir.path().join("ca/ca.key");
     fs::set_permissions(&key, fs::Permissions::from_mode(0o604)).unwrap();

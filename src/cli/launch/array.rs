@@ -25,7 +25,7 @@ use std::{
     time::Instant,
 };
 
-/// Agents of a sweep at most: each has a token, and a server keeps a thousand.
+/// Agents of a sweep at most: each has a token, and a server keeps 5000.
 const MOST_AGENTS: usize = 500;
 
 /// Submits the sweep's jobs and the array, and follows them.
@@ -227,5 +227,34 @@ fn tell(args: &Args, job: &Job) -> anyhow::Result<()> {
         (true, true) => output::json(job),
         (true, false) => Ok(()),
         (false, _) => output::line(format_args!("{}  {}: {}", job.id, job.spec.name, watch::summary(job))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser as _;
+    use serde_json::json;
+
+    #[derive(clap::Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn a_sweep_has_up_to_500_agents() {
+        let args = Command::parse_from(["launch", "job.toml", "--with", "slurm"]).args;
+        let room = |jobs: usize, machines: usize| {
+            let job = json!({"data": {"dataset": "d"}, "parallel": {"ranks": machines}});
+            room(&args, vec![Host::default(); machines], &vec![job; jobs])
+        };
+        let (hosts, _) = room(100, 5).expect("500 agents");
+        assert!(hosts.len() == 5 && hosts.iter().all(|host| host.slots == Some(1)));
+        let why = room(167, 3).expect_err("501 agents").to_string();
+        assert_eq!(
+            why,
+            "167 jobs on 3 machines each are more than 500 agents: split the sweep, or give fewer --nodes"
+        );
     }
 }

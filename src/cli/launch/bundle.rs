@@ -1,7 +1,8 @@
 //! What a launch hands to its agents: the server's address and authority, and each its identity and token. It goes over standard
 //! input, in an environment or in a file (0600), never on a command line.
 
-use lockstep_protocol::{JobId, spec::Device};
+use super::super::wrong;
+use lockstep_protocol::{JobId, numbers::plural, spec::Device};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -24,6 +25,23 @@ pub(super) struct Bundle {
     pub(super) in_pod: bool,
 }
 
+impl Bundle {
+    /// As JSON, to be handed over in a way that takes `most` bytes: `way` says which, and what else may help.
+    ///
+    /// # Errors
+    /// Exit status 2: it is longer.
+    pub(super) fn text(&self, most: u64, way: &str) -> anyhow::Result<String> {
+        let text = serde_json::to_string(self)?;
+        if text.len() as u64 <= most {
+            return Ok(text);
+        }
+        let agents = plural(self.nodes.len() as u64, "agent");
+        let ca = self.ca.as_ref().map_or(0, String::len);
+        let of_ca = if ca > 0 { format!(", {ca} of them --ca-file") } else { String::new() };
+        Err(wrong(format!("the description for {agents} has {} bytes{of_ca}, and {way}", text.len())))
+    }
+}
+
 /// What one agent gets.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Node {
@@ -40,4 +58,36 @@ pub(super) struct Node {
     pub(super) gpus: Vec<u32>,
     #[serde(default)]
     pub(super) env: BTreeMap<String, String>,
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// Checks that a launcher hands over `most` bytes, and of one more says with these words what to change.
+    pub(in crate::cli::launch) fn takes_up_to(
+        most: usize,
+        text: fn(&Bundle) -> anyhow::Result<String>,
+        words: &[&str],
+    ) {
+        let bundle = |bytes: usize| {
+            let mut bundle = Bundle {
+                server: "http://head:7070".into(),
+                ca: Some(String::new()),
+                job: JobId::generate(),
+                dir: "launch".into(),
+                nodes: Vec::new(),
+                in_pod: false,
+            };
+            let around = serde_json::to_string(&bundle).unwrap().len();
+            bundle.ca = Some("c".repeat(bytes - around));
+            bundle
+        };
+        assert_eq!(text(&bundle(most)).expect("it fits").len(), most);
+        let why = text(&bundle(most + 1)).expect_err("it is one byte too long").to_string();
+        assert!(why.starts_with(&format!("the description for 0 agents has {} bytes, ", most + 1)), "{why}");
+        for words in words.iter().chain(&["of them --ca-file", "a smaller --ca-file"]) {
+            assert!(why.contains(words), "{words:?} is not in {why:?}");
+        }
+    }
 }

@@ -5,9 +5,10 @@ use super::{
     Launch,
 };
 use lockstep_protocol::{Job, JobState};
+use lockstep_worker::files;
 use serde_json::Value;
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Write as _},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
@@ -18,7 +19,7 @@ use std::{
 const FAREWELL: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(200);
 /// Bytes of a log that are searched for its last line.
-const TAIL_BYTES: usize = 4096;
+const TAIL_BYTES: u64 = 4096;
 
 /// A process that agents depend on. It is in a process group of its own and writes into a file, so Ctrl-C ends this command alone.
 pub(super) struct Launched {
@@ -57,8 +58,8 @@ impl Launched {
 
     /// The last line that it wrote.
     fn last_line(&self) -> String {
-        let bytes = fs::read(&self.log).unwrap_or_default();
-        let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(TAIL_BYTES)..]).into_owned();
+        let bytes = files::end_of(&self.log, TAIL_BYTES);
+        let text = String::from_utf8_lossy(&bytes);
         let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
         last.unwrap_or("it wrote nothing").to_owned()
     }

@@ -1,13 +1,14 @@
 //! Which machines a launch is for, how many slots each has, and whether it can start at all.
 
 use super::{
-    super::{rank_table::RankTable, wrong},
+    super::{file, rank_table::RankTable, wrong},
     Args, LauncherKind, MOST_SLOTS,
+    bundle::BUNDLE_BYTES,
     hosts::{self, Host},
 };
 use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
-use std::{fs, net::IpAddr};
+use std::net::IpAddr;
 
 /// The machines that the arguments name; those that Slurm or Kubernetes is to choose have no name.
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
@@ -92,7 +93,10 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
 /// The CA certificates that agents trust in addition to their system's.
 pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
-    fs::read_to_string(path).map(Some).map_err(|e| wrong(format!("--ca-file {}: {e}", path.display())))
+    let failed = |detail: &str| wrong(format!("--ca-file {}: {detail}", path.display()));
+    let larger = "is larger than 1 MiB, and agents take less: give a file of the server's authority alone";
+    let bytes = file::read(path, BUNDLE_BYTES, larger).map_err(|detail| failed(&detail))?;
+    String::from_utf8(bytes).map(Some).map_err(|_| failed("is no text (UTF-8)"))
 }
 
 /// Checks that a program is on the PATH.
@@ -107,4 +111,30 @@ pub(super) fn on_path(program: &str) -> anyhow::Result<()> {
         _ => "Slurm's commands (slurm-client), on a machine that may submit to the cluster",
     };
     Err(wrong(format!("there is no {program} on the PATH: install {package}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser as _;
+    use std::fs;
+
+    #[derive(clap::Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn a_ca_file_has_up_to_a_mebibyte() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ca.crt");
+        let words = ["launch", "job.toml", "--ca-file", path.to_str().unwrap(), "-H", "a"];
+        let args = Command::parse_from(words).args;
+        fs::write(&path, vec![b'#'; 1 << 20]).unwrap();
+        assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
+        fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+        let why = ca(&args).unwrap_err().to_string();
+        assert!(why.contains("ca.crt: is larger than 1 MiB") && why.contains("authority alone"), "{why}");
+    }
 }

@@ -2,8 +2,7 @@
 //! own daemons.
 
 use super::{
-    super::wrong,
-    Args, Launch,
+    Args, Bundle, Launch,
     follow::{Launched, follow},
     hosts::Host,
     node::VARIABLE,
@@ -11,7 +10,7 @@ use super::{
 use std::process::{Command, ExitStatus};
 
 /// Bytes of the bundle at most: the kernel allows 128 KiB for one variable.
-const MOST_BYTES: usize = 120 << 10;
+const MOST_BYTES: u64 = 120 << 10;
 
 /// The command, without the variable that holds the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
@@ -33,18 +32,23 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     command
 }
 
+/// The bundle for the environment.
+///
+/// # Errors
+/// Exit status 2: it is too long.
+pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
+    bundle.text(
+        MOST_BYTES,
+        "mpirun hands over 120 KiB at most: start fewer machines, give a smaller --ca-file, or use --with ssh",
+    )
+}
+
 /// Starts the agents and follows them.
 ///
 /// # Errors
 /// The description is too long, or see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let text = serde_json::to_string(&launch.bundle)?;
-    if text.len() > MOST_BYTES {
-        return Err(wrong(format!(
-            "what {} machines are to be told is longer than 120 KiB, which mpirun cannot hand over: start fewer, or use --with ssh",
-            launch.hosts.len()
-        )));
-    }
+    let text = text(&launch.bundle)?;
     let mut command = command(&launch.args, &launch.hosts);
     command.env(VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
     let log = launch.folder()?.join("mpirun.log");
@@ -54,4 +58,14 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {
     if status.success() { "mpirun has ended".into() } else { format!("mpirun ended ({status}): {last}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::bundle::tests::takes_up_to;
+
+    #[test]
+    fn an_environment_takes_120_kib() {
+        takes_up_to(120 << 10, super::text, &["mpirun hands over 120 KiB at most", "or use --with ssh"]);
+    }
 }

@@ -60,6 +60,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         .context(format!("{} cannot be started", own_program()?.display())))
 }
 
+/// The bundle, as agents read it.
+///
+/// # Errors
+/// Exit status 2: it is larger than they take.
+pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
+    bundle
+        .text(BUNDLE_BYTES, "an agent takes 1 MiB at most: start fewer machines, or give a smaller --ca-file")
+}
+
 fn read(source: &str) -> anyhow::Result<Vec<u8>> {
     let larger = "is larger than 1 MiB";
     let text = match source {
@@ -168,7 +177,7 @@ pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::bundle::tests::takes_up_to, *};
     use lockstep_protocol::spec::Device;
     use std::{collections::BTreeMap, os::unix::fs::PermissionsExt as _};
 
@@ -237,6 +246,7 @@ mod tests {
 
     #[test]
     fn a_description_has_a_limit() {
+        takes_up_to(1 << 20, super::text, &["an agent takes 1 MiB at most", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");
         let text = path.to_str().unwrap();

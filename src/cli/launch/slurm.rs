@@ -6,7 +6,7 @@ use super::{
     bundle::Bundle,
     follow::until_over,
     hosts::Host,
-    in_words, quoted,
+    in_words, node, quoted,
 };
 use lockstep_protocol::{Job, spec::Device};
 use lockstep_worker::host::write_private;
@@ -192,7 +192,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2: the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
-    write_private(path, &serde_json::to_vec(bundle)?)
+    write_private(path, node::text(bundle)?.as_bytes())
         .map_err(|e| wrong(format!("--dir: {}: {e}", path.display())))
 }
 

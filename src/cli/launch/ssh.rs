@@ -4,7 +4,7 @@ use super::{
     Args, Bundle, Launch,
     follow::{Launched, follow},
     hosts::Host,
-    quoted,
+    node, quoted,
 };
 use std::process::{Command, ExitStatus};
 
@@ -37,7 +37,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         let bundle = Bundle { nodes: vec![node.clone()], ..launch.bundle.clone() };
         let log = folder.join(format!("{}.log", node.name));
         let command = command(&launch.args, host);
-        launched.push(Launched::start(&host.name, command, &serde_json::to_vec(&bundle)?, &log)?);
+        launched.push(Launched::start(&host.name, command, node::text(&bundle)?.as_bytes(), &log)?);
     }
     follow(launch, launched, explain).await
 }

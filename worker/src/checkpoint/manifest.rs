@@ -1,6 +1,7 @@
 //! Sizes and checksums, by which a damaged checkpoint is recognised.
 
 use super::{AVERAGE, CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, tensors};
+use lockstep_protocol::limits::STATE_FILE_BYTES;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -85,6 +86,11 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
             return Err(damaged(format!("{MANIFEST} does not name {required}")));
         }
     }
+    // It is read whole, and another machine may have written it.
+    let state = manifest.files[STATE].size_bytes;
+    if state > STATE_FILE_BYTES {
+        return Err(damaged(format!("{STATE} has {state} bytes; at most {STATE_FILE_BYTES} are read")));
+    }
     Ok((name, manifest))
 }
 
@@ -112,7 +118,7 @@ fn unreadable(folder: &Path, name: &str, file: &str, error: io::Error) -> Checkp
     }
 }
 
-fn checksum(path: &Path) -> io::Result<ManifestFile> {
+pub(super) fn checksum(path: &Path) -> io::Result<ManifestFile> {
     let mut file = File::open(path)?;
     let mut hash = Sha256::new();
     let mut size_bytes = 0;

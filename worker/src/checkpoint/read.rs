@@ -6,8 +6,11 @@ use super::{
     manifest::{manifest, size_of, validate},
     tensors::read as read_tensors,
 };
-use crate::engine::{NamedTensors, first_not_finite, slot_name};
-use lockstep_protocol::{agent::CheckpointInfo, spec::Precision};
+use crate::{
+    engine::{NamedTensors, first_not_finite, slot_name},
+    files,
+};
+use lockstep_protocol::{agent::CheckpointInfo, limits::STATE_FILE_BYTES, spec::Precision};
 use std::{fs, path::Path};
 
 /// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots as they are named today.
@@ -78,6 +81,6 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
 
 /// What convolutions were computed in when the checkpoint in `folder` was written, unchecked.
 pub fn precision(folder: &Path) -> Option<Precision> {
-    let text = fs::read(folder.join(STATE)).ok()?;
+    let text = files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?;
     serde_json::from_slice::<State>(&text).ok()?.precision
 }

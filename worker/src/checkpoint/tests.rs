@@ -1,4 +1,8 @@
-use super::{files::write_json, manifest::size_of, *};
+use super::{
+    files::write_json,
+    manifest::{self, size_of},
+    *,
+};
 use crate::{
     engine::{HostTensor, LossScaling, NamedTensors},
     precision::SkippedSteps,
@@ -94,6 +98,33 @@ fn momentum_of_an_older_version_is_read() {
     let (state, _, slots) = load(&folder).unwrap();
     assert_eq!(state.optimizer, None);
     assert_eq!(slots, NamedTensors::from([("conv1.weight.momentum".into(), momentum)]));
+}
+
+#[test]
+fn a_state_has_up_to_a_mebibyte() {
+    let dir = tempfile::tempdir().unwrap();
+    let saved = snapshot(1, 7, None);
+    write(dir.path(), &saved, None).unwrap();
+    let folder = dir.path().join("1-7");
+    let state = fs::read_to_string(folder.join(STATE)).unwrap();
+    let padded = |bytes: usize| {
+        fs::remove_file(folder.join(STATE)).unwrap();
+        fs::write(folder.join(STATE), format!("{state:bytes$}")).unwrap();
+        let mut manifest: Manifest =
+            serde_json::from_slice(&fs::read(folder.join(MANIFEST)).unwrap()).unwrap();
+        manifest.files.insert(STATE.into(), manifest::checksum(&folder.join(STATE)).unwrap());
+        fs::remove_file(folder.join(MANIFEST)).unwrap();
+        write_json(&folder.join(MANIFEST), &manifest).unwrap();
+        (load(&folder).map(|(state, ..)| state), precision(&folder))
+    };
+    let (loaded, computed_in) = padded(1 << 20);
+    assert_eq!((loaded.unwrap(), computed_in), (saved.state, Some(Precision::Fp16)));
+    let (loaded, computed_in) = padded((1 << 20) + 1);
+    assert_eq!(computed_in, None);
+    assert_eq!(
+        loaded.unwrap_err().to_string(),
+        "checkpoint 1-7 is damaged: state.json has 1048577 bytes; at most 1048576 are read"
+    );
 }
 
 #[test]

@@ -146,6 +146,29 @@ fn damage_in_the_middle_is_named_not_skipped() {
 }
 
 #[test]
+fn a_record_has_up_to_64_mib() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rank.0.events");
+    // What begins so has not come whole.
+    let begins = |bytes: u32| {
+        std::fs::write(&path, [bytes.to_le_bytes(), [0; 4]].concat()).unwrap();
+        Tail::open(&path, 0).poll()
+    };
+    assert_eq!(begins(64 << 20).unwrap(), []);
+    let error = begins((64 << 20) + 1).unwrap_err().to_string();
+    assert!(error.contains("record 0 at byte 0 is damaged: it claims 67108865 bytes"), "{error}");
+    // Nor is one written.
+    let path = dir.path().join("rank.1.events");
+    let mut records = Records::append_to(&path).unwrap();
+    let text = "x".repeat(64 << 20);
+    let line = LogLine { number: 1, at: Timestamp::UNIX_EPOCH, text };
+    let error = records.append(&AttemptEvent::Log { rank: 1, lines: vec![line] }).unwrap_err();
+    assert_eq!(error.to_string(), "a record of more than 64 MiB");
+    records.append(&removed(1)).unwrap();
+    assert_eq!(drain(&mut Tail::open(&path, 0)), [removed(1)]);
+}
+
+#[test]
 fn loss_lines_follow_the_rule() {
     let mut every_third = LossLines::new(3);
     let lines: Vec<_> = (1..=7).filter_map(|s| every_third.line(1, s, 7, 2.302_585_4)).collect();

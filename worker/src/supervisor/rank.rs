@@ -5,17 +5,20 @@ use super::{
     launch::rank_file,
     process::RankProcess,
 };
-use crate::report::{Tail, TailError, events_path};
+use crate::{
+    files,
+    report::{Tail, TailError, events_path},
+};
 use lockstep_protocol::agent::AttemptEvent;
 use std::{
-    fs,
     path::{Path, PathBuf},
     time::Instant,
 };
 
 /// Limit of what is shown of a dead rank's output outside its log.
 const STDERR_LINES: usize = 20;
-const STDERR_BYTES: usize = 64 << 10;
+const STDERR_BYTES: u64 = 64 << 10;
+const STDERR_LINE_BYTES: usize = 4096;
 
 /// What a supervisor's caller stores of a rank's records, in addition to [`RankEnd`].
 pub trait RecordSink {
@@ -102,18 +105,22 @@ impl<N: RecordSink> Rank<N> {
 
     /// The last lines of what it printed outside its log.
     pub fn stderr_lines(&self) -> Vec<String> {
-        let text = self.stderr_text();
-        let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
-        let cut = |line: &&str| line[..line.floor_char_boundary(4096)].to_owned();
-        lines[lines.len().saturating_sub(STDERR_LINES)..].iter().map(cut).collect()
+        last_lines(&self.stderr_text())
     }
 
     /// The end of what it printed outside its log.
     fn stderr_text(&self) -> String {
         let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
-        let bytes = path.and_then(|path| fs::read(path).ok()).unwrap_or_default();
-        String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(STDERR_BYTES)..]).into_owned()
+        let bytes = path.map(|path| files::end_of(&path, STDERR_BYTES)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
     }
+}
+
+/// The last lines of a text that are not empty, each as far as there is room for it.
+fn last_lines(text: &str) -> Vec<String> {
+    let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    let cut = |line: &&str| line[..line.floor_char_boundary(STDERR_LINE_BYTES)].to_owned();
+    lines[lines.len().saturating_sub(STDERR_LINES)..].iter().map(cut).collect()
 }
 
 impl RankEnd {
@@ -136,6 +143,22 @@ impl RankEnd {
                 self.failure.get_or_insert(Failure { reason, code, retriable, secondary });
             }
             _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_what_a_rank_printed_the_last_twenty_lines_are_shown() {
+        let text = |lines: usize| (1..=lines).map(|n| format!("line {n}  \n\n")).collect::<String>();
+        let all: Vec<_> = (1..=20).map(|n| format!("line {n}")).collect();
+        assert_eq!(last_lines(&text(20)), all);
+        assert_eq!(last_lines(&text(21))[..], [&all[1..], &["line 21".to_owned()]].concat());
+        for (bytes, shown) in [(4096, 4096), (4097, 4096)] {
+            assert_eq!(last_lines(&"x".repeat(bytes))[0].len(), shown);
         }
     }
 }

@@ -158,3 +158,29 @@ fn nobody_is_named_while_slots_are_becoming_free_that_the_round_does_not_know_of
     leases.release(&first, 1);
     assert!(!all_still_held(&held, &candidates, &leases, &live));
 }
+
+#[test]
+fn of_jobs_that_turn_out_not_to_be_needed_the_highest_64_are_spared() {
+    // A large job gives as many slots as are missing. Each small one would end only because its machine has a free slot, too, and so
+    // fewer machines would be enough.
+    let ended_with = |small: usize| {
+        let large = small + 1;
+        let name = |n: usize| format!("{}{n:02}", if n < small { 'a' } else { 'b' });
+        let names: Vec<String> = (0..small + large).map(name).collect();
+        let addresses: Vec<String> = (0..names.len()).map(|n| format!("10.0.0.{n}")).collect();
+        let given: Vec<Given<'_>> = names
+            .iter()
+            .zip(&addresses)
+            .enumerate()
+            .map(|(n, (name, at))| (name.as_str(), Some(at.as_str()), if n < small { 2 } else { 1 }, 1, CPU))
+            .collect();
+        let places: Vec<(&str, &[u32])> = names.iter().map(|name| (name.as_str(), &[0][..])).collect();
+        let mut running: Vec<Running<'_>> =
+            places[..small].iter().map(|place| (0, false, std::slice::from_ref(place))).collect();
+        running.push((1, false, &places[small..]));
+        planned(&given, &running, 2 * small + 1).expect("it fits").1
+    };
+    // The large one is tried, too, and has to end.
+    assert_eq!(ended_with(MOST_TRIED - 1), [63]);
+    assert_eq!(ended_with(MOST_TRIED), [0, 64], "one more is not tried any more, and ends");
+}

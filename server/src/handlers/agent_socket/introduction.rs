@@ -45,7 +45,8 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
         ));
     }
     if slots.len() > SLOTS {
-        return Err(format!("an agent may have at most {SLOTS} slots"));
+        let count = slots.len();
+        return Err(format!("this agent has {count} slots, and {SLOTS} are the most: give it fewer"));
     }
     if attempts.len() > ATTEMPTS {
         return Err(TOO_MANY_ATTEMPTS.into());
@@ -69,4 +70,69 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
     Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::agent::{Machine, Slot};
+
+    /// An agent whose name, slots, attempts and descriptions are so long and so many.
+    fn checked(name: usize, slots: usize, attempts: usize, description: usize) -> Result<Hello, String> {
+        let text = "d".repeat(description);
+        let one = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+        introduction(FromAgent::Hello {
+            protocol: PROTOCOL_VERSION,
+            agent_id: "i".repeat(name),
+            name: "n".repeat(name),
+            machine: Machine {
+                hostname: text.clone(),
+                cpu: text.clone(),
+                cores: 1,
+                memory_bytes: 1,
+                disk_free_bytes: 1,
+                version: text.clone(),
+                address: Some("a".repeat(name)),
+                interface: None,
+                interface_mbits: None,
+                network_id: None,
+                nvlink_groups: Vec::new(),
+            },
+            slots: (0..slots as u32)
+                .map(|index| Slot {
+                    index,
+                    device: "cpu".into(),
+                    name: text.clone(),
+                    memory_bytes: 0,
+                    uuid: None,
+                })
+                .collect(),
+            attempts: vec![one; attempts],
+            only_job: None,
+        })
+    }
+
+    #[test]
+    fn an_agent_says_so_much_of_itself_and_no_more() {
+        let most =
+            checked(NAME_BYTES, SLOTS, ATTEMPTS, DESCRIPTION_BYTES).unwrap_or_else(|why| panic!("{why}"));
+        assert_eq!((most.row.slots.len(), most.attempts.len()), (1024, 4096));
+        assert_eq!(most.row.machine.address.map(|address| address.len()), Some(100));
+        for (said, words) in [
+            (checked(NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; give one with --name"),
+            (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and 1024 are the most"),
+            (checked(1, 1, ATTEMPTS + 1, 1), "more than 4096 attempts"),
+        ] {
+            let why = said.err().expect("it is one too many");
+            assert!(why.contains(words), "{why}");
+        }
+        // A description that is too long is shown as far as there is room for it.
+        for (bytes, kept) in [(500, 500), (501, 500), (1 << 20, 500)] {
+            let row = checked(1, 1, 0, bytes).unwrap_or_else(|why| panic!("{why}")).row;
+            let machine = row.machine;
+            for text in [&machine.hostname, &machine.cpu, &machine.version, &row.slots[0].name] {
+                assert_eq!(text.len(), kept);
+            }
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use crate::test_server::{DEADLINE, Stream, TestServer, client, config};
 use lockstep_protocol::limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS};
 use lockstep_server::serve;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
     fs,
     os::unix::fs::{MetadataExt, PermissionsExt, symlink},
@@ -81,6 +81,31 @@ async fn what_a_token_may_be_has_limits() {
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("revoke"), "{problem}");
     assert_eq!(server.delete(&format!("/tokens/{last}")).await.0, 204);
     assert_eq!(server.post("/tokens", &one).await.0, 201);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_person_has_up_to_fifty_tokens() {
+    let server = TestServer::new().await;
+    server.add_person("mona", "member").await;
+    let (mona, _) = server.client_of("mona", "submit").await;
+    let make = async || {
+        server.as_who(&mona, "POST", "/tokens", Some(json!({"name": "one more", "scope": "read"}))).await
+    };
+    let mut last = Value::Null;
+    for n in 2..=50 {
+        let (status, made) = make().await;
+        assert_eq!(status, 201, "{n}: {made}");
+        last = made["id"].clone();
+    }
+    let (status, problem) = make().await;
+    let words = "you have 50 valid tokens already; revoke some that you do not need";
+    assert_eq!((status, &problem["detail"]), (409, &json!(words)));
+    // Those of others do not count, and neither do revoked ones.
+    server.make_token(&json!({"name": "another's", "scope": "read"})).await;
+    let path = format!("/tokens/{}", last.as_str().unwrap());
+    assert_eq!(server.as_who(&mona, "DELETE", &path, None).await.0, 204);
+    assert_eq!(make().await.0, 201);
     server.stop().await;
 }
 

@@ -1,6 +1,9 @@
 //! Connections that say nothing, too much, or something else than the protocol.
 
 use super::*;
+use crate::test_server::socket;
+use lockstep_server::tls::addresses;
+use std::net::SocketAddr;
 
 /// The code and reason of the close frame that a socket gets.
 async fn closed_with(
@@ -28,13 +31,27 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
         let part = wire::Part { message: 1, last: true, bytes };
         Message::Binary(wire::encode(&FromAgent::Part(part)).unwrap().into())
     };
+    // A message of so many bytes that are none of ours, in parts.
+    let parts = |bytes: usize| {
+        let zeros = vec![0_u8; bytes];
+        let chunks = zeros.chunks(PART_BYTES);
+        let count = chunks.len();
+        let one = |(n, chunk): (usize, &[u8])| {
+            let part = wire::Part { message: 1, last: n + 1 == count, bytes: chunk.to_vec() };
+            Message::Binary(wire::encode(&FromAgent::Part(part)).unwrap().into())
+        };
+        chunks.enumerate().map(one).collect::<Vec<_>>()
+    };
     let cases: Vec<(Vec<Message>, u16, &str)> = vec![
         (vec![Message::text("hello")], 1003, "text"),
         (vec![Message::Binary(vec![0xc1].into())], 1002, "cannot be read"),
         (vec![Message::Binary(deep.clone().into())], 1002, "depth limit"),
         (vec![part(deep)], 1002, "depth limit"),
         (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
+        (vec![Message::Binary(vec![0; 16 << 20].into())], 1002, "cannot be read"),
         (vec![Message::Binary(vec![0; (16 << 20) + 1].into())], 1009, "too long"),
+        (parts(16 << 20), 1002, "cannot be read"),
+        (parts((16 << 20) + 1), 1002, "a message of more than 16 MiB"),
         (vec![Message::Binary(twice.clone().into()), Message::Binary(twice.into())], 1002, "Hello twice"),
     ];
     for (messages, code, words) in cases {
@@ -44,12 +61,46 @@ async fn an_agent_that_does_not_speak_the_protocol_is_told_so() {
             let _ = socket.send(message).await;
         }
         if code == 1009 {
-            continue; // What is left unread makes the system drop the close frame now and then.
+            // What is left unread makes the system drop the close frame now and then.
+            match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+                Some(Ok(Message::Close(Some(frame)))) => assert_eq!(u16::from(frame.code), code),
+                Some(Ok(other)) => panic!("{other:?}"),
+                None | Some(Err(_)) => {}
+            }
+            continue;
         }
         let (found, reason) = closed_with(&mut socket).await;
         assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
     }
     assert_eq!(server.text("/healthz").await.0, 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_heartbeat_names_up_to_4096_attempts_and_64_of_them_are_answered() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("many").await;
+    let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
+    let message = |message: FromAgent| Message::Binary(wire::encode(&message).unwrap().into());
+    socket.send(message(hello("many", 1, Vec::new()))).await.unwrap();
+    let mut attempts: Vec<_> = (0..4096).map(|_| stranger()).collect();
+    socket.send(message(FromAgent::Heartbeat { attempts: attempts.clone() })).await.unwrap();
+    let mut stops = 0;
+    loop {
+        match timeout(DEADLINE, socket.next()).await.expect("an answer") {
+            Some(Ok(Message::Binary(bytes))) => match wire::decode(&bytes).unwrap() {
+                ToAgent::Stop { .. } => stops += 1,
+                ToAgent::HeartbeatAck => break,
+                _ => {}
+            },
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(stops, 64, "the next heartbeat names the others again");
+    attempts.push(stranger());
+    socket.send(message(FromAgent::Heartbeat { attempts })).await.unwrap();
+    let (code, reason) = closed_with(&mut socket).await;
+    assert!(code == 1002 && reason.contains("more than 4096 attempts"), "{code} {reason}");
     server.stop().await;
 }
 
@@ -135,6 +186,41 @@ async fn idle_connections_make_room_for_others() {
     let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
     assert_eq!(answer.unwrap().status().as_u16(), 200);
     drop(idle);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn one_address_has_a_quarter_of_the_connections() {
+    // Programs of the server's own machine share loopback, and may have all.
+    let Some(outside) = addresses().into_iter().find(|a| a.is_ipv4()) else { return };
+    let server = TestServer::with(|c| {
+        c.listen = "0.0.0.0:0".parse().unwrap();
+        c.insecure_http = true;
+        c.connections = Some(64);
+        c.head_patience = Duration::from_secs(600);
+    })
+    .await;
+    let at = SocketAddr::new(outside, server.address.port());
+    let mut idle = Vec::new();
+    for _ in 0..16 {
+        idle.push(TcpStream::connect(at).await.unwrap());
+    }
+    let mut first = idle.remove(0);
+    let mut byte = [0];
+    assert!(timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(), "all have room");
+    idle.push(TcpStream::connect(at).await.unwrap());
+    assert!(ends_within(first, DEADLINE).await, "the oldest makes room for one more");
+    // Streams that are in use make none.
+    let mut streams = Vec::new();
+    for _ in 0..16 {
+        let mut stream = Stream::open(socket(at, "/stream", &server.token)).await;
+        assert_eq!(stream.next().await.unwrap()["type"], "live");
+        streams.push(stream);
+    }
+    let more = timeout(DEADLINE, connect_async(socket(at, "/stream", &server.token))).await;
+    assert!(more.expect("it is refused at once").is_err());
+    assert_eq!(server.text("/healthz").await.0, 200, "others are served");
+    drop(streams);
     server.stop().await;
 }
 

@@ -21,7 +21,7 @@ const TTL_SECS: u32 = 3600;
 /// Pods are called `NAME-INDEX`, which has 63 characters at most.
 const NAME_CHARS: usize = 30;
 /// Bytes that Kubernetes accepts in a Secret.
-pub(super) const SECRET_BYTES: usize = 1 << 20;
+const SECRET_BYTES: u64 = 1 << 20;
 
 /// The name of the objects: `lockstep-`, that of the job as far as it may be in one, and the end of its id.
 pub(super) fn name(id: &str, name: &str) -> String {
@@ -123,11 +123,7 @@ impl Plan<'_> {
     pub(super) fn secret(&self, owner: Option<&Value>, bundle: Option<&Bundle>) -> anyhow::Result<Value> {
         let mut metadata = self.metadata();
         own(&mut metadata, owner);
-        let data = match bundle.map(serde_json::to_string).transpose()? {
-            Some(text) if text.len() > SECRET_BYTES => anyhow::bail!(
-                "what {} pods are to be told is larger than 1 MiB, which no Secret takes: start fewer",
-                self.hosts.len()
-            ),
+        let data = match bundle.map(secret_text).transpose()? {
             Some(text) => json!({BUNDLE_FILE: text}),
             None => json!({}),
         };
@@ -135,6 +131,17 @@ impl Plan<'_> {
             "apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "immutable": true, "stringData": data,
         }))
     }
+}
+
+/// The agents' bundle, as it is in the Secret.
+///
+/// # Errors
+/// Exit status 2: it is larger than Kubernetes takes.
+fn secret_text(bundle: &Bundle) -> anyhow::Result<String> {
+    bundle.text(
+        SECRET_BYTES,
+        "a Secret of Kubernetes holds 1 MiB at most: start fewer pods, or give a smaller --ca-file",
+    )
 }
 
 /// Makes the Job the owner of an object, so that it is deleted with the Job.
@@ -159,6 +166,12 @@ pub(super) fn name_of(job: &Job) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::launch::bundle::tests::takes_up_to;
+
+    #[test]
+    fn a_secret_takes_a_mebibyte() {
+        takes_up_to(1 << 20, secret_text, &["a Secret of Kubernetes holds 1 MiB at most", "fewer pods"]);
+    }
 
     #[test]
     fn names_are_dns_labels_with_room_for_an_index() {

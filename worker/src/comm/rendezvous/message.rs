@@ -51,3 +51,33 @@ pub(super) fn receive<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result
     stream.read_exact(&mut body)?;
     lockstep_protocol::wire::decode(&body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    /// What is said of a message that claims so many bytes and has them, of which the first are none of ours.
+    fn said(claimed: u32) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let sent = std::thread::spawn(move || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.write_all(&claimed.to_le_bytes()).unwrap();
+            // Whoever refuses the length reads no further.
+            let _ = stream.write_all(&vec![0xc1; claimed as usize]);
+        });
+        let (mut stream, _) = listener.accept().unwrap();
+        let error = receive::<Request>(&mut stream).unwrap_err();
+        drop(stream);
+        sent.join().unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        error.to_string()
+    }
+
+    #[test]
+    fn a_message_has_up_to_a_mebibyte() {
+        assert!(!said(LONGEST_MESSAGE).contains("bytes"), "it is read, and is no request");
+        assert_eq!(said(LONGEST_MESSAGE + 1), "a message of 1048577 bytes");
+    }
+}

@@ -169,6 +169,20 @@ fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
         let words = open(dir.path()).map(|_| String::new()).unwrap_or_else(|error| error.to_string());
         assert_eq!(words.contains("a.cls that is empty, no text, or too long"), refused, "{words}");
     }
+    // A member with a class, and a description of a sample.
+    let (class, about) =
+        ("a.cls that is empty, no text, or too long", "b.json that is no JSON object, or too long");
+    for (more, unread) in [(0, &[][..]), (1, &[class, about])] {
+        let padded = |text: &str, bytes: usize| format!("{text:0$}", bytes + more).into_bytes();
+        let (one, other) = (padded("1", 4096), padded("{\"label\": 1}", 1 << 20));
+        let both: [(&str, &[u8]); 4] =
+            [("a.png", &png), ("a.cls", &one), ("b.png", &png), ("b.json", &other)];
+        let dir = tempfile::tempdir().unwrap();
+        write(&dir.path().join("train.tar"), &[&both[..], &[("c.png", &png), ("c.cls", b"0")]].concat());
+        let words = broken(&open(dir.path()).unwrap());
+        assert_eq!(words.len(), unread.len(), "{words:?}");
+        assert!(words.iter().zip(unread).all(|(text, why)| text.contains(why)), "{words:?}");
+    }
 }
 
 #[test]

@@ -219,7 +219,8 @@ CREATE TABLE tokens (
     expires_at BIGINT,
     revoked_at BIGINT,
     last_used_at BIGINT,
-    owner TEXT
+    owner TEXT,
+    made_with TEXT COLLATE "C"
 );
 
 CREATE TABLE people (

@@ -279,7 +279,9 @@ CREATE TABLE tokens (
     -- To the minute.
     last_used_at INTEGER,
     -- The person whose token it is; NULL for programs' and machines'.
-    owner TEXT
+    owner TEXT,
+    -- Id of the person's token that it was made with, and that it ends with.
+    made_with TEXT
 ) STRICT;
 
 -- People who sign in, by name and password or by an account at an OpenID provider.

@@ -84,6 +84,9 @@ pub struct Token {
     /// The person whose token it is: it allows no more than the person's role. Absent: an admin made it for a program or a machine.
     #[serde(default)]
     pub owner: Option<String>,
+    /// Id of the person's token that it was made with, and that it ends with.
+    #[serde(default)]
+    pub made_with: Option<String>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
     /// Absent: it does not expire.

@@ -17,7 +17,7 @@ use crate::{
     error::{Error, PageError, shown_to},
     ingress::Peer,
     request_id::RequestId,
-    store::AuditEntry,
+    store::{AuditEntry, principal},
 };
 use axum::{
     extract::{MatchedPath, Request, State},
@@ -229,7 +229,11 @@ pub(crate) fn login_address(back: &str) -> String {
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
-    let detail = if let Some(person) = caller.person().filter(|_| caller.session().is_some()) {
+    // A session that a token's link has begun may do what that token may.
+    let by_itself = |person: &&str| {
+        caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
+    };
+    let detail = if let Some(person) = caller.person().filter(by_itself) {
         let roles = Role::ALL.into_iter().filter(|role| role.scope().allows(scope)).map(Role::as_str);
         let roles = roles.collect::<Vec<_>>().join(" or ");
         let what = if roles.is_empty() { "an agent's token".to_owned() } else { format!("the role {roles}") };

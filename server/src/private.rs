@@ -5,7 +5,7 @@ use rustix::fs::{Mode, OFlags};
 use std::{
     fs::{self, DirBuilder, File, Permissions},
     io,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -52,6 +52,7 @@ pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
     if is_ours {
         close(path, FOLDER)?;
     }
+    warn_of_others(path);
     folder(&path.join("jobs"))?;
     close(&path.join("jobs"), FOLDER)
 }
@@ -84,7 +85,31 @@ pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
 /// It cannot be made.
 pub(crate) fn file(path: &Path) -> io::Result<()> {
     File::options().write(true).create(true).truncate(false).mode(FILE).open(path)?;
-    close(path, FILE)
+    close(path, FILE)?;
+    warn_of_others(path);
+    Ok(())
+}
+
+/// Warns where other accounts of this machine could have put something there, such as a database with a token that they know.
+fn warn_of_others(path: &Path) {
+    if let Ok(about) = fs::metadata(path) {
+        for what in of_others(about.mode(), about.uid(), rustix::process::geteuid().as_raw()) {
+            tracing::warn!(path = %path.display(), "{what}");
+        }
+    }
+}
+
+/// What is wrong with a file or folder of the server's, which runs as the account `own`.
+fn of_others(mode: u32, owner: u32, own: u32) -> Vec<String> {
+    let mut wrong = Vec::new();
+    if mode & 0o002 != 0 {
+        wrong.push("every account of this machine can write here and become admin of this server: take that away with chmod o-w".into());
+    }
+    // Whose accounts are mapped to root's need no warning of root.
+    if owner != own && owner != 0 {
+        wrong.push(format!("it belongs to another account (uid {owner}), which can read and change all that this server has: give it to the server's own with chown"));
+    }
+    wrong
 }
 
 /// Takes all permissions away but those of `mode`. What belongs to somebody else stays as it is: they have chosen.
@@ -96,5 +121,25 @@ fn close(path: &Path, mode: u32) -> io::Result<()> {
     match fs::set_permissions(path, Permissions::from_mode(now & mode)) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_other_accounts_can_change_is_named() {
+        for (mode, owner, wanted) in [
+            (0o700, 1000, &[][..]),
+            (0o755, 0, &[]),
+            (0o777, 1000, &["chmod o-w"]),
+            (0o600, 65534, &["uid 65534"]),
+            (0o722, 7, &["chmod o-w", "uid 7"]),
+        ] {
+            let found = of_others(mode, owner, 1000);
+            let is_named = found.iter().zip(wanted).all(|(found, wanted)| found.contains(wanted));
+            assert!(found.len() == wanted.len() && is_named, "{mode:o} {owner}: {found:?}");
+        }
     }
 }

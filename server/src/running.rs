@@ -122,6 +122,7 @@ async fn ensure(
         created_at: crate::now(),
         expires_at: None,
         revoked_at: None,
+        made_with: None,
         last_used_at: None,
     };
     let row = TokenRow { token, hash: secret.hash.clone() };

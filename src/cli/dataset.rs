@@ -297,7 +297,7 @@ fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
         output::line(note)?;
     }
     for broken in &info.broken {
-        output::line(format_args!("broken: {}: {}", broken.file, broken.detail))?;
+        output::line(format_args!("broken: {}: {}", output::one_line(&broken.file), broken.detail))?;
     }
     unnamed(info.broken_count.saturating_sub(info.broken.len() as u64))
 }

@@ -144,12 +144,14 @@ impl Printer<'_> {
                 continue;
             }
             *shown = line.line.number.max(*shown);
+            // A line feed in it would begin a line that the rank has not written.
+            let text = line.line.text.replace('\n', "\\n");
             if self.args.server.json {
                 output::line(serde_json::to_string(&line)?)?;
             } else if self.args.rank.is_some() {
-                output::line(&line.line.text)?;
+                output::line(text)?;
             } else {
-                output::line(format_args!("[rank {}] {}", line.rank, line.line.text))?;
+                output::line(format_args!("[rank {}] {text}", line.rank))?;
             }
         }
         Ok(())

@@ -68,6 +68,7 @@ impl Access {
                 created_at: now,
                 expires_at: None,
                 revoked_at: None,
+                made_with: None,
                 last_used_at: None,
             };
             // The hash of a secret that is thrown away. The row is stored when an agent is bound to it.

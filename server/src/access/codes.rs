@@ -10,8 +10,8 @@ use std::{
 };
 
 const LIFE: Duration = Duration::from_secs(600);
-/// Unused codes, at most. Beyond that the oldest becomes invalid.
-const MOST: usize = 100;
+/// Unused codes of one token or person, at most. Beyond that its oldest becomes invalid.
+const MOST: usize = 10;
 
 /// By the hash of the code.
 #[derive(Debug, Default)]
@@ -29,10 +29,12 @@ impl Codes {
         let secret = Secret::plain()?;
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.retain(|_, code| code.made.elapsed() < LIFE);
-        while codes.len() >= MOST {
-            let oldest = codes.iter().min_by_key(|(_, code)| code.made).map(|(hash, _)| hash.clone());
-            let Some(oldest) = oldest else { break };
-            codes.remove(&oldest);
+        let mut own: Vec<_> = codes.iter().filter(|(_, code)| code.token_id == token_id).collect();
+        own.sort_by_key(|(_, code)| code.made);
+        let excess = own.len().saturating_sub(MOST - 1);
+        let oldest: Vec<_> = own.into_iter().take(excess).map(|(hash, _)| hash.clone()).collect();
+        for hash in oldest {
+            codes.remove(&hash);
         }
         codes.insert(secret.hash, Code { token_id: token_id.to_owned(), until, made: Instant::now() });
         Ok(secret.text)
@@ -63,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_code_is_good_once_for_ten_minutes_and_among_the_newest_hundred() {
+    fn a_code_is_good_once_for_ten_minutes_and_among_the_newest_ten_of_its_token() {
         let codes = Codes::default();
         let code = codes.make("t", None).unwrap();
         assert_eq!(codes.take("another"), None);
@@ -83,7 +85,9 @@ mod tests {
             assert_eq!(codes.take(&late), None, "ten minutes are over");
         }
 
+        let another_s = codes.make("u", None).unwrap();
         let made: Vec<_> = (0..=MOST).map(|_| codes.make("t", None).unwrap()).collect();
+        assert!(codes.has(&another_s), "nobody else's");
         assert_eq!(codes.take(&made[0]), None, "one too many");
         assert!(made[1..].iter().all(|code| codes.take(code).is_some()));
     }

@@ -94,6 +94,7 @@ impl Access {
             created_at: row.person.created_at,
             expires_at: None,
             revoked_at: None,
+            made_with: None,
             last_used_at: None,
         };
         let ended = CancellationToken::new();

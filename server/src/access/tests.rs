@@ -11,6 +11,7 @@ fn row(id: &str, scope: Scope, secret: &Secret) -> TokenRow {
         created_at: crate::now(),
         expires_at: None,
         revoked_at: None,
+        made_with: None,
         last_used_at: None,
     };
     TokenRow { token, hash: secret.hash.clone() }

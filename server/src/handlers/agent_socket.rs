@@ -15,6 +15,7 @@ use crate::{
 };
 use axum::{
     Extension,
+    body::Bytes,
     extract::{
         State, WebSocketUpgrade,
         ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
@@ -35,10 +36,16 @@ use std::{
     ops::ControlFlow,
     time::{Duration, Instant},
 };
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 /// A report holds about a mebibyte at most; a long tail of log lines may make it somewhat more.
 const MESSAGE_BYTES: usize = 16 << 20;
+/// The largest `Hello`, with every slot, attempt and description at its limit, is smaller.
+const HELLO_BYTES: usize = 2 << 20;
+/// Longer messages are decoded one at a time, apart from the threads that serve connections: what decodes for a second would keep all
+/// heartbeats waiting, and takes up to forty times its bytes.
+const DECODED_HERE_BYTES: usize = 2 << 20;
+static DECODING: Semaphore = Semaphore::const_new(1);
 /// Orders to stop that answer one heartbeat, at most.
 const STOPS: usize = 64;
 /// Until `Hello` must have come, and for an answer to be taken.
@@ -115,38 +122,64 @@ impl From<axum::Error> for End {
 }
 
 /// The message that has come and its length; none before the last of its parts.
-fn read(
-    message: &Message,
+async fn read(
+    message: Message,
     unfinished: &mut Unfinished,
 ) -> std::result::Result<Option<(FromAgent, usize)>, End> {
-    let understood = |bytes: &[u8]| {
+    let bytes = match message {
+        Message::Binary(bytes) => bytes,
+        Message::Text(_) => {
+            return Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED });
+        }
+        Message::Ping(_) | Message::Pong(_) | Message::Close(_) => return Ok(None),
+    };
+    let length = bytes.len();
+    match decoded(bytes).await? {
+        FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
+            Some(whole) => {
+                let length = whole.len();
+                Ok(Some((decoded(whole.into()).await?, length)))
+            }
+            None => Ok(None),
+        },
+        whole => Ok(Some((whole, length))),
+    }
+}
+
+async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
+    let decode = |bytes: &[u8]| {
         wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
     };
-    match message {
-        Message::Binary(bytes) => match understood(bytes)? {
-            FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
-                Some(whole) => understood(&whole).map(|message| Some((message, whole.len()))),
-                None => Ok(None),
-            },
-            whole => Ok(Some((whole, bytes.len()))),
-        },
-        Message::Text(_) => Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED }),
-        Message::Ping(_) | Message::Pong(_) | Message::Close(_) => Ok(None),
+    if bytes.len() <= DECODED_HERE_BYTES {
+        return decode(&bytes);
     }
+    let _one_at_a_time = DECODING.acquire().await.map_err(|e| e.to_string())?;
+    tokio::task::spawn_blocking(move || decode(&bytes)).await.map_err(|e| e.to_string())?
+}
+
+/// The first message, which is `Hello` from an agent.
+async fn first(message: Message, unfinished: &mut Unfinished) -> std::result::Result<Option<FromAgent>, End> {
+    if matches!(&message, Message::Binary(bytes) if bytes.len() > HELLO_BYTES) {
+        return Err(End::protocol("its first message is longer than 2 MiB, and no Hello is"));
+    }
+    Ok(read(message, unfinished).await?.map(|(message, _)| message))
 }
 
 async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
     let (mut to, mut from) = socket.split();
-    // Pictures go to agents alone. What comes from them takes up to forty times its bytes while it is decoded.
-    let mut unfinished = Unfinished::at_most(MESSAGE_BYTES);
+    let mut unfinished = Unfinished::at_most(HELLO_BYTES);
     let hello_by = tokio::time::Instant::now() + PATIENCE;
-    let first = loop {
+    let hello = loop {
         let message = match tokio::time::timeout_at(hello_by, from.next()).await {
             Ok(Some(message)) => message,
             Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
         };
-        match message.map_err(End::from).and_then(|message| read(&message, &mut unfinished)) {
-            Ok(Some((message, _))) => break message,
+        let read = match message {
+            Ok(message) => first(message, &mut unfinished).await,
+            Err(error) => Err(End::from(error)),
+        };
+        match read {
+            Ok(Some(message)) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
                 tracing::warn!(reason = why, "a connection that is no agent's");
@@ -155,7 +188,9 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         }
     };
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
-    let joined = match introduction(first) {
+    // Pictures go to agents alone: what comes from them is shorter.
+    let mut unfinished = Unfinished::at_most(MESSAGE_BYTES);
+    let joined = match introduction(hello) {
         Ok(hello) => identity::check(&app, &caller, &hello.row).await.map(|()| hello),
         Err(reason) => Err(reason),
     };
@@ -201,8 +236,11 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
                 tokio::select! {
                     message = tokio::time::timeout(app.config.lease, from.next()) => match message {
                         Ok(Some(message)) => {
-                            let message = message.map_err(End::from);
-                            match message.and_then(|message| read(&message, &mut unfinished)) {
+                            let read = match message {
+                                Ok(message) => read(message, &mut unfinished).await,
+                                Err(error) => Err(End::from(error)),
+                            };
+                            match read {
                                 Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
                                 Ok(None) => {}
                                 Err(end) => break end,

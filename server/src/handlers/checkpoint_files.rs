@@ -43,6 +43,7 @@ pub(crate) async fn file(
     let Some(name) = FILES.into_iter().find(|name| *name == file) else {
         return Err(Error::NotFound(format!("a checkpoint has the files {}", FILES.join(", "))));
     };
+    conditional::keep_one_range(request.headers_mut());
     let row = find(&app, &id).await?;
     let checksum = whole(&app, &row, name).await?.map(|written| written.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use axum::{
-    http::{HeaderMap, StatusCode, header},
+    http::{HeaderMap, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
@@ -55,6 +55,36 @@ fn tags(list: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// Leaves a `Range` that is one range of bytes, and removes any other: one of another unit, or that is none, is ignored (RFC 9110, section
+/// 14.2), and of several the whole is sent.
+pub(super) fn keep_one_range(headers: &mut HeaderMap) {
+    let one = headers.get(header::RANGE).and_then(|value| one_range(value.to_str().ok()?));
+    match one.and_then(|range| HeaderValue::try_from(range).ok()) {
+        Some(range) => drop(headers.insert(header::RANGE, range)),
+        None => drop(headers.remove(header::RANGE)),
+    }
+}
+
+/// The range in numbers that fit; a last byte beyond any file is the file's last.
+fn one_range(value: &str) -> Option<String> {
+    let (unit, range) = value.split_once('=')?;
+    let (first, last) = range.trim().split_once('-').filter(|_| unit.eq_ignore_ascii_case("bytes"))?;
+    let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if !are_digits(first) || !are_digits(last) {
+        return None;
+    }
+    let number = |text: &str| text.parse().unwrap_or(u64::MAX);
+    match (first, last) {
+        ("", "") => None,
+        ("", last) if number(last) == u64::MAX => None,
+        ("", last) => Some(format!("bytes=-{}", number(last))),
+        (first, "") => Some(format!("bytes={}-", number(first))),
+        (first, last) if number(first) > number(last) => None,
+        (first, last) if number(last) == u64::MAX => Some(format!("bytes={}-", number(first))),
+        (first, last) => Some(format!("bytes={}-{}", number(first), number(last))),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,5 +115,31 @@ mod tests {
             assert_eq!(range_counts(&with(header::IF_RANGE, value), "\"a\""), counts, "{value}");
         }
         assert!(range_counts(&HeaderMap::new(), "\"a\""));
+    }
+
+    #[test]
+    fn one_range_of_bytes_counts_and_anything_else_is_ignored() {
+        let huge = "9".repeat(23);
+        for (value, kept) in [
+            ("bytes=0-1", Some("bytes=0-1")),
+            ("Bytes=7-7", Some("bytes=7-7")),
+            ("bytes=5-", Some("bytes=5-")),
+            ("bytes=-5", Some("bytes=-5")),
+            (&format!("bytes=3-{huge}"), Some("bytes=3-")),
+            (&format!("bytes={huge}-"), Some("bytes=18446744073709551615-")),
+            (&format!("bytes=-{huge}"), None),
+            ("bytes=10-5", None),
+            ("bytes=a-b", None),
+            ("bytes=+1-2", None),
+            ("bytes=-", None),
+            ("bytes=", None),
+            ("items=0-1", None),
+            ("bytes=0-1,3-4", None),
+            ("0-1", None),
+        ] {
+            let mut headers = with(header::RANGE, value);
+            keep_one_range(&mut headers);
+            assert_eq!(headers.get(header::RANGE).map(|kept| kept.to_str().unwrap()), kept, "{value}");
+        }
     }
 }

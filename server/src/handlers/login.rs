@@ -17,7 +17,7 @@ use crate::{
 use axum::{
     Extension, Form, Json,
     extract::State,
-    http::{StatusCode, header},
+    http::{Method, StatusCode, header},
     response::{Html, IntoResponse, Redirect, Response},
 };
 use jiff::Timestamp;
@@ -76,10 +76,12 @@ pub(crate) async fn show(
     State(app): State<App>,
     caller: Option<Extension<Caller>>,
     Extension(peer): Extension<Peer>,
+    method: Method,
     PageQuery(query): PageQuery<LoginQuery>,
 ) -> Page {
     let next = return_path(query.next.as_deref());
-    let Some(code) = &query.code else {
+    // HEAD, by which links are looked at before a person opens them, signs nobody in: a code is good once.
+    let Some(code) = query.code.as_ref().filter(|_| method != Method::HEAD) else {
         return match caller {
             Some(Extension(caller)) if query.next.is_none() && may_set_up(&app, Some(&caller)) => {
                 set_up_form("", StatusCode::OK, "")

@@ -77,6 +77,7 @@ const LIST: List<Token> = List {
         "agent",
         "agent_id",
         "owner",
+        "made_with",
         "created_at",
         "expires_at",
         "revoked_at",
@@ -117,9 +118,15 @@ fn is_seen(token: &Token, caller: &Caller) -> bool {
     caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
 
+/// The token of a request, also of a session that a link of it has begun. None of a person who has signed in.
+fn used_by(app: &App, caller: &Caller) -> Option<Token> {
+    app.access.token(&caller.token()?.id).map(|row| row.token)
+}
+
 /// Make a token
 ///
-/// A person's token is its own: it allows at most what the request that made it may do, and for no longer, and ends with the person.
+/// A person's token is its own: it allows at most what the request that made it may do, and for no longer, and ends with the person, and
+/// with the token that it was made with. One of the scope `read` makes none.
 /// Other tokens, for programs and machines, are an admin's to make.
 #[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
     responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid ones, or a person has the name"),
@@ -167,6 +174,11 @@ pub(super) async fn make(app: &App, caller: &Caller, new: NewToken) -> Result<Ma
     }
     let now = crate::now();
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
+    let with = used_by(app, caller).filter(|token| token.owner.is_some());
+    if with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
+        let detail = "a token of the scope read only looks, and makes no others; sign in with your password, or use one of the scope submit";
+        return Err(Error::Forbidden(detail.into()));
+    }
     let until = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
     if until.is_some_and(|until| expires_at.is_none_or(|at| at > until)) {
         let detail = "must end no later than the token that you make it with; sign in with your password to make others";
@@ -204,6 +216,7 @@ pub(super) async fn make(app: &App, caller: &Caller, new: NewToken) -> Result<Ma
         scope: new.scope,
         agent,
         agent_id,
+        made_with: with.filter(|_| owner.is_some()).map(|token| token.id),
         owner,
         created_at: now,
         expires_at,
@@ -235,7 +248,8 @@ async fn agent_named(app: &App, agent: &str) -> Result<Option<AgentNames>> {
 
 /// Revoke a token
 ///
-/// At once: requests with it are refused, and its websockets, sessions and links end.
+/// At once: requests with it are refused, its websockets, sessions and links end, and so do the tokens that were made with it. A token
+/// revokes itself and those that allow no more than it does.
 #[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn revoke(
@@ -252,8 +266,23 @@ pub(crate) async fn revoke(
 pub(super) async fn end(app: &App, caller: &Caller, id: &str) -> Result<()> {
     let _one_at_a_time = app.access.changing.lock().await;
     let found = app.access.token(id).filter(|row| is_seen(&row.token, caller));
-    let mut row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
-    if row.token.revoked_at.is_none() {
+    let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
+    let is_stronger = |with: Token| with.id != row.token.id && !with.scope.allows(row.token.scope);
+    if !caller.may(Scope::Admin) && used_by(app, caller).is_some_and(is_stronger) {
+        let detail = "this token allows more than the one that you use, which cannot revoke it; sign in with your password, or ask an admin";
+        return Err(Error::Forbidden(detail.into()));
+    }
+    // Those that it was used to make end first: a failure between two leaves none that outlives it.
+    let mut ending = vec![row];
+    let all = app.access.tokens();
+    let mut next = 0;
+    while next < ending.len() {
+        let with = Some(ending[next].token.id.clone());
+        let made = all.iter().filter(|token| token.made_with == with && token.revoked_at.is_none());
+        ending.extend(made.filter_map(|token| app.access.token(&token.id)));
+        next += 1;
+    }
+    for mut row in ending.into_iter().rev().filter(|row| row.token.revoked_at.is_none()) {
         row.token.revoked_at = Some(crate::now());
         app.store.put_token(&row).await?;
         app.access.put_token(row);

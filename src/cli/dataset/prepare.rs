@@ -105,7 +105,7 @@ pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
     let shards = plural(made.shards, "shard");
     output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
     for broken in made.broken.iter().take(NAMED) {
-        output::line(format_args!("left out: {}: {}", broken.file, broken.detail))?;
+        output::line(format_args!("left out: {}: {}", output::one_line(&broken.file), broken.detail))?;
     }
     unnamed(made.broken.len().saturating_sub(NAMED) as u64)
 }

@@ -110,7 +110,7 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
         let observer = training.observer;
         let are = if skipped.len() == 1 { "is" } else { "are" };
         observer.log(&format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
-        skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {file}")));
+        skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {}", one_line(file))));
     }
     same_everywhere(training, &data)?;
     normalise_alike(training, &mut data)?;
@@ -175,11 +175,17 @@ fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), Tra
     })
 }
 
+/// A broken file in words, as one line of a log: the names of files may have line feeds.
+fn one_line(file: &impl std::fmt::Display) -> String {
+    file.to_string().replace('\n', "\\n").replace('\r', "\\r")
+}
+
 /// Logs which pictures could not be read since the last call.
 pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     let (news, count) = data.newly_broken();
     let before = count - news.len();
     for file in news.iter().take(NAMED.saturating_sub(before)) {
+        let file = one_line(file);
         training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
     }
     // The rest is only counted: a line each time that their number has doubled.

@@ -66,6 +66,9 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     }
     // Each slot in one group at most, and no others.
     let mut unseen: HashSet<u32> = slots.iter().map(|slot| slot.index).collect();
+    if unseen.len() < slots.len() {
+        return Err("this agent names a slot twice, so that two ranks would share it".into());
+    }
     machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| unseen.remove(slot)));
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
@@ -79,12 +82,16 @@ mod tests {
 
     /// An agent whose name, slots, attempts and descriptions are so long and so many.
     fn checked(name: usize, slots: usize, attempts: usize, description: usize) -> Result<Hello, String> {
+        introduction(hello_of(&"n".repeat(name), slots, attempts, description))
+    }
+
+    fn hello_of(name: &str, slots: usize, attempts: usize, description: usize) -> FromAgent {
         let text = "d".repeat(description);
         let one = AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
-        introduction(FromAgent::Hello {
+        FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
-            agent_id: "i".repeat(name),
-            name: "n".repeat(name),
+            agent_id: name.to_owned(),
+            name: name.to_owned(),
             machine: Machine {
                 hostname: text.clone(),
                 cpu: text.clone(),
@@ -92,7 +99,7 @@ mod tests {
                 memory_bytes: 1,
                 disk_free_bytes: 1,
                 version: text.clone(),
-                address: Some("a".repeat(name)),
+                address: Some(name.to_owned()),
                 interface: None,
                 interface_mbits: None,
                 network_id: None,
@@ -109,7 +116,20 @@ mod tests {
                 .collect(),
             attempts: vec![one; attempts],
             only_job: None,
-        })
+        }
+    }
+
+    #[test]
+    fn a_slot_is_named_once() {
+        let hello = |indices: [u32; 2]| {
+            let mut said = hello_of("node", 2, 0, 1);
+            if let FromAgent::Hello { slots, .. } = &mut said {
+                slots.iter_mut().zip(indices).for_each(|(slot, index)| slot.index = index);
+            }
+            introduction(said)
+        };
+        assert!(hello([0, 7]).is_ok());
+        assert!(hello([3, 3]).err().unwrap().contains("names a slot twice"));
     }
 
     #[test]

@@ -24,6 +24,7 @@ fn token(row: &DbRow) -> Result<TokenRow> {
         agent: row.try_get("agent")?,
         agent_id: row.try_get("agent_id")?,
         owner: row.try_get("owner")?,
+        made_with: row.try_get("made_with")?,
         created_at: time(row.try_get("created_at")?)?,
         expires_at: optional_time("expires_at")?,
         revoked_at: optional_time("revoked_at")?,
@@ -53,8 +54,8 @@ impl SqlStore {
         let TokenRow { token, hash } = row;
         let milliseconds = |at: Option<Timestamp>| at.map(Timestamp::as_millisecond);
         sqlx::query(
-            "INSERT INTO tokens (id, name, hash, scope, agent, agent_id, created_at, expires_at, revoked_at, last_used_at, owner) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
+            "INSERT INTO tokens (id, name, hash, scope, agent, agent_id, created_at, expires_at, revoked_at, last_used_at, owner, \
+             made_with) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
              hash = excluded.hash, scope = excluded.scope, agent = excluded.agent, agent_id = excluded.agent_id, \
              created_at = excluded.created_at, expires_at = excluded.expires_at, revoked_at = excluded.revoked_at",
         )
@@ -69,6 +70,7 @@ impl SqlStore {
         .bind(milliseconds(token.revoked_at))
         .bind(milliseconds(token.last_used_at))
         .bind(token.owner.as_deref())
+        .bind(token.made_with.as_deref())
         .execute(&self.writer)
         .await?;
         Ok(())

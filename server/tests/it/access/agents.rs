@@ -4,10 +4,14 @@ use crate::{
     agent::{Agent, hello, losses, running},
     test_server::TestServer,
 };
+use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::agent::{FromAgent, Source, ToAgent};
 use serde_json::json;
 use std::time::{Duration, Instant};
-use tokio_tungstenite::{connect_async, tungstenite};
+use tokio_tungstenite::{
+    connect_async,
+    tungstenite::{self, Message},
+};
 
 /// As somebody who has read another agent's id in the list of machines.
 fn hello_as(id: &str, name: &str) -> FromAgent {
@@ -20,6 +24,26 @@ fn hello_as(id: &str, name: &str) -> FromAgent {
 
 async fn refused(server: &TestServer, token: &str, said: FromAgent) -> String {
     Agent::greet_with(server, token, said).await.err().expect("refused")
+}
+
+/// What comes before anybody is known is short: 16 MB of nothing would take half a gigabyte while it is decoded.
+#[tokio::test]
+async fn the_first_message_of_a_connection_has_a_length() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    for (bytes, wanted) in [(2 << 20, "cannot be read"), ((2 << 20) + 1, "longer than 2 MiB")] {
+        let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.expect("a socket");
+        socket.send(Message::Binary(vec![0xc0; bytes].into())).await.expect("sent");
+        let closed = loop {
+            match socket.next().await {
+                Some(Ok(Message::Close(Some(frame)))) => break frame.reason.to_string(),
+                Some(Ok(_)) => {}
+                other => panic!("{bytes}: {other:?}"),
+            }
+        };
+        assert!(closed.contains(wanted), "{bytes}: {closed}");
+    }
+    server.stop().await;
 }
 
 #[tokio::test]

@@ -274,6 +274,29 @@ async fn a_person_makes_tokens_of_its_own_within_its_role() {
     assert_eq!(server.as_who(&otto, "DELETE", &path, None).await.0, 404, "nobody else's");
     assert_eq!(server.as_who(&otto, "DELETE", "/tokens/local", None).await.0, 404);
     assert_eq!(server.as_who(&hour, "DELETE", &path, None).await.0, 204);
+    // One that only looks makes none, and revokes itself and none that allows more. What was made with one ends with it.
+    let (_, looks) = make(json!({"name": "looks", "scope": "read"})).await;
+    let (_, works) = make(json!({"name": "works", "scope": "submit"})).await;
+    let (reader, worker) = [&looks, &works].map(|made| client(made["secret"].as_str().unwrap())).into();
+    let (is, problem) =
+        server.as_who(&reader, "POST", "/tokens", Some(json!({"name": "x", "scope": "read"}))).await;
+    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("only looks"), "{problem}");
+    let id_of = |made: &Value| format!("/tokens/{}", made["id"].as_str().unwrap());
+    let (is, problem) = server.as_who(&reader, "DELETE", &id_of(&works), None).await;
+    assert!(is == 403 && problem["detail"].as_str().unwrap().contains("allows more"), "{problem}");
+    let (is, child) =
+        server.as_who(&worker, "POST", "/tokens", Some(json!({"name": "child", "scope": "submit"}))).await;
+    assert!(is == 201 && child["made_with"] == works["id"], "{child}");
+    let child = client(child["secret"].as_str().unwrap());
+    let (_, grandchild) =
+        server.as_who(&child, "POST", "/tokens", Some(json!({"name": "next", "scope": "read"}))).await;
+    let grandchild = client(grandchild["secret"].as_str().unwrap());
+    assert_eq!(server.as_who(&grandchild, "GET", "/jobs", None).await.0, 200);
+    assert_eq!(server.as_who(&worker, "DELETE", &id_of(&looks), None).await.0, 204, "it allows more");
+    assert_eq!(server.delete(&id_of(&works)).await.0, 204);
+    for ended in [&reader, &worker, &child, &grandchild] {
+        assert_eq!(server.as_who(ended, "GET", "/jobs", None).await.0, 401);
+    }
     let taken = json!({"name": "mona", "scope": "submit"});
     let (status, problem) = server.post("/tokens", &taken).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("person"), "{problem}");

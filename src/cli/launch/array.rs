@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn a_sweep_has_up_to_500_agents() {
-        let args = Command::parse_from(["launch", "job.toml", "--with", "slurm"]).args;
+        let args = Command::try_parse_from(["launch", "job.toml", "--with", "slurm"]).unwrap().args;
         let room = |jobs: usize, machines: usize| {
             let job = json!({"data": {"dataset": "d"}, "parallel": {"ranks": machines}});
             room(&args, vec![Host::default(); machines], &vec![job; jobs])

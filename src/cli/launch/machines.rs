@@ -129,8 +129,8 @@ mod tests {
     fn a_ca_file_has_up_to_a_mebibyte() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ca.crt");
-        let words = ["launch", "job.toml", "--ca-file", path.to_str().unwrap(), "-H", "a"];
-        let args = Command::parse_from(words).args;
+        let words = ["launch", "job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"];
+        let args = Command::try_parse_from(words).unwrap().args;
         fs::write(&path, vec![b'#'; 1 << 20]).unwrap();
         assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();

@@ -106,10 +106,11 @@ fn a_state_has_up_to_a_mebibyte() {
     let saved = snapshot(1, 7, None);
     write(dir.path(), &saved, None).unwrap();
     let folder = dir.path().join("1-7");
-    let state = fs::read_to_string(folder.join(STATE)).unwrap();
-    let padded = |bytes: usize| {
+    let mut state = fs::read(folder.join(STATE)).unwrap();
+    let mut padded = |bytes: usize| {
         fs::remove_file(folder.join(STATE)).unwrap();
-        fs::write(folder.join(STATE), format!("{state:bytes$}")).unwrap();
+        state.resize(bytes, b' ');
+        fs::write(folder.join(STATE), &state).unwrap();
         let mut manifest: Manifest =
             serde_json::from_slice(&fs::read(folder.join(MANIFEST)).unwrap()).unwrap();
         manifest.files.insert(STATE.into(), manifest::checksum(&folder.join(STATE)).unwrap());

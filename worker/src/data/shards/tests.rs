@@ -173,7 +173,8 @@ fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
     let (class, about) =
         ("a.cls that is empty, no text, or too long", "b.json that is no JSON object, or too long");
     for (more, unread) in [(0, &[][..]), (1, &[class, about])] {
-        let padded = |text: &str, bytes: usize| format!("{text:0$}", bytes + more).into_bytes();
+        let padded =
+            |text: &str, bytes: usize| [text.as_bytes(), &vec![b' '; bytes + more - text.len()]].concat();
         let (one, other) = (padded("1", 4096), padded("{\"label\": 1}", 1 << 20));
         let both: [(&str, &[u8]); 4] =
             [("a.png", &png), ("a.cls", &one), ("b.png", &png), ("b.json", &other)];

@@ -12,10 +12,8 @@ use crate::{
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
-    numbers::plural,
     reason::{Facts, Reason, ReasonCode},
 };
-use serde_json::Value;
 use std::{collections::HashSet, fs, io, path::Path};
 
 pub(crate) use crate::job_log::{log, log_once};
@@ -208,61 +206,6 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     };
     report.events = on_files("the checkpoints that are here", kept).await?;
     Ok(())
-}
-
-/// Keeps the fingerprint of a job's dataset on the agent `machine`, when it is the first. Where one is kept that differs, says whose that
-/// is and how much that one has.
-///
-/// # Errors
-/// The disk.
-pub(crate) fn keep_dataset_note(
-    job_dir: &Path,
-    mut note: Value,
-    machine: &str,
-) -> io::Result<Option<String>> {
-    let path = job_dir.join("dataset.json");
-    let temporary = job_dir.join(format!("dataset.{}.new", uuid::Uuid::new_v4().simple()));
-    if let Some(fields) = note.as_object_mut() {
-        fields.insert(MACHINE.into(), machine.into());
-    }
-    fs::write(&temporary, serde_json::to_vec(&note)?)?;
-    // Of two machines that start at once one is the first.
-    let linked = fs::hard_link(&temporary, &path);
-    fs::remove_file(&temporary)?;
-    match linked {
-        Ok(()) => Ok(None),
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            let mut kept = dataset_note(job_dir).unwrap_or_default();
-            let other = other_copy(&kept);
-            // Whose they are is not compared.
-            for fields in [&mut kept, &mut note].into_iter().filter_map(Value::as_object_mut) {
-                fields.remove(MACHINE);
-            }
-            Ok((kept != note).then_some(other))
-        }
-        Err(e) => Err(e),
-    }
-}
-
-/// The field of a fingerprint that names the agent whose copy of the dataset it is of.
-const MACHINE: &str = "machine";
-
-/// `node-1 has 640 files of 3 MB, or other content`, of a fingerprint.
-fn other_copy(note: &Value) -> String {
-    let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
-    let of = |name: &str| note[name].as_u64();
-    let count = of("pictures").map(|n| (n, "picture")).or_else(|| Some((of("files")?, "file")));
-    match count.zip(of("picture_bytes").or_else(|| of("bytes"))) {
-        Some(((count, what), bytes)) => {
-            format!("{machine} has {} of {:.0} MB, or other content", plural(count, what), bytes as f64 / 1e6)
-        }
-        None => format!("{machine} has another one"),
-    }
-}
-
-/// The fingerprint of a job's dataset at its first start.
-pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
-    serde_json::from_slice(&fs::read(job_dir.join("dataset.json")).ok()?).ok()
 }
 
 /// After an upload: removes what the job no longer keeps. The machine that trains knows only the checkpoints on its own disk; those of the

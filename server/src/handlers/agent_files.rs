@@ -12,7 +12,7 @@ use super::{
 use crate::{
     access::Caller,
     app::App,
-    artifacts,
+    artifacts, dataset_notes,
     error::{Code, Error, Problem, Result},
     holders::Holder,
     store::CheckpointRow,
@@ -233,7 +233,7 @@ pub(crate) async fn dataset(
     let job_dir = app.job_dir(&asking.attempt.job);
     let name = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
     let name = name.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
-    let other = blocking(move || artifacts::keep_dataset_note(&job_dir, note, &name)).await?;
+    let other = blocking(move || dataset_notes::keep_dataset_note(&job_dir, note, &name)).await?;
     match other.map_err(|e| disk(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
         Some(other) => Err(Error::Conflict(other, None)),

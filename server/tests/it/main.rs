@@ -19,6 +19,7 @@ mod datasets;
 mod deletion;
 mod dispatching;
 mod document;
+mod earlier_uploads;
 mod fair_share;
 mod fewer_ranks;
 mod fits;

@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    artifact_fetches::{Availability, fetch_if_missing},
+    artifact_fetches::{Availability, CheckWait, fetch_if_missing},
     artifact_store::{ArtifactStore, StoredState},
     holders::Holder,
     lifecycle,
@@ -121,20 +121,43 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
     Ok(())
 }
 
+/// A job that waits for a checkpoint.
+pub(crate) struct CheckpointWait {
+    pub(crate) why: Reason,
+    /// Its copy on the server's disk is being checked, which takes no longer than reading it: the job's slots are worth keeping.
+    pub(crate) is_checked: bool,
+}
+
+impl Availability {
+    fn wait(self) -> Option<CheckpointWait> {
+        let (why, is_checked) = match self {
+            Self::Checking(why) => (why, true),
+            Self::Fetching(why) => (why, false),
+            Self::Here | Self::Lost => return None,
+        };
+        Some(CheckpointWait { why, is_checked })
+    }
+}
+
 /// Why a job is not started yet on `agent`: a checkpoint newer than those that are here is on its way from another agent, which is
-/// online.
+/// online, or its newest one is fetched from the object store, or checked. `patience`: how long this may wait for checks.
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Result<Option<Reason>> {
+pub(crate) async fn wait_for_newer(
+    app: &App,
+    of: &JobRow,
+    agent: &str,
+    patience: &mut CheckWait,
+) -> Result<Option<CheckpointWait>> {
     let job = &of.job;
     // What it begins from is another job's.
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
         && store.has(given)
         && let Some(row) = app.store.checkpoint(given).await?
-        && let Availability::Fetching(why) = fetch_if_missing(app, &row, job).await
+        && let Some(wait) = fetch_if_missing(app, &row, job, patience).await.wait()
     {
-        return Ok(Some(why));
+        return Ok(Some(wait));
     }
     // One that has never run, and continues nobody's run, has no checkpoint.
     if job.attempt == 0 && !of.is_fork() {
@@ -146,10 +169,10 @@ pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Resul
         // The newest comes first.
         let holders = on_its_way(app, &row);
         if holders.is_empty() {
-            match fetch_if_missing(app, &row, job).await {
+            match fetch_if_missing(app, &row, job, patience).await {
                 Availability::Here => break,
-                Availability::Fetching(why) => return Ok(Some(why)),
                 Availability::Lost => continue,
+                waits => return Ok(waits.wait()),
             }
         }
         is_coming = true;
@@ -168,7 +191,7 @@ pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Resul
     Ok(awaited.map(|n| {
         let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
         let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
-        Reason::new(ReasonCode::WaitingForCheckpoint, facts)
+        CheckpointWait { why: Reason::new(ReasonCode::WaitingForCheckpoint, facts), is_checked: false }
     }))
 }
 

@@ -10,6 +10,7 @@ mod test_server;
 
 mod access;
 mod artifacts;
+mod checkpoint_checks;
 mod cursors;
 mod damaged_files;
 mod databases;

@@ -4,7 +4,7 @@
 use crate::{
     app::App,
     job_log,
-    manifest::{MANIFEST, Manifest, check_whole},
+    manifest::{MANIFEST, Manifest, check_whole, is_media_error},
     regular,
     store::CheckpointRow,
 };
@@ -41,13 +41,14 @@ fn manifest(folder: &Path) -> io::Result<Vec<u8>> {
 /// How it is damaged, when it was.
 fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     let before = manifest(folder).ok();
-    let checked = match irregular(folder)? {
+    let checked = irregular(folder).and_then(|irregular| match irregular {
         Some(how) => Err(io::Error::new(io::ErrorKind::InvalidData, how)),
         None => check_whole(folder),
-    };
+    });
     let how = match checked {
         Ok(()) => return Ok(None),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
+        Err(error) if is_media_error(&error) => format!("it cannot be read ({error})"),
         Err(error) => return Err(error),
     };
     // Files of two moments are no damage: it was replaced meanwhile, or removed.
@@ -105,13 +106,18 @@ mod tests {
         let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
         checkpoint(&folder);
         assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
-        // Bytes, a file that is missing, a file that is none, the manifest. The last one takes the place of those before it.
-        let damages: [(&str, bool, fn(&Path)); 4] = [
+        // Bytes, a file that is missing, one that the disk cannot read, one that is none, the manifest. The last one takes the place of those before it.
+        let damages: [(&str, bool, fn(&Path)); 5] = [
             ("the bytes of its state.json", true, |folder| {
                 fs::write(folder.join("state.json"), b"[]").unwrap()
             }),
             ("its state.json is missing", false, |folder| {
                 fs::remove_file(folder.join("state.json")).unwrap()
+            }),
+            // As with a bad sector, the kernel answers EIO.
+            ("its state.json cannot be read (Input/output error", false, |folder| {
+                fs::remove_file(folder.join("state.json")).unwrap();
+                std::os::unix::fs::symlink("/proc/self/mem", folder.join("state.json")).unwrap();
             }),
             ("its pipe is no regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
             ("its MANIFEST.json cannot be read", false, |folder| {

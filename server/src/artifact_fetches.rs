@@ -22,13 +22,13 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use tokio::{fs::File, io::AsyncWriteExt};
+use tokio::{fs::File, io::AsyncWriteExt, time::Instant};
 
 /// How often a checkpoint with a wrong checksum is fetched before it counts as damaged: the network may be at fault.
 const TRIES: usize = 2;
 /// Bytes of the disk that a fetch leaves free: others write there, too.
 const SPARE_BYTES: u64 = 256 << 20;
-/// How long dispatch waits for a check. It does nothing else meanwhile.
+/// How long a round of dispatch waits for checks, all of them together. It does nothing else meanwhile.
 const CHECK_WAIT: Duration = Duration::from_millis(500);
 /// The folder, in a job's folder, with what has arrived of checkpoints that are being fetched.
 const FETCHED: &str = "fetched";
@@ -115,7 +115,9 @@ fn begin(app: &App, store: &ArtifactStore, row: &CheckpointRow, waiting: Option<
 /// Puts a whole checkpoint on this disk: the copy that is there, unless it is damaged, else that of the object store.
 async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let folder = app.checkpoint_dir(row);
+    let is_stopping = || NotFetched::Away("the server is stopping".into());
     if folder.exists() {
+        let _one = store.checking.acquire().await.map_err(|_| is_stopping())?;
         // A disk error is not fatal here: whoever reads the checkpoint reports it.
         if let Err(error) = artifact_checks::set_damaged_aside(app, row).await {
             tracing::warn!(%error, checkpoint = row.id, "a checkpoint on the disk cannot be checked");
@@ -124,9 +126,7 @@ async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
             return Ok(());
         }
     }
-    let Ok(_one) = store.fetching.acquire().await else {
-        return Err(NotFetched::Away("the server is stopping".into()));
-    };
+    let _one = store.fetching.acquire().await.map_err(|_| is_stopping())?;
     let fetched = bring_back(app, store, row).await;
     if fetched.is_err() {
         clean(app, row).await;
@@ -137,10 +137,32 @@ async fn have_whole(app: &App, store: &ArtifactStore, row: &CheckpointRow) -> Re
     fetched
 }
 
+/// What is left of the time that a round of dispatch waits for checks.
+#[derive(Debug)]
+pub(crate) struct CheckWait(Duration);
+
+impl Default for CheckWait {
+    fn default() -> Self {
+        Self(CHECK_WAIT)
+    }
+}
+
+impl CheckWait {
+    /// Waits for a check to end while time is left.
+    async fn wait(&mut self, check: Fetch) -> Fetched {
+        let began = Instant::now();
+        let ended = wait(check, self.0).await;
+        self.0 = self.0.saturating_sub(began.elapsed());
+        ended
+    }
+}
+
 /// Whether a job can continue from a checkpoint, or begin from it.
 pub(crate) enum Availability {
     /// It is on the disk, or there is no object store to fetch it from.
     Here,
+    /// Its copy on the disk is being checked.
+    Checking(Reason),
     /// It is being fetched from the object store. The job waits for as long as that takes: an older checkpoint would lose training.
     Fetching(Reason),
     /// It is on neither the disk nor the object store, or is damaged there.
@@ -148,17 +170,27 @@ pub(crate) enum Availability {
 }
 
 /// `waiting`: the job that needs it, which need not be the one that wrote it.
-pub(crate) async fn fetch_if_missing(app: &App, row: &CheckpointRow, waiting: &Job) -> Availability {
+pub(crate) async fn fetch_if_missing(
+    app: &App,
+    row: &CheckpointRow,
+    waiting: &Job,
+    patience: &mut CheckWait,
+) -> Availability {
     let Some(store) = &app.artifact_store else { return Availability::Here };
     let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
     // A rank would set a damaged one aside and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
         && let Some((fetch, begins)) = check(app, row, Some(waiting))
     {
-        // The slots that are free for the job may be taken when it asks again.
-        let patience = if begins { CHECK_WAIT } else { Duration::ZERO };
-        if wait(fetch, patience).await.is_none() {
-            return Availability::Fetching(Reason::new(ReasonCode::WaitingForCheckpoint, facts));
+        // Most checks end at once; without a wait the job would start a round later.
+        let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
+        if ended.is_none() {
+            let why = Reason::new(ReasonCode::WaitingForCheckpoint, facts);
+            // One that was found damaged is fetched by now.
+            return match app.checkpoint_dir(row).exists() {
+                true => Availability::Checking(why),
+                false => Availability::Fetching(why),
+            };
         }
     }
     let Some(fetch) = fetch(app, row) else {

@@ -19,6 +19,9 @@ use utoipa::ToSchema;
 const FETCH_AGAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(60));
 /// Checkpoints that are fetched at a time; others wait.
 const FETCHED_AT_ONCE: usize = 2;
+/// Copies on the disk that are checked at a time, each of which reads every byte: after an outage hundreds of jobs restart at once, and the
+/// first of them is not to wait for the disk until all are checked.
+const CHECKED_AT_ONCE: usize = 2;
 
 /// Copies on the disk of which it is remembered that they were whole. Beyond, one may be checked a second time.
 const CHECKED: usize = 4096;
@@ -101,6 +104,8 @@ pub(crate) struct ArtifactStore {
     checked: Mutex<HashSet<(JobId, u32, String)>>,
     /// A permit for each checkpoint that is being fetched.
     pub(crate) fetching: Semaphore,
+    /// A permit for each copy on the disk that is being checked.
+    pub(crate) checking: Semaphore,
     /// Notified when a checkpoint waits to be uploaded.
     pub(crate) waiting: Notify,
     /// Notified when a checkpoint's row is gone: its objects may go, too.
@@ -190,6 +195,7 @@ impl ArtifactStore {
             fetches: Mutex::default(),
             checked: Mutex::default(),
             fetching: Semaphore::new(FETCHED_AT_ONCE),
+            checking: Semaphore::new(CHECKED_AT_ONCE),
             waiting: Notify::new(),
             removed: Notify::new(),
             failing: Mutex::default(),

@@ -3,7 +3,7 @@
 
 use crate::{
     app::App,
-    artifact_fetches::{Availability, fetch_if_missing},
+    artifact_fetches::{Availability, CheckWait, fetch_if_missing},
     artifact_store::{ArtifactStore, StoredState},
     holders::Holder,
     lifecycle,
@@ -12,10 +12,8 @@ use crate::{
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
-    numbers::plural,
     reason::{Facts, Reason, ReasonCode},
 };
-use serde_json::Value;
 use std::{collections::HashSet, fs, io, path::Path};
 
 pub(crate) use crate::job_log::{log, log_once};
@@ -123,20 +121,43 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
     Ok(())
 }
 
+/// A job that waits for a checkpoint.
+pub(crate) struct CheckpointWait {
+    pub(crate) why: Reason,
+    /// Its copy on the server's disk is being checked, which takes no longer than reading it: the job's slots are worth keeping.
+    pub(crate) is_checked: bool,
+}
+
+impl Availability {
+    fn wait(self) -> Option<CheckpointWait> {
+        let (why, is_checked) = match self {
+            Self::Checking(why) => (why, true),
+            Self::Fetching(why) => (why, false),
+            Self::Here | Self::Lost => return None,
+        };
+        Some(CheckpointWait { why, is_checked })
+    }
+}
+
 /// Why a job is not started yet on `agent`: a checkpoint newer than those that are here is on its way from another agent, which is
-/// online.
+/// online, or its newest one is fetched from the object store, or checked. `patience`: how long this may wait for checks.
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Result<Option<Reason>> {
+pub(crate) async fn wait_for_newer(
+    app: &App,
+    of: &JobRow,
+    agent: &str,
+    patience: &mut CheckWait,
+) -> Result<Option<CheckpointWait>> {
     let job = &of.job;
     // What it begins from is another job's.
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
         && store.has(given)
         && let Some(row) = app.store.checkpoint(given).await?
-        && let Availability::Fetching(why) = fetch_if_missing(app, &row, job).await
+        && let Some(wait) = fetch_if_missing(app, &row, job, patience).await.wait()
     {
-        return Ok(Some(why));
+        return Ok(Some(wait));
     }
     // One that has never run, and continues nobody's run, has no checkpoint.
     if job.attempt == 0 && !of.is_fork() {
@@ -148,10 +169,10 @@ pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Resul
         // The newest comes first.
         let holders = on_its_way(app, &row);
         if holders.is_empty() {
-            match fetch_if_missing(app, &row, job).await {
+            match fetch_if_missing(app, &row, job, patience).await {
                 Availability::Here => break,
-                Availability::Fetching(why) => return Ok(Some(why)),
                 Availability::Lost => continue,
+                waits => return Ok(waits.wait()),
             }
         }
         is_coming = true;
@@ -170,7 +191,7 @@ pub(crate) async fn wait_for_newer(app: &App, of: &JobRow, agent: &str) -> Resul
     Ok(awaited.map(|n| {
         let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
         let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
-        Reason::new(ReasonCode::WaitingForCheckpoint, facts)
+        CheckpointWait { why: Reason::new(ReasonCode::WaitingForCheckpoint, facts), is_checked: false }
     }))
 }
 
@@ -208,61 +229,6 @@ pub(crate) async fn keep_uploaded(app: &App, report: &mut Report) -> Result<()> 
     };
     report.events = on_files("the checkpoints that are here", kept).await?;
     Ok(())
-}
-
-/// Keeps the fingerprint of a job's dataset on the agent `machine`, when it is the first. Where one is kept that differs, says whose that
-/// is and how much that one has.
-///
-/// # Errors
-/// The disk.
-pub(crate) fn keep_dataset_note(
-    job_dir: &Path,
-    mut note: Value,
-    machine: &str,
-) -> io::Result<Option<String>> {
-    let path = job_dir.join("dataset.json");
-    let temporary = job_dir.join(format!("dataset.{}.new", uuid::Uuid::new_v4().simple()));
-    if let Some(fields) = note.as_object_mut() {
-        fields.insert(MACHINE.into(), machine.into());
-    }
-    fs::write(&temporary, serde_json::to_vec(&note)?)?;
-    // Of two machines that start at once one is the first.
-    let linked = fs::hard_link(&temporary, &path);
-    fs::remove_file(&temporary)?;
-    match linked {
-        Ok(()) => Ok(None),
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            let mut kept = dataset_note(job_dir).unwrap_or_default();
-            let other = other_copy(&kept);
-            // Whose they are is not compared.
-            for fields in [&mut kept, &mut note].into_iter().filter_map(Value::as_object_mut) {
-                fields.remove(MACHINE);
-            }
-            Ok((kept != note).then_some(other))
-        }
-        Err(e) => Err(e),
-    }
-}
-
-/// The field of a fingerprint that names the agent whose copy of the dataset it is of.
-const MACHINE: &str = "machine";
-
-/// `node-1 has 640 files of 3 MB, or other content`, of a fingerprint.
-fn other_copy(note: &Value) -> String {
-    let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
-    let of = |name: &str| note[name].as_u64();
-    let count = of("pictures").map(|n| (n, "picture")).or_else(|| Some((of("files")?, "file")));
-    match count.zip(of("picture_bytes").or_else(|| of("bytes"))) {
-        Some(((count, what), bytes)) => {
-            format!("{machine} has {} of {:.0} MB, or other content", plural(count, what), bytes as f64 / 1e6)
-        }
-        None => format!("{machine} has another one"),
-    }
-}
-
-/// The fingerprint of a job's dataset at its first start.
-pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
-    serde_json::from_slice(&fs::read(job_dir.join("dataset.json")).ok()?).ok()
 }
 
 /// After an upload: removes what the job no longer keeps. The machine that trains knows only the checkpoints on its own disk; those of the

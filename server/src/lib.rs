@@ -21,6 +21,7 @@ mod compaction_queue;
 pub mod config;
 mod dataset_copies;
 mod dataset_files;
+mod dataset_notes;
 mod dataset_roots;
 mod dispatch;
 mod document;

@@ -1,5 +1,6 @@
 //! What a checkpoint's `MANIFEST.json` says of its files, and whether they are those.
 
+use rustix::io::Errno;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::{
@@ -39,10 +40,17 @@ pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
+/// Whether a disk cannot return what was written, and will not be able to later either: a bad sector, or metadata that is corrupt. Other errors
+/// may pass, or are of something else.
+pub(crate) fn is_media_error(error: &io::Error) -> bool {
+    const LASTING: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::BADMSG, Errno::UCLEAN];
+    error.raw_os_error().is_some_and(|number| LASTING.iter().any(|of| of.raw_os_error() == number))
+}
+
 /// Whether the files of a checkpoint are those that its manifest names.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] says which one is not.
+/// [`io::ErrorKind::InvalidData`] says which one is not, or can never be read again.
 pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
     let damaged = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
     let text = fs::read(folder.join(MANIFEST))
@@ -56,7 +64,10 @@ pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
         };
         let (mut hash, mut size, mut block) = (Sha256::new(), 0, vec![0; 1 << 18]);
         loop {
-            let n = file.read(&mut block)?;
+            let n = file.read(&mut block).map_err(|error| match is_media_error(&error) {
+                true => damaged(format!("its {name} cannot be read ({error})")),
+                false => error,
+            })?;
             if n == 0 {
                 break;
             }
@@ -74,4 +85,30 @@ pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_disk_has_lost_is_damage_and_what_may_pass_is_not() {
+        for (number, is_lost) in [
+            // EIO, ENODATA, EBADMSG, EUCLEAN.
+            (5, true),
+            (61, true),
+            (74, true),
+            (117, true),
+            // EINTR, EACCES, EMFILE, ENOSPC, ETIMEDOUT, ESTALE.
+            (4, false),
+            (13, false),
+            (24, false),
+            (28, false),
+            (110, false),
+            (116, false),
+        ] {
+            assert_eq!(is_media_error(&io::Error::from_raw_os_error(number)), is_lost, "{number}");
+        }
+        assert!(!is_media_error(&io::ErrorKind::NotFound.into()));
+    }
 }

@@ -23,3 +23,20 @@ fn what_an_earlier_server_has_not_fetched_to_its_end_is_removed_and_nothing_else
     let is_there = |path| jobs.path().join(path).exists();
     assert!(!is_there("a/fetched") && is_there("a/checkpoints/1-10") && is_there("b/checkpoints/1-20"));
 }
+
+#[tokio::test]
+async fn the_checks_of_a_round_are_waited_for_as_long_as_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = crate::object_storage::ObjectStorage::open(dir.path().to_str().unwrap()).unwrap();
+    let store = ArtifactStore::new(storage, false);
+    let check = |id| store.fetch(id);
+    let ((first, first_runs), (second, second_runs)) = (check("a"), check("b"));
+    let mut patience = CheckWait(Duration::from_millis(20));
+    assert_eq!(patience.wait(first.clone()).await, None);
+    assert_eq!(patience.0, Duration::ZERO, "nothing is left for others");
+    assert_eq!(patience.wait(second).await, None);
+    // One that has ended needs no time.
+    store.fetched("a", &first_runs.unwrap(), Ok(()));
+    assert_eq!(patience.wait(first).await, Some(Ok(())));
+    drop(second_runs);
+}

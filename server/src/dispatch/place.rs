@@ -94,16 +94,22 @@ async fn start(
     candidates: Arc<Candidates>,
     (chosen, fewer): (Vec<(usize, Vec<u32>)>, Option<Reason>),
 ) -> Result<Placed> {
+    // Rank 0 reads the checkpoint, and sends the others what is in it.
+    let reader = chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
+    if let Some(wait) = artifacts::wait_for_newer(app, row, reader, &mut round.check_wait).await? {
+        // Jobs of lower priority would take its slots in the moment that a check lasts. An upload or a fetch may take hours.
+        if wait.is_checked {
+            for (c, slots) in &chosen {
+                round.promise(&row.job.id, &candidates[*c], slots);
+            }
+        }
+        round.waits(row, wait.why);
+        return Ok(if wait.is_checked { Placed::Kept } else { Placed::Waits });
+    }
     let chosen: Vec<_> =
         chosen.into_iter().map(|(c, slots)| (Arc::clone(&candidates[c].agent), slots)).collect();
     // Nobody else has it when slots are taken, so that it is not copied.
     drop(candidates);
-    // Rank 0 reads the checkpoint, and sends the others what is in it.
-    let reader = chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
-    if let Some(why) = artifacts::wait_for_newer(app, row, reader).await? {
-        round.waits(row, why);
-        return Ok(Placed::Waits);
-    }
     for (agent, slots) in &chosen {
         round.take(&agent.row.id, slots);
     }

@@ -71,9 +71,16 @@ pub(super) async fn make_room(
     }
     let occupied = round.occupied.as_deref().unwrap_or_default();
     let reader = plan.chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
-    if let Some(why) = artifacts::wait_for_newer(app, row, reader).await? {
-        // The slots would be given to others meanwhile.
-        return Ok(Room::Waits(why));
+    if let Some(wait) = artifacts::wait_for_newer(app, row, reader, &mut round.check_wait).await? {
+        // Nobody is stopped yet: the slots would be given to others meanwhile. Those that are free wait for a check.
+        for (c, slots) in plan.chosen.iter().filter(|_| wait.is_checked) {
+            let free = &candidates[*c].free;
+            let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
+            if !slots.is_empty() {
+                round.promise(&job.id, &candidates[*c], &slots);
+            }
+        }
+        return Ok(Room::Waits(wait.why));
     }
     if !plan.victims.is_empty()
         && let Err(why) = needs(app, job, &datasets(app, [job]).await?).await?

@@ -4,6 +4,7 @@ use super::candidates::{Candidate, Candidates};
 use crate::{
     agents::Online,
     app::App,
+    artifact_fetches::CheckWait,
     leases::Leases,
     reservations::Kept,
     store::{JobRow, Occupant},
@@ -41,6 +42,8 @@ pub(super) struct Round {
     do_not_fit: HashMap<JobKind, DoesNotFit>,
     /// Jobs that start when the round is over, in order, with their slots.
     pub(super) starts: Vec<Start>,
+    /// What is left of the time that it waits for checks of checkpoints.
+    pub(super) check_wait: CheckWait,
     /// Why jobs wait, for when those that start have been started.
     pub(super) reasons: Vec<(Arc<JobRow>, Arc<Reason>)>,
 }
@@ -106,6 +109,7 @@ impl Round {
             by_device: Vec::new(),
             do_not_fit: HashMap::new(),
             starts: Vec::new(),
+            check_wait: CheckWait::default(),
             reasons: Vec::new(),
         }
     }

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     agents::Online,
     app::App,
-    artifacts, lifecycle,
+    dataset_notes, lifecycle,
     store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
@@ -345,7 +345,7 @@ async fn start_files(app: &App, prepared: &[Prepared]) -> Vec<StartFiles> {
     let number = folders.len();
     let files = |folder: PathBuf| StartFiles {
         mark: mark(&folder),
-        dataset: artifacts::dataset_note(&folder),
+        dataset: dataset_notes::dataset_note(&folder),
         registered: None,
         pretrained: None,
     };

@@ -3,19 +3,19 @@
 //!
 //! A request says by headers which agent it is and which fencing token its attempt has. The token of the request must be that agent's.
 //! What may be fetched is what an attempt that the agent holds now may need; what may be uploaded is what the agent of rank 0 has reported,
-//! or another one after a rank was lost, also after the attempt's end.
+//! or another one after a rank was lost, also after the attempt's end, and by whichever later attempt the agent has.
 
 use super::{
     checkpoint_files, checkpoints,
-    extract::{Path, Query, job_id},
+    extract::{Path, Query},
+    requesting_agent::RequestingAgent,
 };
 use crate::{
     access::Caller,
     app::App,
-    artifacts,
+    artifacts, dataset_notes,
     error::{Code, Error, Problem, Result},
     holders::Holder,
-    store::CheckpointRow,
     uploads::{PIECE_BYTES, Refused, Upload},
 };
 use axum::{
@@ -26,10 +26,7 @@ use axum::{
     response::Response,
 };
 use bytes::Bytes;
-use lockstep_protocol::{
-    JobId,
-    agent::{AttemptRef, FencingToken, UploadState, WhatIsNeeded},
-};
+use lockstep_protocol::agent::{AttemptRef, UploadState, WhatIsNeeded};
 use serde::Deserialize;
 use serde_json::Value;
 use std::io;
@@ -43,99 +40,6 @@ type Read = std::result::Result<Bytes, BytesRejection>;
 
 fn unread(why: BytesRejection) -> Error {
     Error::Refused(why.status(), why.body_text())
-}
-
-/// Which agent asks, for which of its attempts.
-pub(super) struct RequestingAgent {
-    pub(super) agent_id: String,
-    pub(super) attempt: AttemptRef,
-}
-
-impl RequestingAgent {
-    /// # Errors
-    /// A header that is missing, or an agent whose token it is not.
-    pub(super) fn of(
-        app: &App,
-        caller: &Caller,
-        headers: &HeaderMap,
-        job: &str,
-        attempt: u32,
-    ) -> Result<Self> {
-        let header = |name: &str| {
-            let value = headers.get(name).and_then(|value| value.to_str().ok());
-            value.ok_or_else(|| {
-                Error::BadRequest(format!("the header {name} is missing: only agents ask here"))
-            })
-        };
-        let agent_id = header("x-lockstep-agent")?.to_owned();
-        let token = Value::String(header("x-lockstep-fencing-token")?.to_owned());
-        let fencing_token: FencingToken = serde_json::from_value(token)
-            .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
-        if let Some(token) = caller.token() {
-            // As it is now: its agent may have joined after the token was made.
-            let bound = app.access.token(&token.id).and_then(|bound| bound.token.agent_id);
-            if bound.as_deref() != Some(agent_id.as_str()) {
-                return Err(Error::Forbidden("this token is another agent's".into()));
-            }
-        }
-        let job: JobId = job_id(job)?;
-        Ok(Self { agent_id, attempt: AttemptRef { job, attempt, fencing_token } })
-    }
-
-    /// Whether rank 0 of the attempt is on this agent, which holds it.
-    pub(super) fn holds(&self, app: &App) -> Result<bool> {
-        let held = app.leases.held_by(&self.agent_id, &self.attempt);
-        held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
-    }
-
-    /// The agent's name, as the attempt was given to it: after a restart of the server it need not have come back yet.
-    pub(super) fn agent_name(&self, app: &App) -> String {
-        let places = app.leases.places_of(&self.attempt.job);
-        let place = places.into_iter().find(|place| place.agent_id == self.agent_id);
-        place.map_or_else(|| self.agent_id.clone(), |place| place.agent)
-    }
-
-    /// The row of a checkpoint that this agent has on its disk, and uploads.
-    async fn uploads(&self, app: &App, name: &str) -> Result<CheckpointRow> {
-        let job_dir = app.job_dir(&self.attempt.job);
-        let (attempt, fencing_token) = (self.attempt.attempt, self.attempt.fencing_token);
-        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
-        let has_attempt = Holder::of_agent(&job_dir, attempt, &self.agent_id)
-            .or_else(|| Holder::of(&job_dir, attempt).filter(is_its))
-            .is_some_and(|holder| holder.fencing_token == fencing_token);
-        let has_rank_0 = Holder::of(&job_dir, attempt).is_some_and(|holder| is_its(&holder));
-        let not_its = || Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into());
-        if !has_attempt {
-            return Err(not_its());
-        }
-        let row = app.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
-        let Some(row) = row else {
-            // Where it has not rank 0 it has one only if a rank was lost, and its report may be on its way.
-            let may_come = has_rank_0 || app.leases.held_by(&self.agent_id, &self.attempt).is_some();
-            return if may_come { Err(self.no_such(name)) } else { Err(not_its()) };
-        };
-        if row.attempt != attempt {
-            // One of an earlier attempt of this agent, which this one continued from, is as good.
-            let has_it = Holder::all(&job_dir, row.attempt, name).iter().any(is_its);
-            return if has_rank_0 && has_it { Ok(row) } else { Err(self.no_such(name)) };
-        }
-        let holders = Holder::all(&job_dir, attempt, name);
-        let first = artifacts::on_its_way(app, &row).into_iter().chain(holders.clone()).next();
-        match first.is_some_and(|first| is_its(&first)) {
-            true => Ok(row),
-            // If that one goes away, it is this one's turn.
-            false if holders.iter().any(is_its) && !app.checkpoint_dir(&row).exists() => {
-                Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
-            }
-            // Its report that it has this one, too, may be on its way.
-            false if app.leases.held_by(&self.agent_id, &self.attempt).is_some() => Err(self.no_such(name)),
-            false => Err(not_its()),
-        }
-    }
-
-    fn no_such(&self, name: &str) -> Error {
-        Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
-    }
 }
 
 /// An agent has a disk of its own
@@ -233,7 +137,7 @@ pub(crate) async fn dataset(
     let job_dir = app.job_dir(&asking.attempt.job);
     let name = app.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
     let name = name.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
-    let other = blocking(move || artifacts::keep_dataset_note(&job_dir, note, &name)).await?;
+    let other = blocking(move || dataset_notes::keep_dataset_note(&job_dir, note, &name)).await?;
     match other.map_err(|e| disk(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
         Some(other) => Err(Error::Conflict(other, None)),

@@ -9,7 +9,7 @@ use crate::{
     app::App,
     artifact_fetches,
     error::{Error, Problem, Result},
-    manifest::Written,
+    manifest::{Written, is_media_error},
     store::CheckpointRow,
 };
 use axum::{
@@ -105,10 +105,12 @@ async fn whole(app: &App, row: &CheckpointRow, name: &str) -> Result<Option<Writ
         else {
             return Ok(None);
         };
-        // One that is missing or cannot be read is found out when it is sent.
-        if app.verified_files.is_whole(path.clone(), &written).await.unwrap_or(true) {
-            return Ok(Some(written));
-        }
+        let how = match app.verified_files.is_whole(path.clone(), &written).await {
+            Ok(false) => format!("the bytes of its {name} are not those that were written"),
+            Err(error) if is_media_error(&error) => format!("its {name} cannot be read ({error})"),
+            // One that is missing, or cannot be read for now, is found out when it is sent.
+            Ok(true) | Err(_) => return Ok(Some(written)),
+        };
         tries += 1;
         // Files of two moments are no damage.
         if tries < CHECKS && manifest(app, row).await? != about {
@@ -117,7 +119,6 @@ async fn whole(app: &App, row: &CheckpointRow, name: &str) -> Result<Option<Writ
         match artifact_fetches::check(app, row, None) {
             Some((fetch, _)) if tries < CHECKS => fetched(app, row, fetch).await?,
             _ => {
-                let how = format!("the bytes of its {name} are not those that were written");
                 tracing::warn!(
                     checkpoint = row.id,
                     how,

@@ -1,10 +1,7 @@
 //! A dataset's files, for agents that have not its folder: the list of them, and their bytes. An agent gets those of the dataset of an
 //! attempt that it holds, while it holds it.
 
-use super::{
-    agent_files::{RequestingAgent, blocking},
-    extract::Path,
-};
+use super::{agent_files::blocking, extract::Path, requesting_agent::RequestingAgent};
 use crate::{
     access::Caller,
     app::App,

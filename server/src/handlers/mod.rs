@@ -42,6 +42,7 @@ pub(crate) mod predict;
 pub(crate) mod projects;
 pub(crate) mod queue;
 pub(crate) mod queue_page;
+mod requesting_agent;
 pub(crate) mod server_url;
 pub(crate) mod stream;
 mod submission;

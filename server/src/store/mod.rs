@@ -159,6 +159,8 @@ pub trait Store: Send + Sync + 'static {
     }
     /// As [`Store::claim`], of several jobs in one transaction: one commit for all.
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
+    /// Whether an attempt with this fencing token was given to an agent, also when it is over.
+    async fn was_given(&self, attempt: &AttemptRef, agent_id: &str) -> Result<bool>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
     /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.

@@ -1,14 +1,20 @@
-//! Downloads of checkpoints' files that have as many bytes as were written, and not the same ones.
+//! Checkpoints' files on the server's disk that have as many bytes as were written, and not the same ones, or whose bytes the disk cannot
+//! read any more.
 
 use crate::{
     agent::{Agent, running},
     artifacts::{on_disk, states, until},
+    gangs::killed,
     test_server::TestServer,
     uploads::checkpoint,
 };
 use lockstep_protocol::agent::Source;
 use serde_json::json;
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
 
 #[tokio::test]
 async fn damaged_bytes_are_not_sent() {
@@ -75,5 +81,55 @@ async fn the_object_store_has_the_bytes_that_the_disk_has_lost_unless_it_is_dama
         detail.contains("model.safetensors") && detail.contains("as the object store has it"),
         "{detail}"
     );
+    server.stop().await;
+}
+
+/// Reading it fails with EIO, as that of a file with a bad sector does.
+fn unreadable(path: &Path) {
+    fs::remove_file(path).unwrap();
+    symlink("/proc/self/mem", path).unwrap();
+}
+
+#[tokio::test]
+async fn what_the_disk_cannot_read_comes_from_the_object_store() {
+    let kept = tempfile::tempdir().unwrap();
+    let directory = kept.path().to_str().unwrap().to_owned();
+    let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let start = agent.started().await;
+    let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
+    let weights = on_disk(&job_dir, 10).join("model.safetensors");
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+
+    // For a download.
+    unreadable(&weights);
+    let file = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
+    assert_eq!(server.text(&file).await, (200, "weights".into()));
+    // For the next attempt.
+    unreadable(&weights);
+    agent.end(&start.attempt, killed(0)).await;
+    agent.started().await;
+    assert_eq!(fs::read(&weights).unwrap(), b"weights");
+    let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
+    assert!(logs.contains("is damaged (its model.safetensors cannot be read (Input/output error"), "{logs}");
+    assert!(logs.contains("it is set aside and fetched from the object store"), "{logs}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_the_disk_cannot_read_is_damaged_where_nobody_else_has_it() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let start = agent.started().await;
+    let folder = on_disk(start.job_dir.as_deref().unwrap(), 10);
+    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    unreadable(&folder.join("model.safetensors"));
+    let (status, problem) = server.get(&format!("/checkpoints/{id}-1-10/model.safetensors")).await;
+    assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
+    let detail = problem["detail"].as_str().unwrap_or_default();
+    assert!(detail.contains("its model.safetensors cannot be read"), "{detail}");
     server.stop().await;
 }

@@ -10,6 +10,7 @@ mod test_server;
 
 mod access;
 mod artifacts;
+mod checkpoint_checks;
 mod cursors;
 mod damaged_files;
 mod databases;
@@ -19,6 +20,7 @@ mod datasets;
 mod deletion;
 mod dispatching;
 mod document;
+mod earlier_uploads;
 mod fair_share;
 mod fewer_ranks;
 mod fits;

@@ -1,8 +1,12 @@
 //! Follows a launch whose agents depend on processes of this machine (ssh, mpirun), until the job ends.
 
 use super::{
-    super::{api::Api, output, watch},
-    Launch,
+    super::{
+        WrongRequest,
+        api::{Api, Away, PATIENCE},
+        output, watch, wrong,
+    },
+    Launch, LaunchDetached,
 };
 use lockstep_protocol::{Job, JobState};
 use lockstep_worker::files;
@@ -114,7 +118,17 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
     loop {
         for at in 0..launched.len() {
             let Some(status) = launched[at].ended() else { continue };
-            let Ok(job) = job(&launch.api, launch).await else { continue };
+            // It says so once. Where a network has failed, this request may fail in the same moment.
+            let job = match job_once_read(launch).await {
+                Ok(job) => job,
+                Err(error) => {
+                    let what = explain(&launched[at].label, status, &launched[at].last_line());
+                    return LaunchDetached(format!(
+                        "{what}; what has become of the job is not known: {error}"
+                    ))
+                    .into();
+                }
+            };
             if job.state.is_final() {
                 continue;
             }
@@ -140,28 +154,56 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
     }
 }
 
-/// Waits until all agents are online, or the job has left the queue.
+/// Waits until all agents are online, or the job has left the queue. A server that does not answer for a moment, as one that is restarted,
+/// says nothing about the agents.
 async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Result<()> {
+    let (mut away, mut answered) = (Away::default(), Instant::now());
     loop {
-        let job = job(&launch.api, launch).await?;
-        if !never_ran(&job) {
-            return Ok(());
-        }
-        for one in launched.iter_mut() {
-            if let Some(status) = one.ended() {
-                anyhow::bail!(explain(&one.label, status, &one.last_line()));
+        match online(launch, launched, explain).await {
+            Ok(Some(done)) => return done,
+            Ok(None) => {
+                away.answered(|text| output::warn(text));
+                answered = Instant::now();
             }
-        }
-        let agents: Value = launch.api.get("/agents").await?;
-        let agents = agents.get("agents").and_then(Value::as_array).cloned().unwrap_or_default();
-        let is_online = |name: &str| {
-            agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
-        };
-        if launch.bundle.nodes.iter().all(|node| is_online(&node.name)) {
-            return Ok(());
+            Err(error) if error.is::<WrongRequest>() => return Err(error),
+            Err(_) if answered.elapsed() < PATIENCE => away.silent(|text| output::warn(text)),
+            Err(error) => {
+                let id = &launch.job.id;
+                let text = format!(
+                    "{error}; the agents that were started continue, and `lockstep watch {id}` shows the job"
+                );
+                return Err(LaunchDetached(text).into());
+            }
         }
         tokio::time::sleep(POLL).await;
     }
+}
+
+/// How the wait for the agents has ended; none where it goes on.
+///
+/// # Errors
+/// The server does not answer, or refuses.
+async fn online(
+    launch: &Launch,
+    launched: &mut [Launched],
+    explain: Explain,
+) -> anyhow::Result<Option<anyhow::Result<()>>> {
+    let job = job(&launch.api, launch).await?;
+    if !never_ran(&job) {
+        return Ok(Some(Ok(())));
+    }
+    for one in launched.iter_mut() {
+        if let Some(status) = one.ended() {
+            return Ok(Some(Err(anyhow::anyhow!(explain(&one.label, status, &one.last_line())))));
+        }
+    }
+    let agents: Option<Value> = launch.api.find("/agents").await?;
+    let agents = agents.and_then(|mut agents| agents["agents"].as_array_mut().map(std::mem::take));
+    let agents = agents.unwrap_or_default();
+    let is_online = |name: &str| {
+        agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
+    };
+    Ok(launch.bundle.nodes.iter().all(|node| is_online(&node.name)).then_some(Ok(())))
 }
 
 /// Shows a job whose agents another system runs, until the job is over or `ended` returns because that system has ended them. Also
@@ -185,5 +227,25 @@ fn never_ran(job: &Job) -> bool {
 }
 
 async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
-    api.get(&format!("/jobs/{}", launch.job.id)).await
+    let id = &launch.job.id;
+    let found = api.find(&format!("/jobs/{id}")).await?;
+    found.ok_or_else(|| wrong(format!("there is no job {id} any more")))
 }
+
+/// The job, once the server answers.
+///
+/// # Errors
+/// It refuses, or does not answer for a minute.
+async fn job_once_read(launch: &Launch) -> anyhow::Result<Job> {
+    let began = Instant::now();
+    loop {
+        match job(&launch.api, launch).await {
+            Err(error) if !error.is::<WrongRequest>() && began.elapsed() < PATIENCE => {}
+            read => return read,
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests;

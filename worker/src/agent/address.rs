@@ -189,10 +189,10 @@ impl Address {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::{super::Datasets, *};
 
-    fn options(server: &str) -> Options {
+    pub(in super::super) fn options(server: &str) -> Options {
         Options {
             server: server.into(),
             ca_file: None,

@@ -190,12 +190,18 @@ async fn checked(
     StartMode::Launch { refusal: found.err() }
 }
 
-/// The preflight check. On a disk of its own, the agent first fetches what is missing and afterwards reports the dataset's fingerprint.
+/// The preflight check. On a disk of its own, the agent first tells the server so and fetches what is missing, and afterwards reports the
+/// dataset's fingerprint.
 async fn with_files(
     stored: &mut StoredAttempt,
     context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
+    let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
+    // Before the dataset, which may take hours: from here on the server knows whose the checkpoints on this disk are.
+    if let Some(remote) = on_own_disk {
+        fetch::begin(stored, remote).await?;
+    }
     if let (Some(remote), Some(copies)) = (&context.remote, &context.copies) {
         let registered_at = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
@@ -204,7 +210,7 @@ async fn with_files(
             stored.start.files.registered = None;
         }
     }
-    let Some(remote) = context.remote.as_ref().filter(|_| is_own_disk(stored)) else {
+    let Some(remote) = on_own_disk else {
         let checked = check_before_start(stored, context, cancelled).await;
         return match &context.remote {
             Some(remote) if stored.start.files.registered.is_some() => {

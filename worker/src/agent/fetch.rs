@@ -44,17 +44,25 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
     move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Reports to the server that this attempt has a disk of its own, and fetches what is missing. While the server is unreachable this
-/// retries; drop the future to stop waiting.
+/// Reports to the server that this attempt has a disk of its own. While the server is unreachable this retries; drop the future to stop
+/// waiting.
+///
+/// # Errors
+/// The server refuses it: a retry would not help.
+pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
+    let mut tries = Backoff::of(remote);
+    while let Err(error) = try_to_begin(stored, remote).await {
+        tries.wait(error).await?;
+    }
+    Ok(())
+}
+
+/// Fetches what is missing, on a disk of its own. While the server is unreachable this retries; drop the future to stop waiting.
 ///
 /// # Errors
 /// Something cannot be fetched, and a retry would not help.
 pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let start = &stored.start;
-    let mut tries = Backoff::of(remote);
-    while let Err(error) = begin(stored, remote).await {
-        tries.wait(error).await?;
-    }
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
         let text = serde_json::to_vec(note).map_err(|e| Refusal::other(e.to_string()))?;
@@ -133,7 +141,7 @@ async fn ensure_checkpoint(
     Ok(())
 }
 
-async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), FetchError> {
+async fn try_to_begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), FetchError> {
     Ok(remote.client(&stored.start.attempt)?.begin().await?)
 }
 

@@ -2,6 +2,8 @@
 //! record. It may die at any moment: ranks continue to train, and the next agent on the same folder adopts them.
 
 mod address;
+#[cfg(test)]
+mod asked;
 mod attempt;
 mod attempts;
 mod cpu_slots;

@@ -146,16 +146,16 @@ impl Uploads {
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
-            // On a machine without rank 0, earlier checkpoints are of earlier attempts and not uploaded again.
-            if !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE)) {
-                continue;
-            }
+            // On a machine without rank 0, earlier checkpoints are of earlier attempts. The newest of them may be nowhere else yet; of the
+            // others the server's refusal is final, because their reports came before this attempt began.
+            let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
+            let may_be_reported = is_held && !is_earlier;
             let sum = hexadecimal(&text);
             if known.done.get(name) == Some(&sum) {
                 continue;
             }
             let client = self.remote.client(&here.attempt)?;
-            match upload(&client, &folder.join(name), name, &text, &sum, is_held).await? {
+            match upload(&client, &folder.join(name), name, &text, &sum, may_be_reported).await? {
                 Sent::Done => {
                     known.done.insert(name.clone(), sum);
                 }
@@ -196,11 +196,11 @@ async fn upload(
     name: &str,
     text: &[u8],
     sum: &str,
-    is_held: bool,
+    may_be_reported: bool,
 ) -> Result<Sent, Failed> {
     let state = match client.upload_state(name).await {
         Ok(state) => state,
-        Err(failed) => return refused(failed, name, is_held),
+        Err(failed) => return refused(failed, name, may_be_reported),
     };
     if state.stored.as_deref() == Some(sum) {
         return Ok(Sent::Done);
@@ -231,11 +231,13 @@ async fn upload(
     Ok(Sent::Done)
 }
 
-/// What follows when the server refuses to say what it has of a checkpoint. `is_held`: reports of the attempt may still be in flight, one of
-/// which may report this checkpoint or end the attempt. The refusal is final only after these.
-fn refused(failed: Failed, name: &str, is_held: bool) -> Result<Sent, Failed> {
+/// What follows when the server refuses to say what it has of a checkpoint. `may_be_reported`: reports of the attempt may still be in flight,
+/// one of which may report this checkpoint or end the attempt. The refusal is final only after these.
+fn refused(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Failed> {
     match failed {
-        Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if is_held => Ok(Sent::NotYet),
+        Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
+            Ok(Sent::NotYet)
+        }
         Failed::Never(_, why) => {
             tracing::info!(checkpoint = name, why, "it is not uploaded");
             Ok(Sent::Done)
@@ -267,6 +269,34 @@ fn hexadecimal(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::agent::{AttemptRef, FencingToken};
+    use std::time::SystemTime;
+
+    #[tokio::test]
+    async fn what_an_earlier_attempt_has_left_is_asked_for_whatever_ranks_are_here_now() {
+        for has_rank_0 in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let (remote, asked) = super::super::asked::server();
+            let attempt =
+                AttemptRef { job: JobId::generate(), attempt: 2, fencing_token: FencingToken::NONE };
+            let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
+            let folder = job_dir.join("checkpoints/1-10");
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join(MANIFEST), br#"{"version":1,"epoch":1,"step":10,"files":{}}"#).unwrap();
+            let written = fs::File::options().write(true).open(folder.join(MANIFEST)).unwrap();
+            written.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
+            let note = serde_json::to_vec(&OwnDiskNote { attempt: attempt.clone(), has_rank_0 }).unwrap();
+            fs::write(job_dir.join(OWN_DISK_NOTE), note).unwrap();
+            // Its reports may be on their way.
+            fs::create_dir(dir.path().join("attempts")).unwrap();
+            fs::write(dir.path().join(format!("attempts/{}-2.json", attempt.job)), "").unwrap();
+            let mut uploads =
+                Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
+            let is_done = uploads.round().await;
+            assert_eq!(*asked.lock().unwrap(), ["GET uploads/1-10"]);
+            assert_eq!(is_done, !has_rank_0, "of an earlier attempt no report is on its way");
+        }
+    }
 
     #[test]
     fn a_refusal_is_the_last_word_only_when_no_report_is_on_its_way() {

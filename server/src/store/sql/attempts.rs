@@ -48,6 +48,20 @@ impl SqlStore {
         Ok(places.map(|places| read(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
+    pub(super) async fn has_given(&self, attempt: &AttemptRef, agent_id: &str) -> Result<bool> {
+        let row = sqlx::query(
+            "SELECT fencing_token, fencing_secret, places FROM attempts WHERE job_id = $1 AND attempt = $2",
+        )
+        .bind(attempt.job.as_str())
+        .bind(i64::from(attempt.attempt))
+        .fetch_optional(&self.reader)
+        .await?;
+        let Some(row) = row else { return Ok(false) };
+        let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+        let places: Vec<Place> = read(attempt.job.as_str(), "places", row.try_get("places")?);
+        Ok(token == attempt.fencing_token && places.iter().any(|place| place.agent_id == agent_id))
+    }
+
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         reached("claim.begin")?;

@@ -150,6 +150,9 @@ impl Store for SqlStore {
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         self.make_attempts(claims).await
     }
+    async fn was_given(&self, attempt: &AttemptRef, agent_id: &str) -> Result<bool> {
+        self.has_given(attempt, agent_id).await
+    }
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
     }

@@ -1,3 +1,4 @@
+mod own_disk;
 mod preflight;
 
 use super::{watch::GRACE, *};

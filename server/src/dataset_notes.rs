@@ -1,0 +1,121 @@
+//! The fingerprint of a job's dataset at its first start, in the job's folder (`dataset.json`). Machines that the job starts on later compare
+//! with it.
+
+use lockstep_protocol::numbers::plural;
+use serde_json::Value;
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    path::Path,
+    sync::{Mutex, PoisonError},
+};
+
+/// The file's name.
+const NOTE: &str = "dataset.json";
+/// The field of a fingerprint that names the agent whose copy of the dataset it is of.
+const MACHINE: &str = "machine";
+
+/// Held while a note is kept: of two machines that start at once one is the first.
+static KEEPING: Mutex<()> = Mutex::new(());
+
+/// Keeps the fingerprint of a job's dataset on the agent `machine`, when it is the first. Where one is kept that differs, says whose that
+/// is and how much that one has.
+///
+/// # Errors
+/// The disk.
+pub(crate) fn keep_dataset_note(
+    job_dir: &Path,
+    mut note: Value,
+    machine: &str,
+) -> io::Result<Option<String>> {
+    if let Some(fields) = note.as_object_mut() {
+        fields.insert(MACHINE.into(), machine.into());
+    }
+    let _one_at_a_time = KEEPING.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = match fs::read(job_dir.join(NOTE)) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+        Err(error) => return Err(error),
+    };
+    // One that a loss of power has torn says nothing, and must not refuse the job for ever.
+    let Ok(mut kept) = serde_json::from_slice::<Value>(&text) else {
+        write(job_dir, &serde_json::to_vec(&note)?)?;
+        return Ok(None);
+    };
+    let other = other_copy(&kept);
+    // Whose they are is not compared.
+    for fields in [&mut kept, &mut note].into_iter().filter_map(Value::as_object_mut) {
+        fields.remove(MACHINE);
+    }
+    Ok((kept != note).then_some(other))
+}
+
+/// Puts a note in the place of the one that is there. It is on the disk before it has its name.
+fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
+    let temporary = job_dir.join("dataset.new");
+    let written = File::create(&temporary).and_then(|mut file| {
+        file.write_all(text)?;
+        file.sync_all()
+    });
+    let kept = written.and_then(|()| fs::rename(&temporary, job_dir.join(NOTE)));
+    if kept.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    kept?;
+    File::open(job_dir)?.sync_all()
+}
+
+/// `node-1 has 640 files of 3 MB, or other content`, of a fingerprint.
+fn other_copy(note: &Value) -> String {
+    let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
+    let of = |name: &str| note[name].as_u64();
+    let count = of("pictures").map(|n| (n, "picture")).or_else(|| Some((of("files")?, "file")));
+    match count.zip(of("picture_bytes").or_else(|| of("bytes"))) {
+        Some(((count, what), bytes)) => {
+            format!("{machine} has {} of {:.0} MB, or other content", plural(count, what), bytes as f64 / 1e6)
+        }
+        None => format!("{machine} has another one"),
+    }
+}
+
+/// The fingerprint of a job's dataset at its first start.
+pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
+    serde_json::from_slice(&fs::read(job_dir.join(NOTE)).ok()?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_torn_note_is_replaced_and_a_whole_one_refuses_other_data() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(NOTE);
+        for torn in ["", "{\"files\": 4, \"by"] {
+            fs::write(&path, torn).unwrap();
+            let kept = keep_dataset_note(dir.path(), json!({"files": 4, "bytes": 100}), "a").unwrap();
+            assert_eq!(kept, None, "{torn:?} is nobody's dataset");
+            assert_eq!(dataset_note(dir.path()), Some(json!({"files": 4, "bytes": 100, "machine": "a"})));
+        }
+        assert_eq!(
+            keep_dataset_note(dir.path(), json!({"files": 4, "bytes": 100}), "b").unwrap(),
+            None,
+            "the same"
+        );
+        let other = keep_dataset_note(dir.path(), json!({"files": 5, "bytes": 100}), "b").unwrap();
+        assert_eq!(other.as_deref(), Some("a has 4 files of 0 MB, or other content"));
+    }
+
+    /// A disk that is full is the target of a link here.
+    #[test]
+    fn a_note_that_cannot_be_written_leaves_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/dev/full", dir.path().join("dataset.new")).unwrap();
+        let error = keep_dataset_note(dir.path(), json!({"files": 4}), "a").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        assert_eq!(keep_dataset_note(dir.path(), json!({"files": 4}), "a").unwrap(), None);
+        assert_eq!(dataset_note(dir.path()), Some(json!({"files": 4, "machine": "a"})));
+    }
+}

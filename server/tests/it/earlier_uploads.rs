@@ -1,0 +1,90 @@
+//! Uploads of checkpoints of an attempt by the agent that has them, when it has been given a later attempt of the job.
+
+use crate::{
+    agent::{Agent, hello, running},
+    gangs::{killed, stopped},
+    test_server::{TestServer, client},
+    uploads::{Asks, checkpoint, manifest},
+};
+use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
+use serde_json::{Value, json};
+use std::fs;
+
+#[tokio::test]
+async fn the_last_checkpoint_comes_also_where_the_next_attempt_is_stopped_before_it_has_its_dataset() {
+    for wish in ["pause", "cancel"] {
+        let server = TestServer::new().await;
+        let token = server.agent_token("a").await;
+        let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+        agent.register(&server).await;
+        let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+        let start = agent.started().await;
+        let asks = |token: &str, agent_id: &str, attempt: &AttemptRef| Asks {
+            server: &server,
+            http: client(token),
+            agent_id: agent_id.into(),
+            attempt: attempt.clone(),
+        };
+        let first = asks(&token, "id-a", &start.attempt);
+        assert_eq!(first.ask("POST", "", vec![]).await.0, 204);
+        agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+        agent.end(&start.attempt, killed(0)).await;
+        let start = agent.started().await;
+        assert_eq!(start.resume.as_deref(), Some("1-10"), "on the machine that has it");
+
+        // It waits for its dataset, and has not said yet that its disk is its own.
+        let next = asks(&token, "id-a", &start.attempt);
+        assert_eq!(next.ask("GET", "/uploads/1-10", vec![]).await.0, 200);
+        assert_eq!(next.ask("GET", "/uploads/1-20", vec![]).await.0, 403, "there is no such checkpoint");
+        // Nobody else may: not by a token that was guessed, nor another agent.
+        let secret = FencingToken { secret: 1, ..start.attempt.fencing_token };
+        let guessed = AttemptRef { fencing_token: secret, ..start.attempt.clone() };
+        assert_eq!(asks(&token, "id-a", &guessed).ask("GET", "/uploads/1-10", vec![]).await.0, 403);
+        let other = server.agent_token("b").await;
+        let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+        let other = asks(&other, "id-b", &start.attempt);
+        assert_eq!(other.ask("GET", "/uploads/1-10", vec![]).await.0, 403);
+
+        assert_eq!(server.post(&format!("/jobs/{id}/{wish}"), &Value::Null).await.0, 202, "{wish}");
+        stopped(&mut agent).await;
+        agent.end(&start.attempt, Ending::Stopped).await;
+        assert_eq!(next.upload("1-10", manifest(1, 10)).await.0, 204, "{wish}");
+        let (status, shown) = server.get(&format!("/checkpoints/{id}-1-10")).await;
+        assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
+        server.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn an_agent_uploads_what_it_has_of_an_earlier_attempt_where_another_one_has_rank_0_now() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
+    let start = agent.started().await;
+    let asks = |attempt: &AttemptRef| Asks {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: attempt.clone(),
+    };
+    assert_eq!(asks(&start.attempt).ask("POST", "", vec![]).await.0, 204);
+    let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    assert_eq!(asks(&start.attempt).upload("1-10", manifest(1, 10)).await.0, 204);
+    agent.end(&start.attempt, killed(0)).await;
+    let start = agent.started().await;
+    let next = asks(&start.attempt);
+    assert_eq!(next.ask("POST", "", vec![]).await.0, 204);
+    // As if the other ranks' machine had the first one.
+    let note =
+        json!({"agent_id": "id-b", "agent": "b", "fencing_token": String::from(start.attempt.fencing_token)});
+    let holder = server.dir.path().join("jobs").join(&id).join("attempts/2/holder.json");
+    assert!(holder.exists());
+    fs::write(holder, note.to_string()).unwrap();
+    let (status, state) = next.ask("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!((status, state["stored"].is_string()), (200, true), "it has come: {state}");
+    assert_eq!(next.upload("1-20", manifest(1, 20)).await.0, 204);
+    server.stop().await;
+}

@@ -1,0 +1,107 @@
+//! Against a server that does not answer the first requests, as one that is restarted.
+
+use super::*;
+use crate::cli::launch::{Args, Launch, bundle::Node};
+use clap::Parser;
+use lockstep_protocol::{JobId, spec::JobSpec};
+use serde_json::json;
+use std::{
+    io::{BufRead, BufReader},
+    net::TcpListener,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+/// Longer than a request is waited for here, and shorter than [`PATIENCE`].
+const DEADLINE: Duration = Duration::from_secs(30);
+
+#[derive(Parser)]
+struct Cli {
+    #[command(flatten)]
+    args: Args,
+}
+
+/// Breaks off the first `broken` connections, and answers as a server does that has this job and an agent `node`. Also counts connections.
+fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let count = Arc::new(AtomicUsize::new(0));
+    let (seen, job) = (Arc::clone(&count), job.to_string());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            let first = lines.next().and_then(Result::ok).unwrap_or_default();
+            if seen.fetch_add(1, Ordering::SeqCst) < broken {
+                continue;
+            }
+            lines.map_while(Result::ok).find(String::is_empty);
+            let body = match first.contains("/agents") {
+                true => json!({"agents": [{"name": "node", "online": true}]}).to_string(),
+                false => job.clone(),
+            };
+            let head =
+                "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length";
+            let _ = write!(stream, "{head}: {}\r\n\r\n{body}", body.len());
+        }
+    });
+    (url, count)
+}
+
+fn job_in(state: &str, attempt: u32) -> Value {
+    json!({
+        "id": JobId::generate(), "name": "test", "state": state, "reason": null, "spec": JobSpec::default(), "attempt": attempt, "ranks": 1,
+        "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "images_per_second": null, "eta_secs": null,
+        "created_at": "2026-01-02T03:04:05Z", "started_at": null, "finished_at": null, "best": null, "last": {}, "last_seq": 1, "sparkline": [],
+    })
+}
+
+fn launch_at(url: &str, job: &Value) -> Launch {
+    let args = Cli::parse_from(["launch", "job", "--with", "ssh", "--detach", "--server", url]).args;
+    let (api, job) = (Api::at(url, None, None).unwrap(), serde_json::from_value(job.clone()).unwrap());
+    Launch::new(&Arc::new(args), &api, job, true, Vec::new(), None)
+}
+
+/// As ssh ends whose connection broke.
+fn broken_ssh(dir: &Path) -> Launched {
+    let mut command = Command::new("sh");
+    command.args(["-c", "echo the connection broke >&2; exit 255"]);
+    Launched::start("node", command, &[], &dir.join("log")).unwrap()
+}
+
+fn said(_: &str, status: ExitStatus, last: &str) -> String {
+    format!("{status}: {last}")
+}
+
+#[tokio::test]
+async fn the_end_of_the_last_agent_is_said_also_where_the_server_does_not_answer_in_that_moment() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = job_in("running", 1);
+    let (url, count) = server(3, &job);
+    let launch = launch_at(&url, &job);
+    let mut launched = [broken_ssh(dir.path())];
+    let failure = tokio::time::timeout(DEADLINE, first_failure(&launch, &mut launched, said)).await;
+    let failure = failure.expect("it is said").to_string();
+    assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
+    assert!(failure.contains("the connection broke"), "{failure}");
+    assert!(count.load(Ordering::SeqCst) > 3, "after those that failed");
+}
+
+#[tokio::test]
+async fn agents_that_start_while_the_server_is_restarted_are_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = job_in("queued", 0);
+    let (url, _) = server(3, &job);
+    let mut launch = launch_at(&url, &job);
+    let node = json!({"name": "node", "agent_id": "a", "token": "t", "slots": 1, "device": "cpu"});
+    launch.bundle.nodes.push(serde_json::from_value::<Node>(node).unwrap());
+    let mut command = Command::new("sleep");
+    command.arg("60");
+    let mut launched = [Launched::start("node", command, &[], &dir.path().join("log")).unwrap()];
+    let online = tokio::time::timeout(DEADLINE, until_online(&launch, &mut launched, said)).await;
+    launched[0].child.kill().unwrap();
+    launched[0].child.wait().unwrap();
+    online.expect("they are online").unwrap();
+}

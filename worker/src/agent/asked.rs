@@ -1,0 +1,59 @@
+//! For tests: a server that notes what it is asked, takes everything and has nothing.
+
+use super::{
+    address::{self, tests::options},
+    remote::Remote,
+};
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    sync::{Arc, Mutex},
+};
+
+/// The requests so far: method, and path behind the attempt.
+pub(super) type Asked = Arc<Mutex<Vec<String>>>;
+
+/// A server, as an agent knows it.
+pub(super) fn server() -> (Remote, Asked) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let asked = Asked::default();
+    let noted = Arc::clone(&asked);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            // One that is broken off was no request.
+            let _ = answer(stream.unwrap(), &noted);
+        }
+    });
+    let address = Arc::new(address::parse(&options(&url)).unwrap());
+    (Remote { address, agent_id: "id-a".into(), name: "a".into() }, asked)
+}
+
+fn answer(mut stream: TcpStream, asked: &Asked) -> std::io::Result<()> {
+    let mut from = BufReader::new(stream.try_clone()?);
+    let (mut first, mut length) = (String::new(), 0);
+    from.read_line(&mut first)?;
+    loop {
+        let mut line = String::new();
+        from.read_line(&mut line)?;
+        match line.trim_end().split_once(": ") {
+            Some((name, value)) if name.eq_ignore_ascii_case("content-length") => {
+                length = value.parse().unwrap_or(0);
+            }
+            Some(_) => {}
+            None => break,
+        }
+    }
+    from.take(length).read_to_end(&mut Vec::new())?;
+    let mut words = first.split(' ');
+    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    // /api/v1/agent/attempts/<job>/<attempt>
+    let behind: Vec<_> = path.split('/').skip(7).collect();
+    asked.lock().unwrap().push(format!("{method} {}", behind.join("/")));
+    let (status, body) = match method {
+        "GET" => ("404 Not Found", r#"{"code":"not_found","detail":"nothing is here"}"#),
+        _ => ("204 No Content", ""),
+    };
+    let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };
+    write!(stream, "HTTP/1.1 {status}\r\n{length}connection: close\r\n\r\n{body}")
+}

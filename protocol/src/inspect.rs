@@ -1,7 +1,10 @@
 //! Inspecting models and datasets: what the requests to an agent and its replies hold. The server runs no engine and opens
 //! no dataset, so an agent does both for it (`agent::AgentRequest`).
 
-use crate::spec::{DataSpec, JobSpec, ModelSpec};
+use crate::{
+    agent::AllowedFolders,
+    spec::{DataSpec, JobSpec, ModelSpec},
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -147,6 +150,9 @@ pub struct FitWeights {
     pub image_size: u32,
     pub channels: u32,
     pub classes: u32,
+    /// Where the file of weights may be; anywhere without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allowed: Option<AllowedFolders>,
 }
 
 /// A checkpoint and the dataset to evaluate it on; paths are on the machine of the agent.
@@ -156,4 +162,7 @@ pub struct EvaluateModel {
     pub model: String,
     pub dataset: String,
     pub spec: Box<JobSpec>,
+    /// Where the dataset's path may lead, if it has links by now; anywhere without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allowed: Option<AllowedFolders>,
 }

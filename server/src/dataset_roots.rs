@@ -3,10 +3,21 @@
 //! where there are none, only admins name paths: on a server of one person, its first token is an admin's.
 
 use crate::{access::Caller, config::ServeConfig};
-use std::path::{Component, Path, PathBuf};
+use lockstep_protocol::agent::{self, AllowedFolders};
+use std::{
+    path::{Component, Path, PathBuf},
+    time::Duration,
+};
 
 /// Links that are followed in one path; Linux opens no path with more.
 const LINKS: usize = 40;
+/// For following links before a use. Jobs do not wait longer for a file system that does not respond: who opens the files follows their
+/// links, too.
+const PATIENCE: Duration = Duration::from_secs(3);
+const OWN_DATA: &str = "is a path in the server's own data directory, where private weights are, too: give the checkpoint's id instead";
+/// The file of weights in a folder.
+const WEIGHTS: &str = "model.safetensors";
+const INSTEAD: &str = "a checkpoint's id can be given everywhere";
 
 /// Where datasets may come from.
 #[derive(Debug, Clone)]
@@ -15,6 +26,8 @@ pub(crate) struct DatasetRoots {
     roots: Vec<(PathBuf, PathBuf)>,
     /// Where the server itself unpacks the pictures that come with the program.
     bundled: Option<PathBuf>,
+    /// The server's data directory, as the roots.
+    data_dir: (PathBuf, PathBuf),
 }
 
 impl DatasetRoots {
@@ -24,11 +37,9 @@ impl DatasetRoots {
             let resolved = resolved(&root);
             (root, resolved)
         };
-        let bundled = config.bundled.as_ref().map(|bundled| {
-            let data_dir = std::path::absolute(&config.data_dir).unwrap_or_else(|_| config.data_dir.clone());
-            resolved(&data_dir).join("datasets").join(bundled.name)
-        });
-        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled }
+        let data_dir = absolute(&config.data_dir);
+        let bundled = config.bundled.as_ref().map(|bundled| data_dir.1.join("datasets").join(bundled.name));
+        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, data_dir }
     }
 
     /// Whether a caller may name this path. It is looked at on this machine, where links may lead it elsewhere; what it is on the
@@ -71,7 +82,10 @@ impl DatasetRoots {
     /// # Errors
     /// Why not, and what would do.
     pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
-        const INSTEAD: &str = "a checkpoint's id can be given everywhere";
+        let leads = leads_to(path).await;
+        if !caller.sees_all() && leads.iter().flatten().any(|to| self.is_own(to)) {
+            return Err(OWN_DATA.into());
+        }
         if self.roots.is_empty() {
             return match caller.sees_all() {
                 true => Ok(()),
@@ -81,11 +95,85 @@ impl DatasetRoots {
                 )),
             };
         }
-        let asked = PathBuf::from(path);
-        match tokio::task::spawn_blocking(move || resolved(&asked)).await {
-            Ok(resolved) if self.has(&resolved) => Ok(()),
-            _ => Err(format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,")))),
+        match leads {
+            Some(leads) => self.check_leads(path, &leads),
+            None => Err(self.leads_elsewhere(path)),
         }
+    }
+
+    /// Whether a job may begin with the weights at this path, which its submission checked: a link may have been made since.
+    ///
+    /// # Errors
+    /// As [`DatasetRoots::check_weights`].
+    pub(crate) async fn check_weights_again(&self, path: &str) -> Result<(), String> {
+        if self.roots.is_empty() {
+            return Ok(());
+        }
+        match tokio::time::timeout(PATIENCE, leads_to(path)).await {
+            Ok(Some(leads)) => self.check_leads(path, &leads),
+            Ok(None) => Err(self.leads_elsewhere(path)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn check_leads(&self, path: &str, leads: &[PathBuf]) -> Result<(), String> {
+        if !self.is_written_out(path) && leads.iter().any(|to| self.is_own(to)) {
+            return Err(OWN_DATA.into());
+        }
+        if leads.iter().all(|to| self.has(to)) { Ok(()) } else { Err(self.leads_elsewhere(path)) }
+    }
+
+    fn leads_elsewhere(&self, path: &str) -> String {
+        format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,")))
+    }
+
+    /// Where weights given by this path may be on the machine that reads them; none where they may be anywhere.
+    pub(crate) fn allowed_weights(&self, path: &str) -> Option<AllowedFolders> {
+        let own = self.data_dir.0.display().to_string();
+        let except = if self.is_written_out(path) { Vec::new() } else { vec![own] };
+        self.allowed().map(|allowed| AllowedFolders { except, ..allowed })
+    }
+
+    /// Where datasets may be on the machine that reads them; none where they may be anywhere.
+    pub(crate) fn allowed(&self) -> Option<AllowedFolders> {
+        let below = || AllowedFolders { below: self.names(), except: Vec::new() };
+        (!self.roots.is_empty()).then(below)
+    }
+
+    /// As [`DatasetRoots::allowed`], of a dataset that is to be registered.
+    pub(crate) fn allowed_new(&self, path: &str) -> Option<AllowedFolders> {
+        self.allowed().filter(|_| self.bundled.as_deref() != Some(Path::new(path)))
+    }
+
+    /// Whether the files of a registered dataset may still be used. Its path had no links when it was registered; one that was made since
+    /// may lead elsewhere.
+    ///
+    /// # Errors
+    /// They may not.
+    pub(crate) async fn check_registered(&self, path: &str) -> Result<(), String> {
+        if self.roots.is_empty() {
+            return Ok(());
+        }
+        let asked = PathBuf::from(path);
+        let leads = tokio::task::spawn_blocking(move || resolved(&asked));
+        match tokio::time::timeout(PATIENCE, leads).await {
+            Ok(Ok(real)) if real == plain(Path::new(path)) || self.has(&real) => Ok(()),
+            // The one that opens it follows links, too.
+            Err(_) => Ok(()),
+            Ok(_) => Err(self.refusal(&format!("{path}, or where its links lead,"))),
+        }
+    }
+
+    /// Whether a path without links lies in the data directory.
+    fn is_own(&self, path: &Path) -> bool {
+        path.starts_with(&self.data_dir.1)
+    }
+
+    /// Whether a path reads as one in the data directory. Only admins may give it, and no link makes it one.
+    fn is_written_out(&self, path: &str) -> bool {
+        let path = Path::new(path);
+        let is_below = path.starts_with(&self.data_dir.0) || path.starts_with(&self.data_dir.1);
+        is_below && path.components().all(|part| part != Component::ParentDir)
     }
 
     /// Whether files may be used that a machine found at this path, which has no links.
@@ -108,12 +196,24 @@ impl DatasetRoots {
     }
 
     fn refusal(&self, what: &str) -> String {
-        let roots: Vec<_> = self.roots.iter().map(|(given, _)| given.display().to_string()).collect();
-        format!(
-            "{what} is not below a folder that datasets and weights may come from: {} (`lockstep serve --dataset-root`)",
-            roots.join(", ")
-        )
+        agent::refusal(what, &self.names())
     }
+
+    fn names(&self) -> Vec<String> {
+        self.roots.iter().map(|(given, _)| given.display().to_string()).collect()
+    }
+}
+
+/// Where a path of weights leads, links followed, also where nothing is there: who may not look must not learn which. The second is the
+/// file that is read where the path is a folder.
+async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
+    let path = PathBuf::from(path);
+    // A file system that does not respond must not hold up others.
+    let leads = tokio::task::spawn_blocking(move || {
+        let path = std::path::absolute(&path).unwrap_or(path);
+        [resolved(&path), resolved(&path.join(WEIGHTS))]
+    });
+    leads.await.ok()
 }
 
 /// Whether `..` follows a pattern's brace: what is in braces may hold a `/`, and `..` then leads elsewhere than it reads.

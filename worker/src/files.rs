@@ -3,6 +3,8 @@
 //! One place decides it for registering a dataset, for the check before a start and for a job's ranks. Only regular files are
 //! opened: a pipe or a device may block its reader for ever.
 
+pub(crate) mod allowed;
+
 use rustix::{
     fd::OwnedFd,
     fs::{AtFlags, FileType, Mode, OFlags},
@@ -103,6 +105,11 @@ pub fn open(path: &Path) -> Result<(File, u64), String> {
     // What was a file a moment ago may be a pipe now: this neither waits for one nor reads it.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(cannot_be_read)?;
+    with_size(file)
+}
+
+/// A regular file with its size.
+fn with_size(file: File) -> Result<(File, u64), String> {
     let found = file.metadata().map_err(cannot_be_read)?;
     regular(&found)?;
     Ok((file, found.len()))
@@ -113,7 +120,14 @@ pub fn open(path: &Path) -> Result<(File, u64), String> {
 /// # Errors
 /// What is wrong with it, to stand after its name.
 pub(crate) fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
-    let (file, size) = open(path)?;
+    read_opened(open(path)?, most)
+}
+
+/// As [`read`], of a file that [`open`] has opened.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub(crate) fn read_opened((file, size): (File, u64), most: u64) -> Result<Vec<u8>, String> {
     let too_large = |size: u64| format!("has {size} bytes; up to {most} are read");
     if size > most {
         return Err(too_large(size));

@@ -30,7 +30,7 @@ use crate::{
         shm::ShmProcessGroup,
         watchdog::Watchdog,
     },
-    data::ChangeDetection,
+    data::{self, ChangeDetection},
     engine::registry,
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
@@ -219,9 +219,12 @@ fn attempt(
         });
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
+    let dataset = data::resolve(Path::new(&start.dataset_path), start.files.dataset_in.as_ref());
+    let dataset = dataset.map_err(TrainError::Impossible)?;
     let outcome = train(&Training {
         spec: &start.spec,
-        dataset: Path::new(&start.dataset_path),
+        dataset: &dataset,
+        weights_in: start.files.weights_in.as_ref(),
         changes: if config.lease.is_some() { ChangeDetection::Folders } else { ChangeDetection::Files },
         checkpoints: &checkpoints,
         resume: resume.as_deref(),

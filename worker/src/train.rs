@@ -36,7 +36,7 @@ use crate::{
 use fallback::CurrentEngine;
 use layers::Layers;
 use lockstep_protocol::{
-    agent::{AttemptEvent, Evaluation},
+    agent::{AllowedFolders, AttemptEvent, Evaluation},
     spec::{JobSpec, Precision},
 };
 use measure::ThroughputMeter;
@@ -58,6 +58,8 @@ pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
+    /// Where the file may be that `model.pretrained` names; anywhere without it.
+    pub weights_in: Option<&'a AllowedFolders>,
     /// How changes of its files are detected: by an agent before ranks start, or by the ranks.
     pub changes: ChangeDetection,
     /// Where checkpoints are written: the job's `checkpoints`.

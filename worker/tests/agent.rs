@@ -292,7 +292,11 @@ async fn refusals_and_questions() {
     let mut line = Line::accept(&listener).await;
     line.welcome(vec![], vec![]).await;
     let path = dir.path().join("nothing").to_string_lossy().into_owned();
-    line.say(&ToAgent::Request { id: 9, request: AgentRequest::InspectDataset { path: path.clone() } }).await;
+    line.say(&ToAgent::Request {
+        id: 9,
+        request: AgentRequest::InspectDataset { path: path.clone(), allowed: None },
+    })
+    .await;
     match line.hear().await {
         FromAgent::Reply { id: 9, reply: Err(why) } => assert!(why.contains(&path), "{why}"),
         other => panic!("{other:?}"),

@@ -1,6 +1,7 @@
 //! Messages about files between a server and an agent with a disk of its own. Checkpoints go from the agent to the server, and from there
 //! to the next machine.
 
+use super::AllowedFolders;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -22,6 +23,12 @@ pub struct StartFiles {
     pub registered: Option<Value>,
     /// The id of the checkpoint whose folder `model.pretrained` names on the server's disk.
     pub pretrained: Option<String>,
+    /// Where the file may be that `model.pretrained` names; none where it may be anywhere, or is a checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weights_in: Option<AllowedFolders>,
+    /// Where the dataset may be that the server's path leads to, if that has links by now. An agent forgets it where it uses another path.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dataset_in: Option<AllowedFolders>,
 }
 
 /// Answers an agent that asks what became of an attempt.

@@ -1,5 +1,6 @@
 //! Requests of the server to agents about models and datasets, and the replies.
 
+use super::AllowedFolders;
 use crate::{
     dataset::{DatasetInfo, PicturesFingerprint},
     inspect::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
@@ -16,6 +17,9 @@ pub enum AgentRequest {
     },
     InspectDataset {
         path: String,
+        /// Where the path may lead; anywhere without it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        allowed: Option<AllowedFolders>,
     },
     /// How far an `InspectDataset` of this path is. Replied to at once, whatever else the agent is doing.
     InspectProgress {
@@ -32,6 +36,9 @@ pub enum AgentRequest {
     Samples {
         path: String,
         pick: Pick,
+        /// Where the path may lead, if it has links by now; anywhere without it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        allowed: Option<AllowedFolders>,
     },
     Evaluate(EvaluateModel),
     /// Whether training can start from these weights. Older agents do not reply.
@@ -48,7 +55,7 @@ impl AgentRequest {
     pub fn paths(&self) -> Vec<String> {
         match self {
             AgentRequest::HasFiles { paths } => paths.clone(),
-            AgentRequest::InspectDataset { path }
+            AgentRequest::InspectDataset { path, .. }
             | AgentRequest::InspectProgress { path }
             | AgentRequest::Fingerprint { path, .. }
             | AgentRequest::Samples { path, .. } => vec![path.clone()],

@@ -113,6 +113,8 @@ codes! {
     DatasetMissing = "dataset_missing",
     /// A checkpoint to begin from is no longer there.
     CheckpointMissing = "checkpoint_missing",
+    /// A path leads where jobs may read nothing (`serve --dataset-root`), by a link that was made after the job was submitted.
+    PathNotAllowed = "path_not_allowed",
     /// The stored specification is of another version of this program.
     UnreadableSpec = "unreadable_spec",
     /// Waits: no agent is online.

@@ -6,6 +6,7 @@ use crate::{
     store::{JobRow, Result},
 };
 use lockstep_protocol::{
+    agent::AllowedFolders,
     dataset::Dataset,
     job::{Job, JobId},
     reason::{Facts, Reason, ReasonCode},
@@ -24,6 +25,10 @@ pub(super) struct Needs {
     pub(super) registered: Option<Value>,
     /// The checkpoint's id, where `model.pretrained` is one.
     pub(super) pretrained: Option<String>,
+    /// Where the file may be that `model.pretrained` names.
+    pub(super) weights_in: Option<AllowedFolders>,
+    /// Where the dataset may be.
+    pub(super) dataset_in: Option<AllowedFolders>,
 }
 
 /// The datasets of jobs, by name; each is looked for once.
@@ -60,11 +65,27 @@ pub(super) async fn needs(
         };
         spec.model.pretrained = Some(app.checkpoint_dir(&row).to_string_lossy().into_owned());
     }
+    let not_allowed = |detail: String| {
+        let facts = Facts { detail: Some(detail), ..Facts::default() };
+        Ok(Err(Reason::new(ReasonCode::PathNotAllowed, facts)))
+    };
+    if let Err(detail) = app.dataset_roots.check_registered(&dataset.path).await {
+        return not_allowed(format!("data.dataset: {detail}"));
+    }
+    let mut weights_in = None;
+    if let Some(path) = job.spec.model.pretrained.as_deref().filter(|_| pretrained.is_none()) {
+        if let Err(detail) = app.dataset_roots.check_weights_again(path).await {
+            return not_allowed(format!("model.pretrained: {detail}"));
+        }
+        weights_in = app.dataset_roots.allowed_weights(path);
+    }
     Ok(Ok(Needs {
         spec,
         dataset_path: dataset.path.clone(),
         registered: dataset.info.fingerprint.clone(),
         pretrained,
+        weights_in,
+        dataset_in: app.dataset_roots.allowed(),
     }))
 }
 

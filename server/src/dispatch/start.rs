@@ -266,7 +266,13 @@ fn order(app: &App, prepared: Prepared, files: StartFiles, claimed: Claimed) -> 
         job_dir: Some(app.job_dir(&job.id).to_string_lossy().into_owned()),
         resume: claimed.resume,
         network: None,
-        files: StartFiles { pretrained: needs.pretrained, registered: needs.registered, ..files },
+        files: StartFiles {
+            pretrained: needs.pretrained,
+            registered: needs.registered,
+            weights_in: needs.weights_in,
+            dataset_in: needs.dataset_in,
+            ..files
+        },
     };
     let meets_at_loopback = master_address(&chosen).is_none();
     let mut gone = None;
@@ -343,11 +349,11 @@ fn master_address(chosen: &[(Arc<Online>, Vec<u32>)]) -> Option<&str> {
 async fn start_files(app: &App, prepared: &[Prepared]) -> Vec<StartFiles> {
     let folders: Vec<_> = prepared.iter().map(|prepared| app.job_dir(&prepared.claim.job)).collect();
     let number = folders.len();
+    // The rest is known when it is sent.
     let files = |folder: PathBuf| StartFiles {
         mark: mark(&folder),
         dataset: dataset_notes::dataset_note(&folder),
-        registered: None,
-        pretrained: None,
+        ..StartFiles::default()
     };
     let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
     all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])

@@ -184,10 +184,12 @@ async fn start(
     {
         return Err(refused(detail));
     }
+    app.dataset_roots.check_registered(&dataset.path).await.map_err(refused)?;
     let for_agent = AgentRequest::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,
         spec: Box::new(spec),
+        allowed: app.dataset_roots.allowed(),
     });
     let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());

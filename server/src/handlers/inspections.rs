@@ -112,7 +112,8 @@ fn begin(app: &App, path: &str) -> Inspection {
     // Nothing of it outlives the server.
     tasks.spawn(async move {
         let work = async {
-            let request = AgentRequest::InspectDataset { path: path.clone() };
+            let allowed = app.dataset_roots.allowed_new(&path);
+            let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
             let chosen = agent_requests::choose_agent(&app, &request).await?;
             let waiting = app.agents.send_request(&chosen, request);
             // Set once: nobody else has this one.

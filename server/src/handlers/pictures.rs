@@ -11,7 +11,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
 };
-use axum::{Extension, Json, extract::State};
+use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::Dataset,
@@ -184,7 +184,10 @@ pub(crate) async fn of_job(
 }
 
 async fn ask(app: &App, path: String, pick: Pick) -> Result<Samples> {
-    match agent_requests::call(app, AgentRequest::Samples { path, pick }, PATIENCE).await {
+    let not_allowed = |detail| Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail);
+    app.dataset_roots.check_registered(&path).await.map_err(not_allowed)?;
+    let request = AgentRequest::Samples { path, pick, allowed: app.dataset_roots.allowed() };
+    match agent_requests::call(app, request, PATIENCE).await {
         Ok(AgentReply::Samples(samples)) => Ok(samples),
         Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
         Err(error) => Err(error.without_pointer()),

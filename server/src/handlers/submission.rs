@@ -8,7 +8,7 @@ use crate::{
     app::App,
     artifact_fetches,
     artifact_store::NotFetched,
-    dataset_roots, dispatch,
+    dispatch,
     error::{Error, Result},
     store::CheckpointRow,
 };
@@ -21,10 +21,7 @@ use lockstep_protocol::{
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::time::Duration;
 
 /// For an agent to read a file's header. One that does not answer, as those of before do not, leaves it to the ranks.
 const HEADER: Duration = Duration::from_secs(5);
@@ -105,7 +102,8 @@ pub(super) async fn pretrained(
                 .into(),
         );
     }
-    let weights = if dispatch::is_checkpoint_id(given) {
+    let is_checkpoint = dispatch::is_checkpoint_id(given);
+    let weights = if is_checkpoint {
         let row = app.store.checkpoint(given).await?;
         let job = match &row {
             Some(row) => app.store.owned_job(&row.job).await?,
@@ -124,11 +122,6 @@ pub(super) async fn pretrained(
             }
         }
     } else {
-        if !caller.sees_all() && is_below(&app.config.data_dir, given).await {
-            return mistake(
-                "is a path in the server's own data directory, where private weights are, too: give the checkpoint's id instead".into(),
-            );
-        }
         if let Err(detail) = app.dataset_roots.check_weights(given, caller).await {
             return mistake(detail);
         }
@@ -141,6 +134,7 @@ pub(super) async fn pretrained(
         image_size: spec.data.evaluation_size().unwrap_or(info.height),
         channels: info.channels,
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
+        allowed: if is_checkpoint { None } else { app.dataset_roots.allowed_weights(given) },
     });
     let why = match agent_requests::call(app, request, HEADER).await {
         Ok(AgentReply::Weights { mistake: None }) => return Ok(Weights::Fit),
@@ -157,15 +151,4 @@ pub(super) async fn pretrained(
     Ok(Weights::NotChecked(format!(
         "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
     )))
-}
-
-/// Whether a path leads into a folder, links followed, also where nothing is there: who may not look must not learn which.
-async fn is_below(folder: &Path, path: &str) -> bool {
-    let (folder, path) = (folder.to_owned(), PathBuf::from(path));
-    // A file system that does not respond must not hold up others.
-    let is_inside = tokio::task::spawn_blocking(move || {
-        let path = std::path::absolute(&path).unwrap_or(path);
-        dataset_roots::resolved(&path).starts_with(dataset_roots::resolved(&folder))
-    });
-    matches!(is_inside.await, Ok(true))
 }

@@ -130,7 +130,8 @@ impl Agent {
 
     /// Answers the next question.
     pub async fn answer(&mut self, info: Result<DatasetInfo, String>) {
-        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path } }) = self.next().await
+        let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } }) =
+            self.next().await
         else {
             panic!("no question")
         };

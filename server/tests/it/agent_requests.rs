@@ -45,7 +45,7 @@ async fn only_progress(agent: &mut Agent, inspected: Option<(u64, u64)>) {
 
 async fn answer(agent: &mut Agent, has_files: bool) {
     let (id, asked) = next_request(agent, has_files).await;
-    let AgentRequest::InspectDataset { path } = asked else { panic!("{asked:?}") };
+    let AgentRequest::InspectDataset { path, .. } = asked else { panic!("{asked:?}") };
     agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Dataset { path, info: info() }) }).await;
 }
 
@@ -77,7 +77,7 @@ async fn an_agent_that_has_the_files_is_asked() {
         loop {
             match without.next().await.expect("a request") {
                 ToAgent::Request { request: AgentRequest::HasFiles { .. }, .. } => {}
-                ToAgent::Request { id, request: AgentRequest::InspectDataset { path } } => {
+                ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } } => {
                     let answer = Ok(AgentReply::Dataset { path, info: info() });
                     return without.send(FromAgent::Reply { id, reply: answer }).await;
                 }
@@ -184,7 +184,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
     let (status, body) = ask("0").await;
     assert_eq!((status, &body["inspected"]), (202, &Value::Null), "{body}");
     let (id, request) = next_request(&mut agent, true).await;
-    assert_eq!(request, AgentRequest::InspectDataset { path: "/large".into() });
+    assert_eq!(request, AgentRequest::InspectDataset { path: "/large".into(), allowed: None });
     // Asked again, it is not inspected again: the agent only reports the progress.
     let (status, body) = tokio::select! {
         answer = ask("0") => answer,
@@ -208,7 +208,7 @@ async fn who_asks_again_joins_the_look_at_a_large_dataset_and_is_told_how_far_it
                 (_, asked) => break asked,
             }
         };
-        assert_eq!(asked, AgentRequest::InspectDataset { path: path.into() });
+        assert_eq!(asked, AgentRequest::InspectDataset { path: path.into(), allowed: None });
     }
     let third = json!({"name": "third", "path": "/third"});
     let (_, body) = tokio::select! {

@@ -4,7 +4,11 @@ use crate::{
     agent::{Agent, info},
     test_server::{TestServer, client, spec},
 };
-use lockstep_protocol::agent::{AgentReply, AgentRequest, FromAgent, ToAgent};
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest, Ending, FromAgent, ToAgent},
+    inspect::Samples,
+    job::JobState,
+};
 use serde_json::{Value, json};
 use std::os::unix::fs::symlink;
 
@@ -108,6 +112,114 @@ async fn weights_come_from_below_the_same_roots_and_a_refusal_tells_nothing() {
     };
     let ((status, made), weights) = tokio::join!(ask(&good), answering);
     assert_eq!((status, weights.as_str()), (201, good.to_str().unwrap()), "{made}");
+    server.stop().await;
+}
+
+/// Replaces a file by a link.
+fn swap(path: &std::path::Path, target: &std::path::Path) {
+    std::fs::remove_file(path).unwrap();
+    symlink(target, path).unwrap();
+}
+
+#[tokio::test]
+async fn weights_that_became_a_link_while_their_job_waited_are_not_trained_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, outside) = (dir.path().join("sets"), dir.path().join("outside"));
+    for folder in [&root, &outside] {
+        std::fs::create_dir_all(folder).unwrap();
+        std::fs::write(folder.join("w.safetensors"), "weights").unwrap();
+    }
+    // The data directory is below a root, too.
+    let server =
+        TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into(), c.data_dir.clone()]).await;
+    let private = server.dir.path().join("jobs/w.safetensors");
+    std::fs::write(&private, "weights").unwrap();
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
+    let weights = root.join("w.safetensors");
+    let mut spec = spec();
+    spec["model"]["pretrained"] = json!(weights);
+    for (target, words) in [(&private, "data directory"), (&outside.join("w.safetensors"), "--dataset-root")]
+    {
+        server.submit(|_| {}).await;
+        let first = agent.started().await;
+        let submit = server.send(client(&member).post(server.url("/api/v1/jobs")).json(&spec));
+        let answering = async {
+            let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(asked) }) = agent.next().await
+            else {
+                panic!("no question")
+            };
+            let reply = AgentReply::Weights { mistake: None };
+            agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+            asked.allowed.unwrap()
+        };
+        let ((status, job), allowed) = tokio::join!(submit, answering);
+        assert_eq!(status, 201, "{job}");
+        let id = job["id"].as_str().unwrap();
+        assert_eq!(allowed.below[0], root.to_str().unwrap());
+        assert_eq!(allowed.except, [server.dir.path().to_str().unwrap()]);
+        swap(&weights, target);
+        let ending = Ending::Failed { reason: "over".into(), retriable: false };
+        agent.end(&first.attempt, ending.clone()).await;
+        let failed = server.until(id, JobState::Failed).await;
+        let why = failed.reason.unwrap();
+        assert!(why.starts_with("model.pretrained: ") && why.contains(words), "{why}");
+        assert_eq!(failed.attempt, 0, "it was not started");
+
+        // The agent looks once more, on its machine.
+        std::fs::remove_file(&weights).unwrap();
+        std::fs::write(&weights, "weights").unwrap();
+        assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+        let start = agent.started().await;
+        assert_eq!(start.files.weights_in, Some(allowed.clone()));
+        assert_eq!(start.files.dataset_in.unwrap().below, allowed.below);
+        agent.end(&start.attempt, ending).await;
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_registered_folder_that_became_a_link_is_neither_shown_nor_trained_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().canonicalize().unwrap();
+    let (root, outside) = (dir.join("sets"), dir.join("outside"));
+    for folder in [root.join("good"), root.join("other"), outside.clone()] {
+        std::fs::create_dir_all(folder).unwrap();
+    }
+    let server = TestServer::with(|c| c.dataset_roots = vec![root.clone()]).await;
+    let mut agent = Agent::join(&server, 2).await;
+    let good = json!({"name": "pictures", "path": root.join("good")});
+    let ((status, made), ()) = tokio::join!(server.post("/datasets", &good), agent.answer(Ok(info())));
+    assert_eq!(status, 201, "{made}");
+    let shown = async |agent: &mut Agent| {
+        let answering = async {
+            let Some(ToAgent::Request { id, request: AgentRequest::Samples { allowed, .. } }) =
+                agent.next().await
+            else {
+                panic!("no question")
+            };
+            assert_eq!(allowed.unwrap().below, [root.to_str().unwrap()]);
+            let none = Samples { total: 0, classes: Vec::new(), samples: Vec::new() };
+            agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Samples(none)) }).await;
+        };
+        tokio::join!(server.get("/datasets/pictures/samples"), answering).0.0
+    };
+    assert_eq!(shown(&mut agent).await, 200);
+    std::fs::remove_dir(root.join("good")).unwrap();
+    symlink(root.join("other"), root.join("good")).unwrap();
+    assert_eq!(shown(&mut agent).await, 200, "it leads elsewhere below the root");
+    swap(&root.join("good"), &outside);
+    let (status, problem) = server.get("/datasets/pictures/samples").await;
+    assert_eq!(status, 422, "{problem}");
+    assert!(detail(&problem).contains("--dataset-root"), "{problem}");
+    assert!(
+        !detail(&problem).contains(outside.to_str().unwrap()),
+        "it does not say where it leads: {problem}"
+    );
+    let job = server.submit(|_| {}).await;
+    let failed = server.until(job.id.as_str(), JobState::Failed).await;
+    let why = failed.reason.unwrap();
+    assert!(why.starts_with("data.dataset: ") && why.contains("--dataset-root"), "{why}");
     server.stop().await;
 }
 

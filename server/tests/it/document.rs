@@ -35,7 +35,7 @@ async fn answer_all(mut agent: Agent) {
         let ToAgent::Request { id, request } = message else { continue };
         let answer = match request {
             AgentRequest::HasFiles { paths } => AgentReply::Files { there: vec![true; paths.len()] },
-            AgentRequest::InspectDataset { path } => AgentReply::Dataset { path, info: info() },
+            AgentRequest::InspectDataset { path, .. } => AgentReply::Dataset { path, info: info() },
             AgentRequest::InspectProgress { .. } => AgentReply::Progress { inspected: None },
             AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
             AgentRequest::Samples { .. } => {

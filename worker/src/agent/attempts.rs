@@ -53,6 +53,8 @@ impl Agent {
         let is_mapped = mapped.is_some();
         if let Some(here) = mapped {
             start.dataset_path = here.to_string_lossy().into_owned();
+            // Whoever runs the agent decides where it is.
+            start.files.dataset_in = None;
             // An option says where the dataset is, so it is not copied.
             context.copies = None;
         }

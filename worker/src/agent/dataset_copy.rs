@@ -88,6 +88,7 @@ pub(super) async fn ensure(
         let why = match tried {
             Ok(Some(here)) => {
                 stored.start.dataset_path = here.to_string_lossy().into_owned();
+                stored.start.files.dataset_in = None;
                 return Ok(());
             }
             Ok(None) => return Ok(()),

@@ -124,8 +124,17 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
 /// The file cannot be read, is no safetensors file, or holds other types; a sentence. Of one that PyTorch has pickled it
 /// says how to convert it.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
+    read_opened(path, open(path)?)
+}
+
+/// As [`read`], of a file that was opened before, with its size.
+///
+/// # Errors
+/// As [`read`].
+pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
-    let bytes = files::read(path, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))?;
+    let bytes =
+        files::read_opened(opened, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))?;
     let header = header::read(&bytes[..], bytes.len() as u64).map_err(|why| no_header(path, why))?;
     readable_types(&header).map_err(naming)?;
     let torn = |e: String| format!("{}: not a whole safetensors file: {e}", path.display());
@@ -180,8 +189,19 @@ fn readable_types(header: &Header) -> Result<(), String> {
 /// # Errors
 /// As [`read`], but for what is in the tensors.
 pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
+    shapes_opened(path, open(path)?)
+}
+
+/// As [`shapes`], of a file that was opened before, with its size.
+///
+/// # Errors
+/// As [`shapes`].
+pub(crate) fn shapes_opened(
+    path: &Path,
+    (file, has): (File, u64),
+) -> Result<BTreeMap<String, Vec<usize>>, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
-    let header = open_header(path)?;
+    let header = header::read(file, has).map_err(|why| no_header(path, why))?;
     readable_types(&header).map_err(naming)?;
     header.check_places().map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
     let mut shapes: BTreeMap<_, _> =
@@ -195,10 +215,10 @@ pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
 /// # Errors
 /// The file cannot be read, or is no safetensors file; a sentence.
 pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
-    Ok(open_header(path)?.metadata)
+    let (file, has) = open(path)?;
+    Ok(header::read(file, has).map_err(|why| no_header(path, why))?.metadata)
 }
 
-fn open_header(path: &Path) -> Result<Header, String> {
-    let (file, has) = files::open(path).map_err(|detail| format!("{} {detail}", path.display()))?;
-    header::read(file, has).map_err(|why| no_header(path, why))
+fn open(path: &Path) -> Result<(File, u64), String> {
+    files::open(path).map_err(|detail| format!("{} {detail}", path.display()))
 }

@@ -28,10 +28,13 @@ pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
 pub use stored::{Stored, stored};
 
-use crate::files;
+use crate::files::{self, allowed::have};
 use index::IndexStore;
 use listing::Listing;
-use lockstep_protocol::dataset::{BrokenFile, class_names_mistake};
+use lockstep_protocol::{
+    agent::AllowedFolders,
+    dataset::{BrokenFile, class_names_mistake},
+};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -240,6 +243,22 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
         }
         Some((folder, rest)) => Ok(folder.canonicalize()?.join(rest)),
         None => path.canonicalize(),
+    }
+}
+
+/// The path of a registered dataset without links, if it leads where it may. It had none when it was registered, so a link below
+/// `allowed` may have been made since, and is followed here for the last time: what is returned is what is opened. What is not
+/// there is left to whoever opens it.
+///
+/// # Errors
+/// It leads where nothing may be read, in words.
+pub(crate) fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
+    let Some(allowed) = allowed else { return Ok(path.to_owned()) };
+    match canonical(path) {
+        Ok(real) if real == path || have(allowed, &real) => Ok(real),
+        Ok(_) => Err(allowed.refusal(&path.display().to_string())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(path.to_owned()),
+        Err(error) => Err(format!("{} cannot be read: {error}", path.display())),
     }
 }
 

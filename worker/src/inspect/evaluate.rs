@@ -1,7 +1,7 @@
 //! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
-use crate::data::loader::DataSource;
+use crate::data::{self, loader::DataSource};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     dataset::classes_differ,
@@ -30,8 +30,8 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         random_resized_crop: false,
         ..spec.data.clone()
     };
-    let data =
-        DataSource::open(Path::new(&request.dataset), &seen, spec.train.seed).map_err(|e| e.to_string())?;
+    let dataset = data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
+    let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
             "the model was trained on pictures of {}, those of {} have {}",

@@ -10,7 +10,7 @@ mod samples;
 
 pub use predict::predict;
 
-use crate::{data, host::SECRETS};
+use crate::{data, files::allowed::have, host::SECRETS};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
@@ -190,8 +190,11 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             let found = data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
             Ok(AgentReply::Fingerprint { found })
         }
-        AgentRequest::InspectDataset { path } => {
+        AgentRequest::InspectDataset { path, allowed } => {
             let resolved = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
+            if let Some(allowed) = allowed.filter(|allowed| !have(allowed, &resolved)) {
+                return Err(allowed.refusal(&path));
+            }
             let mut info = data::inspect(&resolved).map_err(|e| e.to_string())?;
             // Without one, machines compare their copies with each other alone.
             let found = data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
@@ -201,8 +204,9 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             };
             Ok(AgentReply::Dataset { path: resolved.into(), info })
         }
-        AgentRequest::Samples { path, pick } => {
-            samples::pick(Path::new(&path), pick).map(AgentReply::Samples).map_err(|e| e.to_string())
+        AgentRequest::Samples { path, pick, allowed } => {
+            let path = data::resolve(Path::new(&path), allowed.as_ref())?;
+            samples::pick(&path, pick).map(AgentReply::Samples).map_err(|e| e.to_string())
         }
         AgentRequest::FitWeights(request) => {
             Ok(AgentReply::Weights { mistake: pretrained::mistake(&request) })
@@ -230,7 +234,7 @@ mod tests {
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
         assert_eq!(reply, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
-        let asked = AgentRequest::Samples { path: here.into(), pick };
+        let asked = AgentRequest::Samples { path: here.into(), pick, allowed: None };
         let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");

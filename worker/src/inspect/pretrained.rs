@@ -2,20 +2,20 @@
 //! ranks check the values too, with the same messages for names and shapes (`train/pretrained.rs`).
 
 use crate::{
-    checkpoint, net,
+    checkpoint,
+    files::allowed,
+    net,
     tensors::fit::{Shapes, compare, first_of},
 };
-use lockstep_protocol::inspect::FitWeights;
-use std::path::Path;
+use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
+use std::path::{Path, PathBuf};
 
 /// Tensors that are named; all are counted.
 const NAMED: usize = 3;
 
 /// What keeps a network from beginning with these weights, in words.
 pub(super) fn mistake(request: &FitWeights) -> Option<String> {
-    let path = Path::new(&request.weights);
-    let file = if path.is_dir() { path.join("model.safetensors") } else { path.to_owned() };
-    let given = match checkpoint::shapes(&file) {
+    let (file, given) = match shapes(Path::new(&request.weights), request.allowed.as_ref()) {
         Ok(given) => given,
         Err(why) => return Some(why),
     };
@@ -37,6 +37,15 @@ pub(super) fn mistake(request: &FitWeights) -> Option<String> {
     ))
 }
 
+/// The file of weights at `path`, and its tensors.
+fn shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Shapes), String> {
+    let path = allowed::resolve(path, allowed)?;
+    let file = if path.is_dir() { path.join("model.safetensors") } else { path };
+    let (file, opened) = allowed::open(&file, allowed)?;
+    let given = checkpoint::shapes_opened(&file, opened)?;
+    Ok((file, given))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,7 +60,7 @@ mod tests {
 
     fn asked(file: &Path, model: ModelSpec, classes: u32) -> FitWeights {
         let weights = file.to_str().unwrap().to_owned();
-        FitWeights { weights, model, image_size: 32, channels: 3, classes }
+        FitWeights { weights, model, image_size: 32, channels: 3, classes, allowed: None }
     }
 
     /// A file of this network's weights, as they are changed.
@@ -99,6 +108,29 @@ mod tests {
         });
         let said = mistake(&asked(&file, ours, 10)).unwrap();
         assert!(said.contains("fc.bias is [9], wanted [10]; extra is not in this network"), "{said}");
+    }
+
+    #[test]
+    fn a_link_that_leads_out_of_the_allowed_folders_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let ours = || model(Arch::ResNet20, Stem::Auto);
+        let outside = write(dir.path(), &ours(), |_| {});
+        let root = dir.path().join("root");
+        std::fs::create_dir_all(root.join("folder")).unwrap();
+        let allowed = AllowedFolders { below: vec![root.display().to_string()], except: Vec::new() };
+        let weigh =
+            |file: &Path| mistake(&FitWeights { allowed: Some(allowed.clone()), ..asked(file, ours(), 10) });
+        let inside = root.join("w.safetensors");
+        std::fs::copy(&outside, &inside).unwrap();
+        assert_eq!(weigh(&inside), None);
+        std::fs::remove_file(&inside).unwrap();
+        for link in [&inside, &root.join("folder/model.safetensors")] {
+            std::os::unix::fs::symlink(&outside, link).unwrap();
+        }
+        for path in [inside, root.join("folder"), outside] {
+            let why = weigh(&path).unwrap();
+            assert!(why.contains("--dataset-root"), "{why}");
+        }
     }
 
     #[test]

@@ -3,11 +3,11 @@
 use super::*;
 use crate::{checkpoint, engine::toy, gpu::RankGpu, tensors::NamedTensors};
 use lockstep_protocol::{
-    agent::{AttemptRef, StartAttempt},
+    agent::{AllowedFolders, AttemptRef, StartAttempt},
     job::JobId,
     spec::{Arch, JobSpec, Validation},
 };
-use std::fs;
+use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
 const STEPS: u64 = 3;
 
@@ -27,11 +27,16 @@ fn dataset(folder: &Path) {
     }
 }
 
-/// Runs a rank that its launcher gave `gpu`; the weights of its last checkpoint.
-fn trained(gpu: Option<RankGpu>) -> NamedTensors {
-    let folder = tempfile::tempdir().unwrap();
-    let data = folder.path().join("dataset");
-    dataset(&data);
+/// Runs a rank that its launcher gave `gpu`, as its start is changed, in a folder of its own.
+fn run(
+    folder: &Path,
+    gpu: Option<RankGpu>,
+    change: impl FnOnce(&mut StartAttempt),
+) -> Result<Outcome, RankError> {
+    let data = folder.join("dataset");
+    if !data.exists() {
+        dataset(&data);
+    }
     let mut spec = JobSpec::default();
     spec.model.arch = Arch::ResNet20;
     spec.data.validation = Validation::Split("test".into());
@@ -39,7 +44,7 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
     spec.train.epochs = None;
     spec.train.steps = Some(STEPS);
     spec.train.global_batch_size = Some(8);
-    let config = RankConfig {
+    let mut config = RankConfig {
         start: StartAttempt {
             attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
             spec,
@@ -60,16 +65,68 @@ fn trained(gpu: Option<RankGpu>) -> NamedTensors {
         threads: 1,
         gpu,
         lease: None,
-        job_dir: folder.path().into(),
+        job_dir: folder.into(),
         stop_within_secs: stop_within_secs(),
     };
+    change(&mut config.start);
     fs::create_dir_all(config.attempt_dir()).unwrap();
     fs::create_dir_all(config.checkpoints_dir()).unwrap();
     let reporter = Arc::new(Reporter::create(&config.attempt_dir(), 0).unwrap());
-    let outcome = attempt(&config, &Arc::default(), &reporter).unwrap();
+    attempt(&config, &Arc::default(), &reporter)
+}
+
+/// The weights of the last checkpoint of a rank in `folder`.
+fn last_weights(folder: &Path) -> PathBuf {
+    folder.join("checkpoints").join(checkpoint::folder_name(1, STEPS)).join(checkpoint::MODEL)
+}
+
+/// Runs a rank that its launcher gave `gpu`; the weights of its last checkpoint.
+fn trained(gpu: Option<RankGpu>) -> NamedTensors {
+    let folder = tempfile::tempdir().unwrap();
+    let outcome = run(folder.path(), gpu, |_| {}).unwrap();
     assert_eq!(outcome, Outcome::Finished { step: STEPS });
-    let kept = config.checkpoints_dir().join(checkpoint::folder_name(1, STEPS));
-    checkpoint::read_tensors(&kept.join(checkpoint::MODEL)).unwrap()
+    checkpoint::read_tensors(&last_weights(folder.path())).unwrap()
+}
+
+#[test]
+fn weights_and_datasets_are_not_read_by_a_link_that_leads_out_of_the_folders_they_may_come_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
+    for folder in ["private", "first", "second", "third", "root"] {
+        fs::create_dir(at(folder)).unwrap();
+    }
+    run(&at("private"), None, |_| {}).unwrap();
+    let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
+    let (weights, data) = (at("root/w.safetensors"), at("root/dataset"));
+    let begun = |job: &str| {
+        run(&at(job), None, |start| {
+            start.spec.model.pretrained = Some(weights.display().to_string());
+            start.dataset_path = data.display().to_string();
+            start.files.weights_in = Some(allowed.clone());
+            start.files.dataset_in = Some(allowed.clone());
+        })
+    };
+    dataset(&data);
+    symlink(last_weights(&at("private")), &weights).unwrap();
+    let why = begun("first").unwrap_err().to_string();
+    assert!(why.contains("model.pretrained: ") && why.contains("--dataset-root"), "{why}");
+    assert!(!last_weights(&at("first")).exists());
+
+    fs::remove_file(&weights).unwrap();
+    fs::copy(last_weights(&at("private")), &weights).unwrap();
+    fs::remove_dir_all(&data).unwrap();
+    symlink(at("private/dataset"), &data).unwrap();
+    let why = begun("second").unwrap_err().to_string();
+    assert!(why.contains("root/dataset, or where its links lead,"), "{why}");
+
+    fs::remove_file(&data).unwrap();
+    dataset(&at("root/elsewhere"));
+    symlink("elsewhere", &data).unwrap();
+    assert_eq!(
+        begun("third").unwrap(),
+        Outcome::Finished { step: STEPS },
+        "it leads elsewhere below the root"
+    );
 }
 
 #[test]

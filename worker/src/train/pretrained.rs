@@ -5,6 +5,7 @@ use super::{TrainError, Training};
 use crate::{
     checkpoint,
     engine::{NamedTensors, first_not_finite},
+    files::allowed,
     tensors::fit::{Fit, compare, first_of, shapes},
 };
 use std::path::Path;
@@ -24,8 +25,10 @@ pub(super) fn weights(
     head: &str,
 ) -> Result<NamedTensors, TrainError> {
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
-    let path = checkpoint::model_file(path).map_err(|e| wrong(e.to_string()))?;
-    let given = checkpoint::read_tensors(&path).map_err(wrong)?;
+    let path = allowed::resolve(path, training.weights_in).map_err(wrong)?;
+    let path = checkpoint::model_file(&path).map_err(|e| wrong(e.to_string()))?;
+    let (path, opened) = allowed::open(&path, training.weights_in).map_err(wrong)?;
+    let given = checkpoint::read_opened_tensors(&path, opened).map_err(wrong)?;
     if let Some(found) = first_not_finite(&given) {
         return Err(wrong(format!(
             "{}: {found}; its training has diverged, give another file",

@@ -179,6 +179,7 @@ impl Bench {
         let training = Training {
             spec: &spec,
             dataset: &self.folder.path().join("dataset"),
+            weights_in: None,
             changes: ChangeDetection::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),

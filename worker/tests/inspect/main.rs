@@ -170,6 +170,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
         model: here.clone(),
         dataset: here,
         spec: Box::new(spec(&of)),
+        allowed: None,
     });
     let Ok(AgentReply::Evaluation(found)) = inspect::answer(question) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
@@ -184,7 +185,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
 
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
-    let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec) };
+    let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec), allowed: None };
     match inspect::answer(AgentRequest::Evaluate(question)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),

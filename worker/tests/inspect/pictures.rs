@@ -1,6 +1,8 @@
 //! Pictures are resized and cropped as in training, for predictions and for previews.
 
 use super::*;
+use lockstep_protocol::agent::AllowedFolders;
+use std::os::unix::fs::symlink;
 
 #[test]
 fn pictures_that_are_not_square_are_classified_as_they_were_trained_on() {
@@ -85,9 +87,52 @@ fn pictures_are_resized_and_cropped_as_the_model_s_own_were() {
 
 fn samples(path: &Path, pick: Pick) -> Samples {
     let path = path.to_string_lossy().into_owned();
-    match inspect::answer(AgentRequest::Samples { path, pick }) {
+    match inspect::answer(AgentRequest::Samples { path, pick, allowed: None }) {
         Ok(AgentReply::Samples(samples)) => samples,
         other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_dataset_whose_path_has_become_a_link_is_read_below_the_allowed_folders_alone() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
+    for folder in ["root", "root/set", "root/other", "outside"] {
+        std::fs::create_dir(at(folder)).unwrap();
+    }
+    for folder in ["root/set", "root/other", "outside"] {
+        write_dataset(&at(folder), &of);
+    }
+    write_model(dir.path(), &of);
+    let allowed = AllowedFolders { below: vec![at("root").display().to_string()], except: Vec::new() };
+    let ask = |path: &str| {
+        let (path, allowed) = (at(path).display().to_string(), Some(allowed.clone()));
+        let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
+        let evaluation = EvaluateModel {
+            model: dir.path().display().to_string(),
+            dataset: path.clone(),
+            spec: Box::new(spec(&of)),
+            allowed: allowed.clone(),
+        };
+        [
+            AgentRequest::InspectDataset { path: path.clone(), allowed: allowed.clone() },
+            AgentRequest::Samples { path, pick, allowed },
+            AgentRequest::Evaluate(evaluation),
+        ]
+        .map(inspect::answer)
+    };
+    assert!(ask("root/set").iter().all(Result::is_ok));
+    // As when it was registered before there were roots: nothing has become a link.
+    assert_eq!(ask("outside").map(|answer| answer.is_ok()), [false, true, true]);
+    std::fs::remove_dir_all(at("root/set")).unwrap();
+    symlink(at("root/other"), at("root/set")).unwrap();
+    assert!(ask("root/set").iter().all(Result::is_ok), "it leads elsewhere below the root");
+    std::fs::remove_file(at("root/set")).unwrap();
+    symlink(at("outside"), at("root/set")).unwrap();
+    for answer in ask("root/set") {
+        let why = answer.unwrap_err();
+        assert!(why.contains("root/set, or where its links lead, is not below"), "{why}");
     }
 }
 
@@ -149,7 +194,9 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
     let wrong = Pick::Stored { split: "test2".into(), class: None, shuffle: None, offset: 0, limit: 1 };
     let path = dir.path().to_string_lossy().into_owned();
     assert!(
-        inspect::answer(AgentRequest::Samples { path, pick: wrong }).unwrap_err().contains("train, test")
+        inspect::answer(AgentRequest::Samples { path, pick: wrong, allowed: None })
+            .unwrap_err()
+            .contains("train, test")
     );
     let picture = NamedPicture { name: "a".into(), content: String::new() };
     let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture] };

@@ -2,7 +2,10 @@
 
 use super::StoredAttempt;
 use crate::{
-    data::fingerprint::{self, DatasetFingerprint, Fingerprint},
+    data::{
+        self,
+        fingerprint::{self, DatasetFingerprint, Fingerprint},
+    },
     host::write_whole,
     inspect,
 };
@@ -50,7 +53,8 @@ pub(super) fn check(
     cancelled: &AtomicBool,
     machine: Option<&str>,
 ) -> Result<(), String> {
-    let path = Path::new(&stored.start.dataset_path);
+    let path = data::resolve(Path::new(&stored.start.dataset_path), stored.start.files.dataset_in.as_ref())?;
+    let path = path.as_path();
     let note = stored.job_dir.join(DATASET_NOTE);
     let before = DatasetNote::read(&note);
     let registered = stored.start.files.registered.as_ref();

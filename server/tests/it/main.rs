@@ -10,7 +10,7 @@ mod test_server;
 
 mod access;
 mod artifacts;
-mod checkpoint_checks;
+mod checks_before_starts;
 mod cursors;
 mod damaged_files;
 mod databases;

@@ -12,11 +12,33 @@ use serde_json::{Value, json};
 use std::{
     collections::HashSet,
     fs::{self, File},
+    io,
     path::{Path, PathBuf},
 };
 
 /// Bytes that nobody reads to their end here; the disk does not hold them.
 const ENDLESS: u64 = 1 << 40;
+
+/// Files that are endless for as long as the test runs: their readers end with it, also where it fails.
+struct Endless(Vec<PathBuf>);
+
+impl Endless {
+    fn make(files: &[PathBuf]) -> Self {
+        let this = Self(files.to_owned());
+        this.set_len(ENDLESS).unwrap();
+        this
+    }
+
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.0.iter().try_for_each(|file| File::options().write(true).open(file)?.set_len(bytes))
+    }
+}
+
+impl Drop for Endless {
+    fn drop(&mut self) {
+        let _ = self.set_len(0);
+    }
+}
 
 /// Those of these files that are open, and the others.
 fn open(files: &[PathBuf]) -> (Vec<&PathBuf>, Vec<&PathBuf>) {
@@ -59,9 +81,7 @@ async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
         files.push(folder.join("model.safetensors").canonicalize().unwrap());
         attempts.push(start.attempt);
     }
-    for file in &files {
-        File::options().write(true).open(file).unwrap().set_len(ENDLESS).unwrap();
-    }
+    let _endless = Endless::make(&files);
     for attempt in &attempts {
         agent.end(attempt, killed(0)).await;
     }

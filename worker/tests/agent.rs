@@ -232,7 +232,7 @@ async fn an_agent_that_is_ending_says_so_over_every_connection() {
     let mut next = start.clone();
     (next.attempt.job, next.attempt.fencing_token) = (JobId::generate(), 6.into());
     line.say(&ToAgent::Start(Box::new(next.clone()))).await;
-    let mut leaves = async |line: &mut Line| match timeout(PATIENCE, line.hear()).await {
+    let leaves = async |line: &mut Line| match timeout(PATIENCE, line.hear()).await {
         Ok(FromAgent::Leaving { reason }) => assert!(reason.contains("cannot be written"), "{reason}"),
         other => panic!("{other:?}"),
     };

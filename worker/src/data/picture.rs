@@ -91,7 +91,7 @@ fn no_picture(bytes: &[u8]) -> String {
 }
 
 /// Why a picture of this size is not read, if it is not.
-fn too_large(width: u32, height: u32) -> Option<String> {
+pub(super) fn too_large(width: u32, height: u32) -> Option<String> {
     let fits = width > 0 && height > 0 && u64::from(width) * u64::from(height) <= MAX_PIXELS;
     (!fits).then(|| format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20))
 }

@@ -144,6 +144,11 @@ pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String
 }
 
 impl Picture {
+    /// Width and height as a file's beginning has them; none where it is no picture that is read.
+    pub(crate) fn size_of(bytes: &[u8]) -> Option<(u32, u32)> {
+        Header::read(bytes).ok().map(|header| header.dimensions())
+    }
+
     /// Decodes a picture of any size and colour type as RGB, upright, with Pillow's meaning.
     ///
     /// # Errors

@@ -21,7 +21,7 @@ pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, Rank
 pub use fencing::FencingToken;
 pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};
 pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};
-pub use requests::{AgentReply, AgentRequest};
+pub use requests::{AgentReply, AgentRequest, RequestQueue};
 
 use crate::{job::JobId, spec::JobSpec, wire::Part};
 use serde::{Deserialize, Serialize};

@@ -8,7 +8,7 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Requests of a kind (long or short) that an agent works on at the same time; others wait.
+/// Requests of a queue that an agent works on at the same time; others wait.
 pub const CONCURRENT_REQUESTS: usize = 2;
 
 /// How an agent's error begins when the process that was to reply has ended without a reply.

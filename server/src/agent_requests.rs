@@ -49,7 +49,7 @@ pub(crate) async fn choose_agent(app: &App, request: &AgentRequest) -> Result<On
         (
             // One that is there for a single job, or is to take no work, helps when nobody else can.
             agent.only_job.is_some() || app.agents.is_draining(&agent.row.id),
-            app.agents.pending_requests(agent.connection, request.is_long()),
+            app.agents.pending_requests(agent.connection, request.queue()),
             app.leases.slots_in_use(&agent.row.id).len(),
         )
     };

@@ -3,7 +3,7 @@
 use crate::store::AgentRow;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, MachineWarning, ToAgent},
+    agent::{AgentReply, AgentRequest, MachineWarning, RequestQueue, ToAgent},
     inspect::was_killed,
     job::JobId,
 };
@@ -93,7 +93,7 @@ pub(crate) struct QueuePosition {
 struct Pending {
     connection: u64,
     agent: String,
-    is_long: bool,
+    queue: RequestQueue,
     reply_to: ReplyTo,
 }
 
@@ -245,7 +245,7 @@ impl Agents {
         let pending = Pending {
             connection: agent.connection,
             agent: agent.row.name.clone(),
-            is_long: request.is_long(),
+            queue: request.queue(),
             reply_to,
         };
         lock(&self.pending).insert(id, pending);
@@ -283,13 +283,13 @@ impl Agents {
         let pending = lock(&self.pending);
         let mine = pending.get(&id)?;
         let before = pending.range(..id).map(|(_, other)| other);
-        let ahead = before.filter(|o| o.connection == mine.connection && o.is_long == mine.is_long).count();
+        let ahead = before.filter(|o| o.connection == mine.connection && o.queue == mine.queue).count();
         Some(QueuePosition { agent: mine.agent.clone(), ahead })
     }
 
-    /// Requests of a kind (long or short) that a connection has not replied to.
-    pub(crate) fn pending_requests(&self, connection: u64, is_long: bool) -> usize {
-        lock(&self.pending).values().filter(|p| p.connection == connection && p.is_long == is_long).count()
+    /// Requests of a queue that a connection has not replied to.
+    pub(crate) fn pending_requests(&self, connection: u64, queue: RequestQueue) -> usize {
+        lock(&self.pending).values().filter(|p| p.connection == connection && p.queue == queue).count()
     }
 
     /// Passes an agent's reply on to the caller that waits for it.

@@ -67,10 +67,25 @@ impl AgentRequest {
         }
     }
 
-    /// Whether it may take minutes. Long requests have a queue of their own, so that short ones need not wait for them.
-    pub fn is_long(&self) -> bool {
-        matches!(self, AgentRequest::Evaluate(_))
+    /// The queue that it waits in.
+    pub fn queue(&self) -> RequestQueue {
+        match self {
+            AgentRequest::Evaluate(_) => RequestQueue::Long,
+            AgentRequest::Predict { .. } => RequestQueue::Predictions,
+            _ => RequestQueue::Short,
+        }
     }
+}
+
+/// Requests wait for those of their own queue alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RequestQueue {
+    /// They take moments.
+    Short,
+    /// They take as long as what somebody sends: pictures up to a limit.
+    Predictions,
+    /// They may take minutes.
+    Long,
 }
 
 /// The reply to each [`AgentRequest`].

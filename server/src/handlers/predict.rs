@@ -55,7 +55,7 @@ pub(crate) struct PredictQuery {
 /// Classify pictures
 ///
 /// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
-/// that cannot be read says so in its own answer.
+/// that cannot be read says so in its own answer. Together they have at most 256 megapixels.
 #[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), PredictQuery),
     request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
     responses((status = 200, body = Predictions), (status = 404, body = Problem),

@@ -1,8 +1,8 @@
 //! CIFAR-10 and CIFAR-100, binary version (Krizhevsky 2009): records of one or two label bytes and
 //! 3,072 bytes of red, green and blue planes.
 
-use super::{Catalog, DataError, Format, Samples, Split, names_from};
-use crate::files;
+use super::{Catalog, DataError, Format, Samples, Split, names_from, packed};
+use crate::files::{self, Found};
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
     fs,
@@ -58,6 +58,14 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         if paths.is_empty() {
             continue;
         }
+        // The pictures, and the largest file while it is read. What cannot be read is named below.
+        let size = |path: &PathBuf| match files::stat(path) {
+            Ok(Found::File { size_bytes }) => size_bytes,
+            _ => 0,
+        };
+        let (all, largest) = paths.iter().map(size).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
+        packed::check_fits(all + largest)
+            .map_err(|detail| DataError::Invalid(format!("{}: its split {name} {detail}", dir.display())))?;
         let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
         for file in paths {
             match files::read(file, MAX_BYTES)
@@ -70,7 +78,13 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         splits.push(Split {
             name: name.into(),
             labels,
-            samples: Samples::Memory { pixels, height: SIDE as u32, width: SIDE as u32, channels: 3 },
+            samples: Samples::Memory {
+                pixels,
+                measured: None,
+                height: SIDE as u32,
+                width: SIDE as u32,
+                channels: 3,
+            },
             broken,
         });
     }

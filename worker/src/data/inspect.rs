@@ -21,7 +21,7 @@ const DECODED: usize = 20_000;
 /// # Errors
 /// As [`inspect`].
 pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
-    let splits = Catalog::open(path)?.splits.into_iter();
+    let splits = Catalog::measure(path)?.splits.into_iter();
     Ok(splits.filter(|split| !split.labels.is_empty()).map(|split| split.name).collect())
 }
 
@@ -30,7 +30,7 @@ pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
 /// # Errors
 /// When nothing there is a known format; the sentence names the formats.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
-    let mut catalog = Catalog::open(path)?;
+    let mut catalog = Catalog::measure(path)?;
     let mut broken = std::mem::take(&mut catalog.broken);
     let mut sizes = Vec::new();
     let (mut mean, mut std) = (Vec::new(), Vec::new());
@@ -38,11 +38,14 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         broken.append(&mut split.broken);
         let train = split.name == "train";
         match &split.samples {
-            Samples::Memory { pixels, height, width, channels } => {
+            Samples::Memory { pixels, measured, height, width, channels } => {
                 sizes.push((*height, *width, *channels));
                 if train {
                     let (size, channels) = ((height * width * channels) as usize, *channels as usize);
-                    (mean, std) = Statistics::of_packed(pixels, size, channels).mean_std();
+                    (mean, std) = match measured {
+                        Some(measured) => measured.mean_std(),
+                        None => Statistics::of_packed(pixels, size, channels).mean_std(),
+                    };
                 }
             }
             Samples::Listed(listing) => {
@@ -115,10 +118,10 @@ fn count(split: &Split, classes: usize) -> SplitInfo {
 
 /// How often each byte value occurs in each channel of pictures of one size: exact, and the same in any order.
 #[derive(Debug, Default)]
-pub(super) struct Statistics(Vec<[u64; 256]>);
+pub(crate) struct Statistics(Vec<[u64; 256]>);
 
 impl Statistics {
-    fn of(pixels: &[u8], channels: usize) -> Self {
+    pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
         let mut counts = vec![[0u64; 256]; channels];
         for pixel in pixels.chunks_exact(channels) {
             for (count, value) in counts.iter_mut().zip(pixel) {
@@ -139,7 +142,7 @@ impl Statistics {
         all
     }
 
-    fn add(&mut self, other: &Self) {
+    pub(super) fn add(&mut self, other: &Self) {
         self.0.resize(self.0.len().max(other.0.len()), [0; 256]);
         for (a, b) in self.0.iter_mut().zip(&other.0) {
             for (a, b) in a.iter_mut().zip(b) {

@@ -11,6 +11,7 @@ mod inspect;
 mod label;
 mod listing;
 pub mod loader;
+mod packed;
 mod parquet;
 mod pattern;
 mod picture;
@@ -30,11 +31,13 @@ pub use stored::{Stored, stored};
 
 use crate::files::{self, allowed::have};
 use index::IndexStore;
+use inspect::Statistics;
 use listing::Listing;
 use lockstep_protocol::{
     agent::AllowedFolders,
     dataset::{BrokenFile, class_names_mistake},
 };
+use packed::Reading;
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -126,7 +129,14 @@ pub(crate) struct Split {
 #[derive(Debug)]
 pub(crate) enum Samples {
     /// One after another: height, width, channels.
-    Memory { pixels: Vec<u8>, height: u32, width: u32, channels: u32 },
+    Memory {
+        pixels: Vec<u8>,
+        /// In the place of `pixels`, where an inspection does not hold them.
+        measured: Option<Statistics>,
+        height: u32,
+        width: u32,
+        channels: u32,
+    },
     /// Encoded, in files or shards; read as RGB.
     Listed(Listing),
 }
@@ -139,6 +149,15 @@ impl Catalog {
 
     /// As [`Catalog::open`], with an index of its own.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
+        Self::open_reading(path, store, Reading::Whole)
+    }
+
+    /// As [`Catalog::open`], for an inspection: of pictures that jobs hold in memory there are only the measures.
+    fn measure(path: &Path) -> Result<Self, DataError> {
+        Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
+    }
+
+    fn open_reading(path: &Path, store: &IndexStore, reading: Reading) -> Result<Self, DataError> {
         let usable = |catalog: Catalog| {
             let wrong = match catalog.splits.iter().any(|s| s.name == "train") {
                 true => class_names_mistake(&catalog.classes),
@@ -159,8 +178,9 @@ impl Catalog {
         }
         // Archives unpack into a folder of their own; people give either.
         for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
-            if let Some(found) =
-                cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir, store))
+            if let Some(found) = cifar::find(&dir)
+                .or_else(|| idx::find(&dir, reading))
+                .or_else(|| image_folder::find(&dir, store))
             {
                 return found.and_then(usable);
             }

@@ -91,7 +91,7 @@ fn no_picture(bytes: &[u8]) -> String {
 }
 
 /// Why a picture of this size is not read, if it is not.
-fn too_large(width: u32, height: u32) -> Option<String> {
+pub(super) fn too_large(width: u32, height: u32) -> Option<String> {
     let fits = width > 0 && height > 0 && u64::from(width) * u64::from(height) <= MAX_PIXELS;
     (!fits).then(|| format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20))
 }
@@ -144,6 +144,11 @@ pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String
 }
 
 impl Picture {
+    /// Width and height as a file's beginning has them; none where it is no picture that is read.
+    pub(crate) fn size_of(bytes: &[u8]) -> Option<(u32, u32)> {
+        Header::read(bytes).ok().map(|header| header.dimensions())
+    }
+
     /// Decodes a picture of any size and colour type as RGB, upright, with Pillow's meaning.
     ///
     /// # Errors

@@ -57,7 +57,7 @@ pub fn stored(
         .take(limit)
         .filter_map(|&i| {
             let (file, picture) = match &found.samples {
-                Samples::Memory { pixels, height, width, channels } => {
+                Samples::Memory { pixels, height, width, channels, .. } => {
                     let size = (height * width * channels) as usize;
                     let pixels = pixels.get(i * size..(i + 1) * size)?.to_vec();
                     (None, Picture { width: *width, height: *height, channels: *channels, pixels })

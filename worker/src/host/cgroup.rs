@@ -148,6 +148,12 @@ impl ControlGroups {
         let used = number(limit.used.clone())?.saturating_sub(value(&stat, limit.inactive).unwrap_or(0));
         Some((limit.bytes, used))
     }
+
+    /// Bytes of files that the kernel keeps in memory and would drop last.
+    pub(crate) fn files_in_use(&self) -> Option<u64> {
+        let limit = self.memory.as_ref()?;
+        value(&fs::read_to_string(&limit.stat).ok()?, &limit.inactive.replace("inactive", "active"))
+    }
 }
 
 #[cfg(test)]
@@ -172,12 +178,12 @@ mod tests {
             ("a/b/cpu.max", "max 100000\n"),
             ("a/b/memory.max", "4294967296\n"),
             ("a/b/memory.current", "1000000\n"),
-            ("a/b/memory.stat", "anon 5\ninactive_file 250000\n"),
+            ("a/b/memory.stat", "anon 5\ninactive_file 250000\nactive_file 40\n"),
             ("a/memory.max", "max\n"),
         ]);
         let found = ControlGroups::read("0::/a/b\n", root.path());
         assert_eq!((found.cpus(), found.cpu_secs()), (Some(2.0), Some(3.5)));
-        assert_eq!(found.memory(), Some((4 << 30, 750_000)));
+        assert_eq!((found.memory(), found.files_in_use()), (Some((4 << 30, 750_000)), Some(40)));
     }
 
     #[test]

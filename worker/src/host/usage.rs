@@ -177,6 +177,18 @@ fn memory(groups: &ControlGroups) -> Memory {
     }
 }
 
+/// Memory that a process here may still take, if files that the kernel keeps in memory make room. `None` where the system does not say.
+pub(crate) fn memory_available() -> Option<u64> {
+    let text = read("/proc/meminfo");
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let of_machine = line.split_whitespace().next()?.parse::<u64>().ok()?.saturating_mul(1024);
+    let groups = ControlGroups::of_this_process();
+    let of_group = groups
+        .memory()
+        .map(|(limit, used)| limit.saturating_sub(used.saturating_sub(groups.files_in_use().unwrap_or(0))));
+    Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
+}
+
 /// Memory that processes here may have.
 pub(crate) fn memory_bytes() -> u64 {
     memory(&ControlGroups::of_this_process()).bytes

@@ -12,7 +12,7 @@ pub use predict::predict;
 
 use crate::{data, files::allowed::have, host::SECRETS};
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest},
+    agent::{AgentReply, AgentRequest, RequestQueue},
     inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
 };
 use std::{
@@ -28,8 +28,9 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Long requests and short ones wait for their own kind alone.
+/// Requests wait for those of their own queue alone.
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
+static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 /// A dataset of a million pictures takes all cores for minutes.
 static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
@@ -59,8 +60,11 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
             return in_this_process(request.clone(), permit).await;
         }
         AgentRequest::InspectDataset { .. } => &DATASETS,
-        _ if request.is_long() => &LONG,
-        _ => &SHORT,
+        _ => match request.queue() {
+            RequestQueue::Long => &LONG,
+            RequestQueue::Predictions => &PREDICTIONS,
+            RequestQueue::Short => &SHORT,
+        },
     };
     let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
     let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
@@ -225,10 +229,12 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
 mod tests {
     use super::*;
     use lockstep_protocol::inspect::{Pick, was_killed};
+    use std::task::Poll;
 
     #[tokio::test]
-    async fn short_requests_do_not_wait_for_long_ones() {
+    async fn short_requests_wait_neither_for_long_ones_nor_for_predictions() {
         let _evaluations = LONG.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
+        let predictions = PREDICTIONS.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let here = env!("CARGO_MANIFEST_DIR");
         let paths = vec![here.to_owned(), format!("{here}/nothing"), format!("{here}/Cargo.toml")];
         let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
@@ -238,6 +244,16 @@ mod tests {
         let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
+        // Predictions wait for each other.
+        let asked = AgentRequest::Predict { model: here.into(), pictures: Vec::new() };
+        let program = Path::new("/bin/false");
+        let mut predicting = std::pin::pin!(request(program, &asked));
+        let is_waiting =
+            std::future::poll_fn(|context| Poll::Ready(predicting.as_mut().poll(context).is_pending()));
+        assert!(is_waiting.await);
+        drop(predictions);
+        let answer = tokio::time::timeout(Duration::from_secs(30), predicting).await.expect("it is its turn");
+        assert!(answer.unwrap_err().contains("ended with"));
     }
 
     #[tokio::test]

@@ -6,6 +6,9 @@ use base64::Engine as _;
 use lockstep_protocol::inspect::{NamedPicture, Prediction, Probability};
 use std::path::Path;
 
+/// Pixels of one request: decoding this many takes a few seconds.
+const MAX_PIXELS: u64 = 256 << 20;
+
 /// What the model at `path` (a checkpoint's folder, or a safetensors file) says of pictures, prepared as for its
 /// validation: the largest centred square, scaled, or resized and cropped at the centre; normalised.
 ///
@@ -44,7 +47,23 @@ pub(super) fn named(path: &Path, pictures: Vec<NamedPicture>) -> Result<Vec<Pred
             .map(|bytes| (p.name, bytes))
             .map_err(|e| e.to_string())
     };
-    predict(path, pictures.into_iter().map(decode).collect::<Result<_, _>>()?)
+    let pictures: Vec<(String, Vec<u8>)> = pictures.into_iter().map(decode).collect::<Result<_, _>>()?;
+    check_pixels(pictures.iter().map(|(_, bytes)| bytes.as_slice()))?;
+    predict(path, pictures)
+}
+
+/// Whether these pictures have few enough pixels to be decoded for one request. Only their headers are read: of large pictures that
+/// compress well, many fit into a small request.
+fn check_pixels<'a>(pictures: impl Iterator<Item = &'a [u8]>) -> Result<(), String> {
+    let pixels: u64 = pictures.filter_map(Picture::size_of).map(|(w, h)| u64::from(w) * u64::from(h)).sum();
+    if pixels <= MAX_PIXELS {
+        return Ok(());
+    }
+    Err(format!(
+        "the pictures have {pixels} pixels together, and one request may have {MAX_PIXELS} ({} megapixels): send fewer at a time, or \
+         smaller ones",
+        MAX_PIXELS >> 20
+    ))
 }
 
 /// Most probable first.
@@ -87,4 +106,32 @@ fn grey(picture: Picture) -> Picture {
     };
     let pixels = picture.pixels.chunks_exact(3).map(luminance).collect();
     Picture { channels: 1, pixels, ..picture }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use image::{ExtendedColorType, ImageEncoder, codecs::png::PngEncoder};
+
+    fn png(side: u32) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let pixels = vec![0; (side * side) as usize];
+        PngEncoder::new(&mut bytes).write_image(&pixels, side, side, ExtendedColorType::L8).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn a_request_has_a_limit_of_pixels_and_what_has_more_is_not_decoded() {
+        let (large, small) = (png(8 << 10), png(1));
+        let check = |pictures: &[&Vec<u8>]| check_pixels(pictures.iter().map(|bytes| bytes.as_slice()));
+        assert_eq!(check(&[&large; 4]), Ok(()));
+        assert_eq!(check(&[&large, &large, &large, &large, &b"no picture".to_vec()]), Ok(()));
+        let why = check(&[&large, &large, &large, &large, &small]).unwrap_err();
+        assert!(why.contains("have 268435457 pixels") && why.contains("may have 268435456"), "{why}");
+        use base64::Engine as _;
+        let content = base64::engine::general_purpose::STANDARD.encode(&large);
+        let pictures = vec![NamedPicture { name: "large".into(), content }; 5];
+        // Before the model is opened, which is not there.
+        assert!(named(Path::new("/nowhere"), pictures).unwrap_err().contains("(256 megapixels)"));
+    }
 }

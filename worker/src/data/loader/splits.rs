@@ -122,7 +122,7 @@ pub(super) fn open_splits(
             &mut split.samples,
             Samples::Listed(Listing::default()),
         ) {
-            Samples::Memory { pixels, height, width, channels } => {
+            Samples::Memory { pixels, height, width, channels, .. } => {
                 (Pixels::Memory(Arc::new(pixels)), width, height, channels)
             }
             Samples::Listed(mut files) => {

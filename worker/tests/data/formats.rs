@@ -184,24 +184,28 @@ fn damaged_idx_files_are_named() {
     let whole = fs::read(&pictures).expect("readable");
     fs::write(&pictures, &whole[..whole.len() / 2]).expect("writes");
     says(&error(dir.path(), &spec), &["train-images", "cannot be unpacked"]);
-    fs::write(&pictures, pack(&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 9])).expect("writes");
-    says(&error(dir.path(), &spec), &["train-images", "[2, 1, 1]", "1 follow"]);
     fs::write(&pictures, pack(&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 9, 9])).expect("writes");
     says(&error(dir.path(), &spec), &["2 pictures", "8000 labels"]);
-    fs::copy(&labels, &pictures).expect("copies");
-    says(&error(dir.path(), &spec), &["0x00000801", "0x00000803"]);
-    fs::write(
-        &pictures,
-        pack(&[&[0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1][..], &[7; 1 << 20]].concat()),
-    )
-    .expect("writes");
-    says(&error(dir.path(), &spec), &["[1, 1, 1]", "more follow"]);
     fs::write(
         &pictures,
         [0, 0, 8, 3, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff],
     )
     .expect("writes");
-    says(&error(dir.path(), &spec), &["0 follow"]);
+    says(&error(dir.path(), &spec), &["4294967295 pictures", "8000 labels"]);
+    fs::copy(&labels, &pictures).expect("copies");
+    says(&error(dir.path(), &spec), &["0x00000801", "0x00000803"]);
+    // As many labels as the header says that there are pictures.
+    fs::write(&labels, pack(&[0, 0, 8, 1, 0, 0, 0, 2, 0, 1])).expect("writes");
+    fs::write(&pictures, pack(&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 9])).expect("writes");
+    says(&error(dir.path(), &spec), &["train-images", "[2, 1, 1]", "1 follow"]);
+    fs::write(
+        &pictures,
+        pack(&[&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1][..], &[7; 1 << 20]].concat()),
+    )
+    .expect("writes");
+    says(&error(dir.path(), &spec), &["[2, 1, 1]", "more follow"]);
+    fs::write(&pictures, [0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]).expect("writes");
+    says(&error(dir.path(), &spec), &["[2, 0, 1]", "0 follow"]);
     fs::remove_file(&pictures).expect("removes");
     says(&error(dir.path(), &spec), &["looked for"]);
 }

@@ -247,7 +247,7 @@ fn an_authority_is_made_once_and_issues_for_names() {
     }
     let agent = |chars: usize| made.issue_agent(&"a".repeat(chars), 30);
     assert!(agent(64).is_ok());
-    let long = agent(65).err().expect("a common name has 64 characters at most (X.520)");
+    let long = agent(65).expect_err("a common name has 64 characters at most (X.520)");
     assert!(long.contains("1 to 64 letters"), "{long}");
     // A key that others can read signs nothing.
     let key = dir.path().join("ca/ca.key");

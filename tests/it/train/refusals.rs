@@ -99,23 +99,24 @@ async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_
 async fn a_run_does_not_go_back_in_the_folder_that_has_its_later_steps() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let sets = |seed: &'static str| {
-        let keys = ["train.epochs=", "train.steps=4", "checkpoint.every_epochs=", "checkpoint.every_steps=2"];
-        keys.into_iter().chain([seed]).flat_map(|set| ["--set", set])
+    let steps = |number: &'static str, seed: &'static str| {
+        let keys = ["train.epochs=", "checkpoint.every_steps=2", number, seed];
+        keys.into_iter().flat_map(|set| ["--set", set]).collect::<Vec<_>>()
     };
     for (out, seed) in [("out", "train.seed=1"), ("other", "train.seed=2")] {
-        let arguments: Vec<_> = sets(seed).collect();
-        succeeded(&bench.train(out, &arguments).output().expect("it runs"));
+        succeeded(&bench.train(out, &steps("train.steps=4", seed)).output().expect("it runs"));
     }
-    let resume = |from: &str, step: u64, set: &str| {
+    let resume = |from: &str, step: u64| {
         let from = bench.out(from).join(format!("checkpoints/1-{step}")).display().to_string();
-        let output = bench.train("out", &["--resume", &from, "--set", set]).output().expect("it runs");
+        let mut arguments = vec!["--resume", &from];
+        arguments.extend(steps("train.steps=6", "train.seed=1"));
+        let output = bench.train("out", &arguments).output().expect("it runs");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let (status, said) = resume("out", 2, "train.steps=6");
+    let (status, said) = resume("out", 2);
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("has a later checkpoint, 1-4") && said.contains("another --out"), "{said}");
-    let (status, said) = resume("other", 4, "train.steps=6");
+    let (status, said) = resume("other", 4);
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("has another checkpoint 1-4"), "{said}");
 }

@@ -101,7 +101,8 @@ export class Ranks {
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
       const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
-      if (!this.#slowSince.has(s.rank)) this.#slowSince.set(s.rank, this.#since(s.rank, others.map((o) => o.rank)));
+      // Earlier points may come after the newest ones.
+      this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
       const share = own / usual - 1;
       if (worst && worst.share > share) continue;
       const data = median(others.map((o) => o.data));
@@ -117,8 +118,9 @@ export class Ranks {
   #since(rank, others) {
     const own = (r, i) => {
       const at = (name) => this.metrics.of(name, r).last;
-      const step = at("step_ms"), k = step ? step.length - 1 - i : -1;
-      return k < 0 ? NaN : step.mean[k] - (at("all_reduce_ms")?.mean[k] ?? 0);
+      const step = at("step_ms"), wait = at("all_reduce_ms"), k = step ? step.length - 1 - i : -1;
+      // One of them may have earlier points than the other has yet.
+      return k < 0 ? NaN : step.mean[k] - (wait?.mean[wait.length - 1 - i] ?? 0);
     };
     const segment = this.metrics.of("step_ms", rank).last;
     const BLOCK = 10;

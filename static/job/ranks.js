@@ -12,6 +12,17 @@ const SLOW = 1.2;
 /** With this share of a step spent waiting for pictures, a faster network would not train faster. */
 const STARVED = 0.05;
 
+/** The bucket of a segment that has a step: the last one that begins no later. */
+function place({ steps, length }, step) {
+  let low = 0, high = length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (steps[middle] <= step) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
 export class Ranks {
@@ -114,20 +125,19 @@ export class Ranks {
     return worst;
   }
 
-  /** The step since when a rank has been slower than the others, as far back as the page's points go. */
+  /** The step since when a rank has been slower than the others, as far back as the page's points go. Metrics have points for the width
+      of their own charts, so that one's are not the other's steps. */
   #since(rank, others) {
-    const own = (r, i) => {
-      const at = (name) => this.metrics.of(name, r).last;
-      const step = at("step_ms"), wait = at("all_reduce_ms"), k = step ? step.length - 1 - i : -1;
-      // One of them may have earlier points than the other has yet.
-      return k < 0 ? NaN : step.mean[k] - (wait?.mean[wait.length - 1 - i] ?? 0);
-    };
-    const segment = this.metrics.of("step_ms", rank).last;
+    const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[place(segment, step)] : NaN; };
+    const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
+    const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.of(name, rank).last).filter(Boolean);
+    const { steps, length, lastStep } = all.reduce((a, b) => (b.length > a.length ? b : a));
     const BLOCK = 10;
-    let since = segment.lastStep, misses = 0;
-    for (let i = 0; i < segment.length; i += BLOCK) {
-      const mean = (r) => { let sum = 0; for (let k = 0; k < BLOCK; k++) sum += own(r, i + k); return sum / BLOCK; };
-      if (mean(rank) > median(others.map(mean)) * SLOW) { since = segment.steps[Math.max(0, segment.length - i - BLOCK)]; misses = 0; }
+    let since = lastStep, misses = 0;
+    for (let end = length; end > 0; end -= BLOCK) {
+      const block = steps.slice(Math.max(0, end - BLOCK), end);
+      const mean = (r) => block.reduce((sum, step) => sum + own(r, step), 0) / block.length;
+      if (mean(rank) > median(others.map(mean)) * SLOW) { since = block[0]; misses = 0; }
       else if (++misses > 3) break;
     }
     return since;

@@ -19,6 +19,7 @@ Prints a line of JSON:
                       were wanted by nobody
   start_ms_freed      from an agent's word that ranks have ended until the last agent of the job that gets these slots has its Start.
                       Ends are sent in bursts, twice a second; these are the Starts in slots of the newest burst
+  start_ms_over_kill  the same where the server was killed between the two: it is killed at the end of a job, in the middle of a burst
   start_ms_kept       the same of the other Starts: their slots were kept for a larger job meanwhile, as dispatch does, or the Start
                       came more than half a second late
   busy_cpu            CPU seconds of the server a second from the first submission until the server is killed
@@ -136,6 +137,7 @@ class Fleet:
         self.jobs, self.order, self.early = {}, [], {}
         self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
         self.burst, self.out_of_order, self.wanted = 0.0, 0, 0
+        self.killed_at, self.from_end_over_kill = float("inf"), []
         self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
 
     def lost_connection(self, agent, why):
@@ -170,7 +172,10 @@ class Fleet:
             return
         freed = max(of.freed[slot] for of, part in job.places for _, slot in part.ranks)
         took = now - max(freed, job.submitted)
-        (self.from_end if freed >= self.burst else self.from_end_kept).append(took)
+        if freed < self.killed_at <= now:
+            self.from_end_over_kill.append(took)
+        else:
+            (self.from_end if freed >= self.burst else self.from_end_kept).append(took)
 
     def place_done(self, job_id):
         job = self.jobs[job_id]
@@ -266,7 +271,7 @@ async def measure(server, options):
         await until(lambda: fleet.done >= options.jobs / 2, patience, "half of the jobs over")
 
     found["busy_cpu"] = await cpu_while(half())
-    fleet.is_killed = True
+    fleet.is_killed, fleet.killed_at = True, time.monotonic()
     for agent in fleet.agents:
         agent.adopted.clear()
     server.kill()
@@ -296,7 +301,7 @@ async def measure(server, options):
     for task in tasks:
         task.cancel()
     return found | {
-        "submit_ms": summary(fleet.submitting), "start_ms_submitted": summary(fleet.from_submission), "start_ms_freed": summary(fleet.from_end),
+        "submit_ms": summary(fleet.submitting), "start_ms_submitted": summary(fleet.from_submission), "start_ms_freed": summary(fleet.from_end), "start_ms_over_kill": summary(fleet.from_end_over_kill),
         "start_ms_kept": summary(fleet.from_end_kept), "disconnected": fleet.disconnected, "lost": unacknowledged + options.jobs - once,
         "out_of_order": fleet.out_of_order, "stops": len(fleet.stops),
     }

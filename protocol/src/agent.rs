@@ -4,7 +4,6 @@
 //! from the number that the server has acknowledged. So whichever of the three processes dies, no event is lost and none
 //! is stored twice: the files are the spool.
 
-mod allowed;
 mod dataset_files;
 mod events;
 mod fencing;
@@ -12,7 +11,7 @@ mod files;
 mod machine;
 mod requests;
 
-pub use allowed::{AllowedFolders, refusal};
+pub use crate::allowed::{AllowedFolders, refusal};
 pub use dataset_files::{
     ANEW_BYTES, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart,
     DatasetParts, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES,

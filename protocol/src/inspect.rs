@@ -2,7 +2,7 @@
 //! no dataset, so an agent does both for it (`agent::AgentRequest`).
 
 use crate::{
-    agent::AllowedFolders,
+    allowed::AllowedFolders,
     spec::{DataSpec, JobSpec, ModelSpec},
 };
 use serde::{Deserialize, Serialize};

@@ -4,6 +4,7 @@
 
 pub mod access;
 pub mod agent;
+pub mod allowed;
 pub mod attempt;
 pub mod best;
 pub mod cut;

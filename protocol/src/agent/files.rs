@@ -1,7 +1,7 @@
 //! Messages about files between a server and an agent with a disk of its own. Checkpoints go from the agent to the server, and from there
 //! to the next machine.
 
-use super::AllowedFolders;
+use crate::allowed::AllowedFolders;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;

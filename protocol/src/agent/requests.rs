@@ -1,7 +1,7 @@
 //! Requests of the server to agents about models and datasets, and the replies.
 
-use super::AllowedFolders;
 use crate::{
+    allowed::AllowedFolders,
     dataset::{DatasetInfo, PicturesFingerprint},
     inspect::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
 };

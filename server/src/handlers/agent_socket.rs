@@ -2,6 +2,7 @@
 
 mod identity;
 mod introduction;
+mod messages;
 
 use crate::{
     access::Caller,
@@ -15,7 +16,6 @@ use crate::{
 };
 use axum::{
     Extension,
-    body::Bytes,
     extract::{
         State, WebSocketUpgrade,
         ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
@@ -31,21 +31,14 @@ use lockstep_protocol::{
     stream::CLOSE_SIGNED_OUT,
     wire::{self, Unfinished},
 };
+use messages::{HELLO_BYTES, MESSAGE_BYTES, first, read};
 use std::{
     collections::VecDeque,
     ops::ControlFlow,
     time::{Duration, Instant},
 };
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 
-/// A report holds about a mebibyte at most; a long tail of log lines may make it somewhat more.
-const MESSAGE_BYTES: usize = 16 << 20;
-/// The largest `Hello`, with every slot, attempt and description at its limit, is smaller.
-const HELLO_BYTES: usize = 2 << 20;
-/// Longer messages are decoded one at a time, apart from the threads that serve connections: what decodes for a second would keep all
-/// heartbeats waiting, and takes up to forty times its bytes.
-const DECODED_HERE_BYTES: usize = 2 << 20;
-static DECODING: Semaphore = Semaphore::const_new(1);
 /// Orders to stop that answer one heartbeat, at most.
 const STOPS: usize = 64;
 /// Until `Hello` must have come, and for an answer to be taken.
@@ -119,50 +112,6 @@ impl From<axum::Error> for End {
     fn from(error: axum::Error) -> Self {
         Self { code: super::close_code_of(&error), why: error.to_string() }
     }
-}
-
-/// The message that has come and its length; none before the last of its parts.
-async fn read(
-    message: Message,
-    unfinished: &mut Unfinished,
-) -> std::result::Result<Option<(FromAgent, usize)>, End> {
-    let bytes = match message {
-        Message::Binary(bytes) => bytes,
-        Message::Text(_) => {
-            return Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED });
-        }
-        Message::Ping(_) | Message::Pong(_) | Message::Close(_) => return Ok(None),
-    };
-    let length = bytes.len();
-    match decoded(bytes).await? {
-        FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
-            Some(whole) => {
-                let length = whole.len();
-                Ok(Some((decoded(whole.into()).await?, length)))
-            }
-            None => Ok(None),
-        },
-        whole => Ok(Some((whole, length))),
-    }
-}
-
-async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
-    let decode = |bytes: &[u8]| {
-        wire::decode(bytes).map_err(|e| End::protocol(format!("it sent what cannot be read: {e}")))
-    };
-    if bytes.len() <= DECODED_HERE_BYTES {
-        return decode(&bytes);
-    }
-    let _one_at_a_time = DECODING.acquire().await.map_err(|e| e.to_string())?;
-    tokio::task::spawn_blocking(move || decode(&bytes)).await.map_err(|e| e.to_string())?
-}
-
-/// The first message, which is `Hello` from an agent.
-async fn first(message: Message, unfinished: &mut Unfinished) -> std::result::Result<Option<FromAgent>, End> {
-    if matches!(&message, Message::Binary(bytes) if bytes.len() > HELLO_BYTES) {
-        return Err(End::protocol("its first message is longer than 2 MiB, and no Hello is"));
-    }
-    Ok(read(message, unfinished).await?.map(|(message, _)| message))
 }
 
 async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {

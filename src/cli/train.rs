@@ -4,6 +4,7 @@ mod launcher;
 mod local;
 mod out_lock;
 mod part;
+mod resume;
 mod show;
 
 use super::{api::mistake, init_tracing, output, wrong};
@@ -15,7 +16,6 @@ use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, StartAttempt},
     dataset::default_validation,
     job::JobId,
-    pickle,
     spec::{Validation, apply_set, from_json, shortened, toml_document},
 };
 use lockstep_worker::{
@@ -32,6 +32,7 @@ use lockstep_worker::{
 };
 use out_lock::OutLock;
 use part::Part;
+use resume::resume_from;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -343,63 +344,4 @@ fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
             given.display()
         ))
     })
-}
-
-/// The name of the checkpoint to continue from, under `out/checkpoints`.
-fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
-    let directory = out.join("checkpoints");
-    let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
-    match resume {
-        None if checkpoint::list(&directory)?.is_empty() => Ok(None),
-        None => Err(wrong(format!(
-            "{} holds a run already: give --resume latest to continue it, or another --out",
-            out.display()
-        ))),
-        Some("latest") => {
-            let (newest, torn) = checkpoint::newest(&directory)?;
-            torn.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
-            let newest = newest.ok_or_else(|| {
-                wrong(format!("--resume latest: no complete checkpoint in {}", directory.display()))
-            })?;
-            Ok(name_of(&newest))
-        }
-        Some(path) => {
-            let problem = |e: String| wrong(format!("--resume {path}: {e}"));
-            if pickle::is_named_like_one(path) && !Path::new(path).is_dir() {
-                let how = format!("{}; then begin a run with model.pretrained", pickle::convert(path));
-                return Err(problem(how));
-            }
-            let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;
-            let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
-            let name = checkpoint::folder_name(manifest.epoch, manifest.step);
-            let here = directory.join(&name);
-            // The run would take its steps for those that are there, and keep neither.
-            let later =
-                checkpoint::list(&directory)?.into_iter().rev().find(|(_, step)| *step > manifest.step);
-            if let Some((epoch, step)) = later {
-                let later = checkpoint::folder_name(epoch, step);
-                return Err(problem(format!(
-                    "{} has a later checkpoint, {later}, of another course of this run: give another --out, or --resume latest",
-                    out.display()
-                )));
-            }
-            let text = |folder: &Path| fs::read(folder.join(checkpoint::MANIFEST));
-            if here.exists() && text(&here)? != text(&folder)? {
-                return Err(problem(format!(
-                    "{} has another checkpoint {name}: give another --out",
-                    out.display()
-                )));
-            }
-            if !here.exists() {
-                // Into a temporary place first: a checkpoint is there whole or not at all.
-                let temporary = directory.join(format!(".tmp-{name}"));
-                fs::create_dir_all(&temporary)?;
-                for file in manifest.files.keys().map(String::as_str).chain([checkpoint::MANIFEST]) {
-                    fs::copy(folder.join(file), temporary.join(file))?;
-                }
-                fs::rename(&temporary, &here)?;
-            }
-            Ok(Some(name))
-        }
-    }
 }

@@ -1,0 +1,65 @@
+//! The checkpoint that a run continues from.
+
+use super::super::{output, wrong};
+use lockstep_protocol::pickle;
+use lockstep_worker::checkpoint;
+use std::{fs, path::Path};
+
+/// The name of the checkpoint to continue from, under `out/checkpoints`.
+pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Option<String>> {
+    let directory = out.join("checkpoints");
+    let name_of = |folder: &Path| folder.file_name().map(|n| n.to_string_lossy().into_owned());
+    match resume {
+        None if checkpoint::list(&directory)?.is_empty() => Ok(None),
+        None => Err(wrong(format!(
+            "{} holds a run already: give --resume latest to continue it, or another --out",
+            out.display()
+        ))),
+        Some("latest") => {
+            let (newest, torn) = checkpoint::newest(&directory)?;
+            torn.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
+            let newest = newest.ok_or_else(|| {
+                wrong(format!("--resume latest: no complete checkpoint in {}", directory.display()))
+            })?;
+            Ok(name_of(&newest))
+        }
+        Some(path) => {
+            let problem = |e: String| wrong(format!("--resume {path}: {e}"));
+            if pickle::is_named_like_one(path) && !Path::new(path).is_dir() {
+                let how = format!("{}; then begin a run with model.pretrained", pickle::convert(path));
+                return Err(problem(how));
+            }
+            let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;
+            let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
+            let name = checkpoint::folder_name(manifest.epoch, manifest.step);
+            let here = directory.join(&name);
+            // The run would take its steps for those that are there, and keep neither.
+            let later =
+                checkpoint::list(&directory)?.into_iter().rev().find(|(_, step)| *step > manifest.step);
+            if let Some((epoch, step)) = later {
+                let later = checkpoint::folder_name(epoch, step);
+                return Err(problem(format!(
+                    "{} has a later checkpoint, {later}, of another course of this run: give another --out, or --resume latest",
+                    out.display()
+                )));
+            }
+            let text = |folder: &Path| fs::read(folder.join(checkpoint::MANIFEST));
+            if here.exists() && text(&here)? != text(&folder)? {
+                return Err(problem(format!(
+                    "{} has another checkpoint {name}: give another --out",
+                    out.display()
+                )));
+            }
+            if !here.exists() {
+                // Into a temporary place first: a checkpoint is there whole or not at all.
+                let temporary = directory.join(format!(".tmp-{name}"));
+                fs::create_dir_all(&temporary)?;
+                for file in manifest.files.keys().map(String::as_str).chain([checkpoint::MANIFEST]) {
+                    fs::copy(folder.join(file), temporary.join(file))?;
+                }
+                fs::rename(&temporary, &here)?;
+            }
+            Ok(Some(name))
+        }
+    }
+}

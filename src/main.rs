@@ -48,6 +48,7 @@ enum Command {
     #[command(hide = true, alias = "look")]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
+    Machine(cli::machine::Args),
     Token(cli::token::Args),
     User(cli::user::Args),
     LoginLink(cli::token::LinkArgs),
@@ -101,6 +102,7 @@ fn main() -> ExitCode {
         Command::Predict(args) => cli::predict::run(args),
         Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Machine(args) => cli::machine::run(args),
         Command::Token(args) => cli::token::run(args),
         Command::User(args) => cli::user::run(args),
         Command::LoginLink(args) => cli::token::login_link(args),

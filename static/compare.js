@@ -5,7 +5,7 @@ import { ask, byId, press, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { read, write } from "./address.js";
 import { smoothingSlider } from "./chart/range.js";
-import { assign, colour } from "./compare/colours.js";
+import { assign, COLOURS } from "./compare/colours.js";
 import { Curves } from "./compare/curves.js";
 import { choices, groups } from "./compare/grouped.js";
 import { Parallel } from "./compare/parallel.js";
@@ -24,11 +24,11 @@ const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
 
 const selection = new Selection(list);
 const chosen = () => selection.ids();
-const curves = new Curves(list, colour, chosen);
-const tables = new Tables(list, colour, (id) => choose(ids().filter((other) => other !== id)), chosen);
-const parallel = new Parallel(byId("parallel"), list, colour, selection);
-const scatter = new Scatter(byId("scatter"), list, colour, selection);
-const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()), colour);
+const curves = new Curves(list, chosen);
+const tables = new Tables(list, (id) => choose(ids().filter((other) => other !== id)), chosen);
+const parallel = new Parallel(byId("parallel"), list, selection);
+const scatter = new Scatter(byId("scatter"), list, selection);
+const picker = new Picker((id) => choose(ids().includes(id) ? ids().filter((other) => other !== id) : [...ids(), id]), list, () => new Set(ids()));
 
 async function choose(wanted) {
   write({ jobs: wanted.join(",") });
@@ -70,8 +70,11 @@ function grouping() {
   const band = read("band") === "range" ? "range" : "std";
   byId("grouped").hidden = !wanted;
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
-  // The jobs keep theirs: the scatter plot shows both.
-  if (wanted) assign([...ids(), ...groups(list(), wanted).map(({ id }) => id)]);
+  if (wanted) {
+    const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
+    // Where there are colours for all, groups have none of the jobs' in the scatter plot. Else there are solid lines before dashed ones.
+    assign(all.length <= COLOURS ? all : lines);
+  }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
 }
 

@@ -1,35 +1,59 @@
 // Long names are cut in the middle: what tells them apart is often at their end. The whole stands in the tooltip. No path and no
 // sentence is cut within a word where there is a place between two near by.
 
-/** Below this a name is left to the layout, which cuts its end. */
-const LONG = 24;
-/** Characters of the end that stay: so many, or as many more or fewer as make it begin between two words. */
-const TAIL = 12, LEAST = 5, MOST = 20;
+/**
+ * `long`: what has no more characters is left to the layout, which cuts its end. `tail`: characters of the end that stay, from `least` to `most`
+ * where that makes it begin between two words.
+ */
+const USUAL = { long: 24, tail: 12, least: 5, most: 20 };
+/** For a column of a hundred pixels. */
+export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
+/** For a list at the side, of two hundred pixels. */
+export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
+/** No line has room for more characters. */
+const LINE = 300;
 /** Words begin with these, or behind a space. */
 const BETWEEN = new Set("/-_");
 const begins = (all, at) => (BETWEEN.has(all[at]) && !BETWEEN.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
 /** How many characters of the end stay, about `wanted`, at most `most`: from the nearest place between two words on. */
-function tail(all, wanted, most) {
+function tail(all, { tail: wanted, least, most }) {
   let best = 0;
-  for (let n = Math.min(LEAST, wanted); n <= most && n < all.length; n++) {
+  for (let n = least; n <= most && n < all.length; n++) {
     if (begins(all, all.length - n) && (!best || Math.abs(n - wanted) < Math.abs(best - wanted))) best = n;
   }
   return best || wanted;
 }
 
+/**
+ * The beginning, word by word: where room ends within a box, the layout leaves the whole box out. What of a word goes on beyond twice what is
+ * before it is text, which is cut anywhere: less than half of the room would be used else.
+ */
+function head(all) {
+  const node = Object.assign(document.createElement("span"), { className: "cut-head" }), line = all.slice(0, LINE);
+  for (let from = 0, to = 1; from < line.length; from = to++) {
+    while (to < line.length && !begins(line, to)) to++;
+    const end = Math.min(to, 2 * from);
+    if (from) node.append(Object.assign(document.createElement("span"), { textContent: line.slice(from, end).join("") }));
+    if (end < to) node.append(line.slice(end, to).join(""));
+  }
+  if (all.length > LINE) node.append(all.slice(LINE).join(""));
+  return node;
+}
+
 /** Writes `words` into a node of one line, with as much of the beginning as there is room for and the end. */
-export function cut(node, words) {
+export function cut(node, words, room = USUAL) {
   if (node.dataset.whole === words) return;
   node.dataset.whole = words;
-  node.title = words.length > LONG ? words : "";
-  const all = [...words];
-  node.classList.toggle("cut", all.length > LONG);
-  if (all.length <= LONG) { node.textContent = words; return; }
-  const part = (className, text) => Object.assign(document.createElement("span"), { className, textContent: text }), end = tail(all, TAIL, MOST);
-  node.replaceChildren(part("cut-head", all.slice(0, -end).join("")), part("cut-tail", all.slice(-end).join("")));
+  const all = [...words], isLong = all.length > room.long;
+  // Also of a short one: how much room there is, the layout knows.
+  node.title = words;
+  node.classList.toggle("cut", isLong);
   // The parts are one word.
-  if (node.tagName === "A") node.setAttribute("aria-label", words);
+  if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
+  if (!isLong) { node.textContent = words; return; }
+  const end = tail(all, room);
+  node.replaceChildren(head(all.slice(0, -end)), Object.assign(document.createElement("span"), { className: "cut-tail", textContent: all.slice(-end).join("") }));
 }
 
 /** The place from `low` to `high` where a word begins that is the nearest to `wanted`; `wanted` where none does. */

@@ -42,7 +42,7 @@ checkpoints.changed.add(() => factsSoon());
 const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
-  job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); },
+  job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, refused: (why) => facts.refused(why),
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id);
@@ -67,7 +67,7 @@ function drawFacts() {
   factsTimer = 0;
   drawnAt = performance.now();
   facts.draw();
-  ranks.draw(!isFinal(job.state), job.cause, job.images_per_second);
+  ranks.draw(job);
 }
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
@@ -80,6 +80,7 @@ setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => 
 function setJob(next) {
   if (isFinal(next.state) && !isFinal(job.state)) notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
   job = facts.job = next;
+  metrics.follow(job);
   charts.view.stepsPerEpoch = job.steps_per_epoch;
   log.ranks(job.ranks, job.attempt);
   facts.title();
@@ -193,9 +194,9 @@ async function reload() {
 
 /** The page as the server writes it now, and what is in its data; null where it is another page: to sign in, which the next question leads to. */
 async function pageNow() {
-  const answer = await get(`/jobs/${job.id}`);
+  const [answer, html] = await get(`/jobs/${job.id}`, {}, async (answer) => [answer, await answer.text()]);
   if (!answer.ok) throw new Problem(answer.status, null);
-  const page = new DOMParser().parseFromString(await answer.text(), "text/html"), now = page.getElementById("data");
+  const page = new DOMParser().parseFromString(html, "text/html"), now = page.getElementById("data");
   return now && { page, now: JSON.parse(now.textContent) };
 }
 
@@ -227,7 +228,7 @@ async function pageAgain() {
 async function start() {
   setJob(job);
   facts.draw();
-  ranks.draw(!isFinal(job.state), job.cause, job.images_per_second);
+  ranks.draw(job);
   let seq = null, delay = 250;
   while (seq === null) {
     try {
@@ -268,6 +269,7 @@ function follow(seq) {
 
 function gone() {
   showLive("deleted");
+  facts.refused(null);
   const band = byId("banner");
   band.hidden = false;
   band.dataset.tone = "bad";

@@ -17,14 +17,16 @@ import { Window } from "./jobs/window.js";
 
 /** Jobs read at a time; older ones as the reader scrolls to them, more at a time the further that is. */
 const PART = 50, LARGEST_PART = 250;
-/** Jobs that are read again when the order or the search may have changed, and how often at most. */
-const AGAIN = 200, AGAIN_MS = 3000;
+/** Jobs that are read again when the order or the search may have changed, and how often: at most, and at least. */
+const AGAIN = 200, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** Jobs of the stream that the search was asked about: the server alone reads notes. */
-const asked = new Set();
+/** What jobs of the stream were sorted by when the list was read again for them: the server alone knows their places, and reads notes. */
+const asked = new Map();
+/** Ends that were told: each comes with the stream, and again with what is read after a time without it. */
+const told = new Set();
 /** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads what was missed. */
-let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0;
+let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0, pause = AGAIN_MS;
 /** The rows that came with the page are shown before any is changed. */
 const shown = drawn();
 let groups = null;
@@ -115,7 +117,14 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
 
 /** Soon, and not for every frame: the places of jobs may have changed. */
 function readSoon() {
-  again ||= setTimeout(() => { again = 0; if (catching) readSoon(); else load().catch(() => {}); }, AGAIN_MS);
+  again ||= setTimeout(async () => {
+    again = 0;
+    // What the reader scrolls to comes first.
+    if (catching || reading) return readSoon();
+    const began = performance.now();
+    // A server that takes long for them is asked less often; one that does not answer says nothing of that.
+    await load().then(() => { pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began))); }, () => {});
+  }, pause);
 }
 
 async function more() {
@@ -144,13 +153,23 @@ function hear(job) {
   }
   if (!fits(job, filter())) return;
   if (!isSorted() && mentions(job, words)) return show(job);
-  if (asked.has(job.id)) return;
-  asked.add(job.id);
+  if (asked.get(job.id) === key(job)) return;
+  asked.set(job.id, key(job));
   readSoon();
 }
 
 function tellEnd(before, job) {
-  if (!FINAL.includes(before.state) && FINAL.includes(job.state)) notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
+  const end = `${job.id} ${job.finished_at}`;
+  if (FINAL.includes(before.state) || !FINAL.includes(job.state) || told.has(end)) return;
+  told.add(end);
+  notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
+}
+
+/** A job of the stream waits for the next frame, which a hidden page has none of. Its end is told at once, if it belongs into the list. */
+function receive(job) {
+  const listed = jobs.get(job.id) ?? groups.jobs.get(job.id), before = waiting.get(job.id) ?? listed;
+  if (before && (listed || (fits(before, filter()) && mentions(before, filter().text)))) tellEnd(before, job);
+  waiting.set(job.id, job);
 }
 
 function show(job) {
@@ -261,7 +280,7 @@ new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
   onFrame(message) {
-    if (message.type === "job") waiting.set(message.job.id, message.job);
+    if (message.type === "job") receive(message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); if (groups.on) groups.readSoon(); empty(); }
     // The list is read once the stream is open, so that nothing falls between the two.
     else if (message.type === "hello" || message.type === "live") { missed = true; read(); }

@@ -1,7 +1,7 @@
 // The machines, read again every few seconds and as jobs come and go; and the switch that lets one take no new work.
 
 import { read, write } from "./address.js";
-import { ask, byId, confirmThen, press, sentence, showLive, signIn, text } from "./page.js";
+import { ask, byId, confirmThen, pageNow, press, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Lines, RANGES } from "./machines/lines.js";
 import { morph } from "./machines/morph.js";
@@ -15,10 +15,8 @@ async function refresh() {
   if (asking || document.hidden) return;
   asking = true;
   try {
-    const answer = await fetch("/machines", { headers: { accept: "text/html" } });
-    if (answer.redirected) return signIn();
-    if (!answer.ok) return;
-    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const page = await pageNow("/machines");
+    if (!page) return;
     for (const id of ["machines", "summary"]) {
       const fresh = page.getElementById(id), here = byId(id);
       if (!fresh || !here) { if (fresh || here) location.reload(); continue; }

@@ -35,31 +35,45 @@ export function signIn() {
 
 /** After a silence, connections that were open before may be dead without the browser knowing: for so long, and asked again after so long. */
 const DOUBTFUL_MS = 60_000, FIRST_WAIT_MS = 4000;
-let doubtfulUntil = 0;
+let doubtfulUntil = 0, doubted = new AbortController();
 
-/** Nothing was heard of the server for longer than it is ever silent. */
-export function doubt() { doubtfulUntil = performance.now() + DOUBTFUL_MS; }
+/** Nothing was heard of the server for longer than it is ever silent: requests that are under way may be without an answer for ever. */
+export function doubt() {
+  doubtfulUntil = performance.now() + DOUBTFUL_MS;
+  doubted.abort();
+  doubted = new AbortController();
+}
 
-/** As `fetch`, for what may be asked twice: while connections are doubtful, one that brings no answer is given up for another. */
-export async function get(path, options = {}) {
-  for (let wait = FIRST_WAIT_MS; ; wait *= 2) {
-    if (performance.now() >= doubtfulUntil) return fetch(path, options);
-    const late = AbortSignal.timeout(wait);
+/**
+ * As `fetch`, for what may be asked twice: what was begun before connections became doubtful is asked again, and while they are, one that
+ * brings no answer is given up for another. `take(answer)`: reads the body, which may fail to come as well.
+ */
+export async function get(path, options = {}, take = (answer) => answer) {
+  for (let wait = FIRST_WAIT_MS; ;) {
+    const doubtful = performance.now() < doubtfulUntil, over = doubtful ? AbortSignal.timeout(wait) : doubted.signal;
     try {
-      return await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, late]) : late });
-    } catch (error) { if (!late.aborted || options.signal?.aborted) throw error; }
+      return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, over]) : over }));
+    } catch (error) { if (!over.aborted || options.signal?.aborted) throw error; }
+    if (doubtful) wait *= 2;
   }
+}
+
+/** A page as the server writes it now; null where it writes none, or asks to sign in first. */
+export async function pageNow(path) {
+  const [answer, html] = await get(path, { headers: { accept: "text/html" } }, async (answer) => [answer, await answer.text()]);
+  if (answer.redirected) signIn();
+  return answer.ok && !answer.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
 }
 
 /** JSON from the server. Throws a Problem for an answer that is none, a TypeError when it is away. */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
-  const answer = await (method === "GET" ? get : fetch)(path, {
+  const request = {
     method, signal,
     headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": "application/json" }), ...headers },
     body: body === undefined ? undefined : JSON.stringify(body),
-  });
-  const is_json = /json/.test(answer.headers.get("content-type") ?? "");
-  const content = is_json ? await answer.json() : null;
+  };
+  const take = async (answer) => [answer, /json/.test(answer.headers.get("content-type") ?? "") ? await answer.json() : null];
+  const [answer, content] = method === "GET" ? await get(path, request, take) : await take(await fetch(path, request));
   if (answer.status === 401) signIn();
   if (!answer.ok) throw new Problem(answer.status, content);
   return content;
@@ -67,6 +81,14 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
 
 /** After the next frame; a hidden page has none. */
 export const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
+
+/** What a screen reader hears of `words`: not again where only its numbers have changed, as those of seconds and counts do. */
+export function say(node, words) {
+  const steady = words.replace(/\d[\d:,.]*/g, "");
+  if (node.dataset.steady === steady) return;
+  node.dataset.steady = steady;
+  node.textContent = words;
+}
 
 /** A sentence for a person about a failed request. */
 export function sentence(error) {
@@ -131,9 +153,12 @@ export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
+/** As the switch has kept it (notify.js); a browser may refuse to say. */
+const wanted = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
+
 /** Tells the system that a job has ended, if the reader asked for that and the page is hidden. */
 export function notify(title, body, path) {
-  if (localStorage.getItem("notify") !== "yes" || !document.hidden || !("Notification" in window) || Notification.permission !== "granted") return;
+  if (!wanted() || !document.hidden || !("Notification" in window) || Notification.permission !== "granted") return;
   const note = new Notification(title, { body, tag: path, icon: "/static/icon.svg" });
   note.onclick = () => { focus(); if (location.pathname !== path) location.href = path; };
 }

@@ -1,6 +1,6 @@
 // The queue, read again every few seconds and as jobs come and go. The server writes the rows: here they are only exchanged.
 
-import { byId, showLive, signIn, text } from "./page.js";
+import { byId, pageNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { morph } from "./machines/morph.js";
 
@@ -11,10 +11,8 @@ async function refresh() {
   if (asking || document.hidden) return;
   asking = true;
   try {
-    const answer = await fetch(location.pathname + location.search, { headers: { accept: "text/html" } });
-    if (answer.redirected) return signIn();
-    if (!answer.ok) return;
-    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const page = await pageNow(location.pathname + location.search);
+    if (!page) return;
     morph(byId("queue"), page.getElementById("queue"));
     text(byId("summary"), page.getElementById("summary").textContent);
   } catch { /* the stream says that the server is away */ } finally { asking = false; }

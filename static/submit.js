@@ -279,5 +279,6 @@ for (const button of notations) button.addEventListener("click", () => { notatio
 byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").value));
 
 byId("spec-side").hidden = false;
+byId("spec-side").parentElement.classList.add("with-spec");
 showSpec();
 check();

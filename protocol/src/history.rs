@@ -52,7 +52,7 @@ pub struct Entry {
     #[serde(flatten)]
     pub what: What,
     /// Who asked for it: the person, or the name of the token. Of `submitted` and `forked` it is the job's owner; of all else only
-    /// answers to admins have it, as only they see the audit log.
+    /// answers to that owner and to admins have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }

@@ -58,6 +58,9 @@ pub fn quantity(name: &str) -> &'static str {
 /// `loss_scale` and `skipped_steps` (so far) too, and with `train.ema_decay` `val_ema_loss` and `val_ema_accuracy`, which are
 /// of the averaged weights where the others are of the weights themselves. `gpu_...` come from every rank on a GPU, and those of
 /// the machine (`cpu_utilization` to `network_sent_bytes_per_second`) from one rank of each machine.
+///
+/// `images_per_second` is the pictures of one step over its time; a mean of several is a mean of speeds. For the speed over many steps take
+/// the mean of `step_ms`, as the pages do, or the job's own `images_per_second`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {
     pub name: String,

@@ -5,6 +5,11 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 100.0).next_up())
 }
 
+/// Images a second: `38940.2` as `38940`, `9.73` as `9.7`. Pages put commas between the thousands.
+pub fn rate(v: f64) -> String {
+    if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
+}
+
 /// `1 rank`, `4 ranks`, `2 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{n} {}", nouns(n, noun))
@@ -23,6 +28,12 @@ pub fn nouns(n: u64, noun: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn small_speeds_have_a_decimal() {
+        let words = [5.44, 99.94, 99.95, 99.96, 1010.4, -0.1].map(rate);
+        assert_eq!(words, ["5.4", "99.9", "100", "100", "1010", "0.0"]);
+    }
 
     #[test]
     fn one_is_not_many() {

@@ -27,7 +27,7 @@ impl Throughput {
     /// Adds finished steps: a column `step_ms` of rank 0.
     pub fn add(&mut self, steps: &[u64], step_ms: &[f32]) {
         for (step, ms) in steps.iter().zip(step_ms).filter(|(_, ms)| ms.is_finite() && **ms > 0.0) {
-            self.pictures += self.pictures_until(*step) - self.pictures_until(step.saturating_sub(1));
+            self.pictures += self.pictures_of(*step);
             self.secs += f64::from(*ms) / 1e3;
         }
     }
@@ -35,6 +35,11 @@ impl Throughput {
     /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
     pub fn epoch_samples(&self) -> u64 {
         self.epoch
+    }
+
+    /// Pictures of a step, over all ranks.
+    pub fn pictures_of(&self, step: u64) -> u64 {
+        self.pictures_until(step).saturating_sub(self.pictures_until(step.saturating_sub(1)))
     }
 
     /// None before the first step.
@@ -87,6 +92,7 @@ mod tests {
         let mut speed = Throughput::new(&spec(false), 70);
         speed.add(&[3], &[1000.0]);
         assert_eq!((speed.images_per_second(), speed.epoch_samples()), (Some(6.0), 70));
+        assert_eq!([1, 2, 3, 4].map(|step| speed.pictures_of(step)), [32, 32, 6, 32]);
         speed.add(&[4, 5, 6], &[1000.0, 1000.0, 2000.0]);
         assert_eq!(speed.images_per_second(), Some(76.0 / 5.0));
         assert_eq!(speed.secs_left(6, 9), Some(70.0 / (76.0 / 5.0)));

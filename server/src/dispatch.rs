@@ -1,7 +1,6 @@
 //! Dispatch: starts queued jobs on free slots, and fences attempts whose lease has expired.
 
 use crate::{
-    agents::Online,
     app::App,
     leases::{EndAt, Expired},
     lifecycle::{self, PlaceEnd},
@@ -31,9 +30,10 @@ mod reasons;
 mod share;
 mod slots;
 mod start;
+mod unreported;
 mod waits;
 
-pub(crate) use ends::{ended_at, leaves, ready, wanted};
+pub(crate) use ends::{ended_at, leaves, left, ready, wanted};
 pub(crate) use gang::most_slots;
 pub(crate) use needs::is_checkpoint_id;
 pub(crate) use slots::device_for;
@@ -58,7 +58,8 @@ const BACK_WITHIN: Duration = Duration::from_secs(4);
 pub(crate) async fn restore(app: &App) -> Result<()> {
     for AttemptRow { attempt, places, .. } in app.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
-        app.leases.hold(attempt.clone(), places);
+        // Where its agents have the order to start, they say so when they are back.
+        app.leases.hold(attempt.clone(), places, false);
         // Agents that come back are notified by their welcome.
         app.leases.note_stop_requested(&attempt);
         if agents.len() > 1
@@ -110,6 +111,10 @@ async fn rounds(app: &App) {
 
 async fn round(app: &App) -> Result<()> {
     for expired in app.leases.expired() {
+        // Its agent may have come back while others were given up.
+        if app.leases.is_renewed(&expired) {
+            continue;
+        }
         let job = expired.attempt.job.clone();
         let secs = app.leases.duration.as_secs_f64();
         skip_permanent_error(&job, expire(app, expired, secs, None).await)?;
@@ -202,12 +207,16 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// Fences an attempt whose lease has expired on one of its agents. Its job is restarted or, without restarts left, fails: of several
 /// agents once the others have ended their ranks. `how` says why an agent is given up that is silent for `secs` and may come back within its lease.
 async fn expire(app: &App, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
-    let Expired { attempt, place, places } = expired;
+    let Expired { attempt, place, places, had_order } = expired;
     // A connection over which nothing comes ends a moment later than the lease.
     let heard_since = crate::now() - app.leases.duration / 2;
     let online = app.agents.online();
     let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
-    let code = if is_heard && how.is_none() { ReasonCode::AgentWithoutRanks } else { ReasonCode::AgentLost };
+    let code = match is_heard && how.is_none() {
+        true if had_order => ReasonCode::AgentWithoutRanks,
+        true => ReasonCode::StartLost,
+        false => ReasonCode::AgentLost,
+    };
     let facts = Facts {
         agent: Some(place.agent.clone()),
         attempt: Some(attempt.attempt),
@@ -215,8 +224,15 @@ async fn expire(app: &App, expired: Expired, secs: f64, how: Option<&str>) -> Re
         detail: how.map(Into::into),
         ..Facts::default()
     };
-    let why =
-        move |row: &JobRow| Reason::new(code.clone(), Facts { step: Some(row.job.step), ..facts.clone() });
+    let why = move |row: &JobRow| {
+        // Before this server was started, perhaps.
+        let has_trained = row.progress.has_trained();
+        let code = match &code {
+            ReasonCode::StartLost if has_trained => &ReasonCode::AgentWithoutRanks,
+            code => code,
+        };
+        Reason::new(code.clone(), Facts { step: Some(row.job.step), ..facts.clone() })
+    };
     if places > 1 {
         end_place(app, &attempt, (&place, places), false, move |row| PlaceEnd::Lost(why(row))).await?;
     } else {
@@ -225,24 +241,6 @@ async fn expire(app: &App, expired: Expired, secs: f64, how: Option<&str>) -> Re
     let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
     let reason = reason.to_owned();
     app.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient: false });
-    Ok(())
-}
-
-/// An agent that was stopped in an orderly way has disconnected: the attempts that it did not finish go back to the queue.
-pub(crate) async fn left(app: &App, agent: &Online, reason: &str) -> Result<()> {
-    app.inbox.flush().await;
-    for (attempt, held) in app.leases.of_agent(&agent.row.id) {
-        let why = leaving_reason(&agent.row.name, reason);
-        let places = app.leases.places(&attempt);
-        let mine = held.iter().find(|place| place.agent_id == agent.row.id);
-        if places > 1
-            && let Some(place) = mine
-        {
-            end_place(app, &attempt, (place, places), true, move |_| PlaceEnd::Left(why.clone())).await?;
-        } else {
-            end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await?;
-        }
-    }
     Ok(())
 }
 

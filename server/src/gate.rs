@@ -21,7 +21,7 @@ use crate::{
 };
 use axum::{
     extract::{MatchedPath, Request, State},
-    http::{HeaderMap, HeaderValue, Method, header},
+    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
     middleware::Next,
     response::{IntoResponse, Redirect, Response},
 };
@@ -118,7 +118,8 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
             };
             // A code or a token in an address must not be written down.
             let mut object = if signs_in { path } else { object };
-            if let Some(AuditSubject(what)) = response.extensions().get::<AuditSubject>() {
+            let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
+            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !signs_in)) {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
             }
@@ -152,6 +153,18 @@ pub(crate) async fn gate(State(app): State<App>, mut request: Request, next: Nex
             Err(error) => Error::Internal(format!("a request's work: {error}")).into_response(),
         },
     }
+}
+
+/// The id or the name of what a request has created, which its own address does not have: the end of the `Location`.
+fn created(response: &Response) -> Option<&str> {
+    let location = response.headers().get(header::LOCATION)?.to_str().ok()?;
+    let is_new = match response.status() {
+        StatusCode::CREATED => true,
+        // A form without scripts leads to the page of its job.
+        StatusCode::SEE_OTHER => location.starts_with("/jobs/"),
+        _ => false,
+    };
+    location.rsplit('/').next().filter(|_| is_new)
 }
 
 /// Who sends these headers; `None` if they have no credentials. A token in `Authorization` is preferred to a cookie.

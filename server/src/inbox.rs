@@ -1,10 +1,11 @@
 //! The queue of reports that wait to be stored (`ingest.rs`), with back-pressure by their size in bytes.
 
 use crate::store::Report;
-use lockstep_protocol::agent::AttemptEvent;
+use lockstep_protocol::agent::{AttemptEvent, AttemptRef};
 use std::{
+    collections::HashSet,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -25,13 +26,44 @@ pub(crate) enum Work {
     Report {
         /// To be acknowledged to this agent ...
         agent: String,
-        /// ... whose connection is closed (by dropping this) when it has to send again from the last stored record.
-        connection: mpsc::Sender<()>,
+        /// ... over this connection.
+        connection: ReportConnection,
         report: Box<Report>,
         reservation: Reservation,
     },
     /// A flush: its sender is notified when everything before it is stored.
     Flush(oneshot::Sender<()>),
+}
+
+/// An agent's connection, which is cut off when the agent has to send again from the last stored record.
+#[derive(Debug, Clone)]
+pub(crate) struct ReportConnection {
+    cut: mpsc::Sender<()>,
+    /// Attempts of which records are missing.
+    incomplete: Arc<Mutex<HashSet<AttemptRef>>>,
+}
+
+impl ReportConnection {
+    /// The receiver hears when the connection is to end.
+    pub(crate) fn new() -> (Self, mpsc::Receiver<()>) {
+        let (cut, cut_off) = mpsc::channel(1);
+        (Self { cut, incomplete: Arc::default() }, cut_off)
+    }
+
+    fn incomplete(&self) -> MutexGuard<'_, HashSet<AttemptRef>> {
+        self.incomplete.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the connection: a report of this attempt is not stored.
+    pub(crate) fn cut(&self, attempt: &AttemptRef) {
+        self.incomplete().insert(attempt.clone());
+        let _ = self.cut.try_send(());
+    }
+
+    /// Whether records are missing before what else has come of this attempt: nothing of that may be stored, least of all that it has ended.
+    pub(crate) fn is_incomplete(&self, attempt: &AttemptRef) -> bool {
+        self.incomplete().contains(attempt)
+    }
 }
 
 /// The sending half, which connections have.

@@ -67,11 +67,14 @@ async fn store(app: &App, batch: Vec<Work>) {
     for work in batch {
         match work {
             Work::Report { agent, connection, mut report, reservation } => {
+                if connection.is_incomplete(&report.attempt) {
+                    continue;
+                }
                 if let Err(error) = note_files(app, &mut report, &reports).await {
                     let job = &report.attempt.job;
                     let why = format!("who has the checkpoints of job {job} cannot be noted: {error}");
                     app.refusals.note_cut_off(&agent, &why);
-                    let _ = connection.try_send(());
+                    connection.cut(&report.attempt);
                     continue;
                 }
                 from.push((agent, connection, report.attempt.clone(), Ends::of(&report)));
@@ -112,7 +115,7 @@ async fn store(app: &App, batch: Vec<Work>) {
             }
             Ingested::Gap { stored } => {
                 tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report: it must begin again");
-                let _ = connection.try_send(());
+                connection.cut(&attempt);
             }
         }
     }

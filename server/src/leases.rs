@@ -62,6 +62,8 @@ struct AgentHold {
     place: Place,
     until: Instant,
     state: Ranks,
+    /// The agent has named the attempt as its own to this server: the order to start has reached it.
+    has_order: bool,
     /// For an attempt over several agents: the agent has finished its preflight check. Rank 0's agent also gives the port.
     ready: Option<Option<u16>>,
 }
@@ -85,6 +87,8 @@ pub(crate) struct Expired {
     pub(crate) place: Place,
     /// All agents that the attempt was given to.
     pub(crate) places: usize,
+    /// The order to start has reached this one.
+    pub(crate) had_order: bool,
 }
 
 impl Lease {
@@ -97,7 +101,12 @@ impl Lease {
     }
 
     fn expired_at(&self, hold: &AgentHold) -> Expired {
-        Expired { attempt: self.attempt.clone(), place: hold.place.clone(), places: self.holds.len() }
+        Expired {
+            attempt: self.attempt.clone(),
+            place: hold.place.clone(),
+            places: self.holds.len(),
+            had_order: hold.has_order,
+        }
     }
 
     fn held_at(&self, agent_id: &str) -> Option<&AgentHold> {
@@ -166,9 +175,10 @@ impl Leases {
         self.wake.notify_one();
     }
 
-    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
+    /// `has_order`: its agents may have the order to start already.
+    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>, has_order: bool) {
         let until = Instant::now() + self.duration;
-        let hold = |place| AgentHold { place, until, state: Ranks::There, ready: None };
+        let hold = |place| AgentHold { place, until, state: Ranks::There, has_order, ready: None };
         let holds = places.into_iter().map(hold).collect();
         self.by_job().put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
@@ -226,6 +236,7 @@ impl Leases {
             match holds.find(|hold| hold.place.agent_id == agent_id) {
                 Some(hold) if hold.state != Ranks::Lost => {
                     hold.until = until;
+                    hold.has_order = true;
                     true
                 }
                 _ => false,
@@ -244,6 +255,7 @@ impl Leases {
         let mut leases = self.by_job();
         let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
+        hold.has_order = true;
         // Only rank 0's agent may choose the port.
         hold.ready = Some(port.filter(|_| hold.place.ranks.iter().any(|(rank, _)| *rank == 0)));
         let ready: Vec<_> = lease.holds.iter().filter_map(|hold| hold.ready).collect();

@@ -22,6 +22,7 @@ pub use gang::{end_at, has_ended_at, is_ending, place_ended};
 pub use place_end::PlaceEnd;
 pub use preemption::preempt;
 pub use progress::Progress;
+use reports::NOT_BEGUN;
 pub use reports::{merge_points, report};
 pub use row::{AttemptEnd, JobRow, Refused};
 
@@ -200,6 +201,7 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
         return Err(refused(state, format!("the job is {state}; only a paused one can be resumed{hint}")));
     }
     row.restarts = 0;
+    row.progress.not_begun = 0;
     Ok(vec![queue(row, ReasonCode::ResumedByUser.into(), at)?])
 }
 
@@ -227,6 +229,7 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
         ));
     }
     row.restarts = 0;
+    row.progress.not_begun = 0;
     Ok(vec![queue(row, ReasonCode::RetriedByUser.into(), at)?])
 }
 
@@ -261,8 +264,13 @@ pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec
 /// A machine that was lost counts as a restart only where the attempt got no further than a checkpoint before it: a job on many
 /// machines loses some of them in its time, and goes further with each attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
+    // The order to start its ranks was lost with a connection: nothing was tried.
+    let never_came = *why.code() == ReasonCode::StartLost
+        && row.progress.trained == Some(false)
+        && row.progress.not_begun < NOT_BEGUN;
+    row.progress.not_begun += u32::from(never_came);
     let lost_machine = *why.code() == ReasonCode::AgentLost || !row.progress.unreachable.is_empty();
-    let is_free = lost_machine && row.progress.checkpoint > row.progress.began_from;
+    let is_free = never_came || (lost_machine && row.progress.checkpoint > row.progress.began_from);
     if is_free || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(!is_free);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };

@@ -15,7 +15,7 @@ pub(crate) struct Args {
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "latest")]
     checkpoint: String,
-    /// Change a key of its specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated)
+    /// Change a key of its specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated); without a value, as in train.epochs=, the key is left out
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
     /// Show its progress until it ends; exit with status 1 unless it succeeds

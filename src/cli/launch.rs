@@ -51,7 +51,7 @@ pub(crate) struct Args {
     /// What starts the agents
     #[arg(long, value_enum)]
     with: LauncherKind,
-    /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated)
+    /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated); without a value, as in train.epochs=, the key is left out
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
     /// A job for each of these values of a key of the TOML file; with several keys, for each combination. With Slurm, as an array (may be repeated)
@@ -264,7 +264,10 @@ impl Launch {
     }
 
     async fn start(&mut self) -> anyhow::Result<()> {
-        self.introduce().await?;
+        if let Err(error) = self.introduce().await {
+            self.revoke().await;
+            return Err(error);
+        }
         match self.args.with {
             LauncherKind::Ssh => ssh::start(self).await,
             LauncherKind::Mpirun => mpirun::start(self).await,
@@ -285,9 +288,9 @@ impl Launch {
             Err(_) => return done,
         };
         let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
-        let never_started =
-            done.is_err() && !continues && self.is_ours && job.attempt == 0 && !job.state.is_final();
-        if never_started {
+        // Where ranks have run, a connection that broke says nothing about the agents at its other end.
+        let never_started = done.is_err() && !continues && self.never_ran(&job);
+        if never_started && self.is_ours {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
             if cancelled.is_ok() {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
@@ -295,11 +298,12 @@ impl Launch {
         }
         // Agents that are not of this launch have taken the job: those that it has started, if any, have nothing to do.
         let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
-        let has_nothing_to_do = job.state.is_final() || elsewhere.is_some();
-        // An agent that still uploads a checkpoint needs its token, which expires by itself.
-        let is_over =
-            has_nothing_to_do && !matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
-        if never_started || is_over {
+        let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
+        // An agent that still uploads a checkpoint, of an earlier launch perhaps, needs its token, which expires by itself.
+        let is_uploading = has_nothing_to_do
+            && job.attempt > 0
+            && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
+        if has_nothing_to_do && !is_uploading {
             self.revoke().await;
         }
         match (done, elsewhere) {
@@ -314,6 +318,11 @@ impl Launch {
             }
             (done, _) => done,
         }
+    }
+
+    /// Whether no attempt of the job has begun since this launch did.
+    fn never_ran(&self, job: &Job) -> bool {
+        job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
     /// The agents that run the job, if none of them is of this launch.

@@ -106,7 +106,7 @@ fn row(job: &Job) -> [String; 9] {
         job.state.to_string(),
         job.ranks.to_string(),
         progress,
-        job.images_per_second.map(|v| format!("{v:.0}")).unwrap_or_default(),
+        job.images_per_second.map(lockstep_protocol::numbers::rate).unwrap_or_default(),
         job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),
         job.best.map(|best| lockstep_protocol::numbers::percent(best.value)).unwrap_or_default(),
         age(job.created_at),

@@ -30,6 +30,7 @@ pub(crate) mod launch;
 pub(crate) mod list;
 pub(crate) mod local_agent;
 pub(crate) mod logs;
+pub(crate) mod machine;
 pub(crate) mod man;
 pub(crate) mod metrics;
 pub(crate) mod mistyped;

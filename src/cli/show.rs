@@ -4,7 +4,7 @@ use super::{
     api::{ServerArgs, list},
     block_on, output,
 };
-use lockstep_protocol::numbers::plural;
+use lockstep_protocol::numbers::{plural, rate};
 use lockstep_protocol::{
     Job, agent::CheckpointInfo, best::best_checkpoint, job::Batch, labels::DEFAULT_PROJECT, reason::Reason,
 };
@@ -133,7 +133,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         lines.push(("step", format!("{} of {}, epoch {}", job.step, job.total_steps, job.epoch)));
     }
     let optional = [
-        ("images a second", job.images_per_second.map(|v| format!("{v:.0}"))),
+        ("images a second", job.images_per_second.map(rate)),
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
         ("validation accuracy", job.last.val_accuracy.map(percent)),

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     /// The job's specification, a TOML file
     #[arg(value_name = "JOB.toml")]
     job: PathBuf,
-    /// Change a key of it, such as train.lr=0.1 (may be repeated)
+    /// Change a key of it, such as train.lr=0.1 (may be repeated); without a value, as in train.epochs=, the key is left out
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
     /// Submit a job for each of these values of a key; with several keys, for each combination (may be repeated)

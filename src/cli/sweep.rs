@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
-    Job,
+    Job, JobSpec,
     spec::{from_json, set_key, shortened, toml_document},
 };
 use serde_json::{Value, json};
@@ -73,7 +73,7 @@ impl Sweep {
             if keys.iter().any(|(known, _)| known == path) {
                 return Err(refused(argument, "the key has a --sweep already; give all its values in one"));
             }
-            let values = values(text);
+            let values = values(path, text);
             if values.iter().any(|value| *value == json!("")) {
                 return Err(refused(argument, "a value is missing; write it as train.lr=0.1,0.05"));
             }
@@ -129,15 +129,24 @@ impl Sweep {
     }
 }
 
-/// `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`; what is not TOML is taken as texts between commas.
-fn values(text: &str) -> Vec<Value> {
-    let listed = toml_document(&format!("value = [{text}]")).ok().and_then(|mut document| {
+/// `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`; what is not TOML is taken as texts between commas, and of a key that is a number or a switch as
+/// what each of them is by itself.
+fn values(path: &str, text: &str) -> Vec<Value> {
+    let listed = |text: &str| {
+        let mut document = toml_document(&format!("value = [{text}]")).ok()?;
         match document.as_object_mut()?.remove("value")? {
             Value::Array(values) if !values.is_empty() => Some(values),
             _ => None,
         }
-    });
-    listed.unwrap_or_else(|| text.split(',').map(|part| part.trim().into()).collect())
+    };
+    let pointer = format!("/{}", path.replace('.', "/"));
+    let defaults = serde_json::to_value(JobSpec::default()).unwrap_or_default();
+    let is_text = defaults.pointer(&pointer).is_none_or(|usual| usual.is_string() || usual.is_null());
+    let one = |part: &str| match listed(part).as_deref() {
+        Some([value]) if !is_text => value.clone(),
+        _ => part.into(),
+    };
+    listed(text).unwrap_or_else(|| text.split(',').map(|part| one(part.trim())).collect())
 }
 
 fn in_words(value: &Value) -> String {
@@ -290,6 +299,15 @@ mod tests {
         let found = sweep(&["a.lr=1,2", "b.lr=3"]).expect("a sweep");
         let documents = found.documents(&json!({"name": "x"}), "t").expect("documents");
         assert_eq!(documents[1]["name"], "x a.lr=2 b.lr=3");
+    }
+
+    #[test]
+    fn one_value_that_is_none_leaves_the_others_what_they_are() {
+        assert_eq!(values("train.seed", "1,2,x"), [json!(1), json!(2), json!("x")]);
+        assert_eq!(values("train.deterministic", "true,maybe"), [json!(true), json!("maybe")]);
+        // Texts, of which one is a number by chance.
+        assert_eq!(values("data.dataset", "mnist,2024"), [json!("mnist"), json!("2024")]);
+        assert_eq!(values("name", "run,2"), [json!("run"), json!("2")]);
     }
 
     #[test]

@@ -1,12 +1,18 @@
 //! `lockstep token`: who may use the server. `lockstep login-link`: a browser without a token.
 
 use super::{
-    api::{self, ServerArgs},
+    api::{self, Api, ServerArgs},
     block_on, output, wrong,
 };
 use lockstep_protocol::access::{Scope, Token};
 use reqwest::Method;
 use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+};
 
 /// Make, list and revoke access tokens
 #[derive(clap::Args)]
@@ -17,7 +23,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Make a token; it is printed this once
+    /// Make a token; it is printed this once, or written to a file
     Create {
         /// What it may do: read, submit (includes read), admin (includes both), or agent (join as one agent)
         #[arg(long, value_name = "SCOPE", default_value = "submit")]
@@ -31,6 +37,9 @@ enum Command {
         /// The agent that it is for: the name that it joins under, or its id; for the scope agent
         #[arg(long, value_name = "NAME")]
         agent: Option<String>,
+        /// Write it to this new file, which only your account can read, and print nothing
+        #[arg(long, value_name = "FILE")]
+        out: Option<PathBuf>,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -70,11 +79,15 @@ fn seconds(text: &str) -> Result<u64, String> {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.command {
-            Command::Create { scope, name, expires, agent, server } => {
+            Command::Create { scope, name, expires, agent, out, server } => {
                 let name = name.or_else(|| agent.clone()).unwrap_or_else(|| scope.to_string());
                 let body =
                     json!({ "name": name, "scope": scope, "agent": agent, "expires_in_secs": expires });
-                let made: Value = server.api()?.post("/tokens", &body).await?;
+                let api = server.api()?;
+                if let Some(path) = out {
+                    return write_new(&api, &body, &path, server.json).await;
+                }
+                let made: Value = api.post("/tokens", &body).await?;
                 if server.json {
                     return output::json(&made);
                 }
@@ -120,6 +133,28 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     })
+}
+
+/// Makes a token and writes it to a new file.
+async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyhow::Result<()> {
+    let failed = |error: io::Error| wrong(format!("{}: {error}", path.display()));
+    // Before the token is made: nobody would have it.
+    let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
+    let made = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));
+    let mut made = made?;
+    let text = |key: &str| made.get(key).and_then(Value::as_str).unwrap_or_default();
+    if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
+        let _ = fs::remove_file(path);
+        // Nobody has it.
+        api.request(Method::DELETE, &format!("/tokens/{}", text("id")), None::<&()>).await?;
+        return Err(failed(error));
+    }
+    if as_json {
+        // The file has it.
+        made.as_object_mut().and_then(|fields| fields.remove("secret"));
+        return output::json(&made);
+    }
+    Ok(())
 }
 
 /// `0198...  submit  ci  expires 2026-12-23T04:17:38Z`.

@@ -54,7 +54,7 @@ pub(crate) struct Args {
     /// Continue from the newest complete checkpoint of DIR (latest), or from this one
     #[arg(long, value_name = "latest|PATH")]
     resume: Option<String>,
-    /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
+    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); without a value, as in train.epochs=, the key is left out
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
     /// A rank table of MindSpore or HCCL (JSON), which says which rank runs on which device of which machine. This process is the

@@ -1,7 +1,7 @@
 // A chart: layers of series on a canvas, with a crosshair, a zoom and a keyboard.
 //
-// A layer is `{ label, labelAt, colour, series, band, rings, smoothing, alpha }` (`labelAt(k)`: what it is called at a point, if that differs): every attempt of one series as a
-// line. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
+// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` (`labelAt(k)`: what it is called at a point, if that differs): every attempt of one series as a
+// line. `dash`: `dashed` or `dotted`. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
 // ring at every value, for what is measured now and then. `smoothing` overrides the chart's. `side`: 1 for the axis at
 // the right.
 //
@@ -51,10 +51,10 @@ export class Chart {
   /**
    * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
    * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: called with what is shown.
-   * `empty()`: what is said instead of a drawing while there is no point. `xName()`, `yName()`: of the axes, with units, for saved pictures. `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `second`: the axis at the right, as `{ format, tick, zero, limits }`. `held`: nothing is drawn until `release()`.
+   * `empty()`: what is said instead of a drawing while there is no point. `xName()`, `yName()`: of the axes, with units, for saved pictures. `column()`: what a segment's steps are called in CSV. `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `second`: the axis at the right, as `{ format, tick, zero, limits }`. `held`: nothing is drawn until `release()`.
    */
-  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, zero = false, limits, second = null, held = false }) {
-    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, zero, limits, held });
+  constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
+    Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
     this.second = second && { ends: [null, null], robust: false, ...second };
     this.canvas = root.appendChild(document.createElement("canvas"));
     this.over = root.appendChild(document.createElement("canvas"));
@@ -88,6 +88,9 @@ export class Chart {
 
   /** It is not drawn any more: its place on the page goes away. */
   remove() { this.#gone.abort(); }
+
+  /** Aborted when it is removed: what listens for it ends then. */
+  get gone() { return this.#gone.signal; }
 
   invalidate(urgent = false) {
     this.dirty = true;
@@ -167,7 +170,7 @@ export class Chart {
     this.y = y;
     this.y2 = right?.scale(plot) ?? null;
     this.gathered = gathered;
-    this.lines = gathered.filter((g) => g.parts.length).map(({ layer }) => ({ label: layer.label, colour: colours[layer.colour] ?? layer.colour }));
+    this.lines = gathered.filter((g) => g.parts.length).map(({ layer }) => ({ label: layer.label, colour: colours[layer.colour] ?? layer.colour, dash: layer.dash }));
 
     const axis = xAxis(view, low, high, Math.max(2, Math.floor((plot.right - plot.left) / 90)));
     drawAxes(ctx, plot, { x, y, yTicks: left.ticks, yLabel: this.tick, colours, ...axis });
@@ -215,7 +218,7 @@ export class Chart {
     const colour = colours[layer.colour] ?? layer.colour;
     for (const { segment, xs } of parts) {
       const smoothing = layer.smoothing ?? this.smoothing;
-      const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band };
+      const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band, dash: layer.dash };
       // What a later attempt did again is faint: it is no part of the run that counts.
       const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
       if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
@@ -289,7 +292,7 @@ export class Chart {
       const newest = near.reduce((a, b) => (b.segment.attempt > a.segment.attempt ? b : a));
       const { segment, k } = newest;
       const format = layer.side && this.second ? this.second.format : this.format;
-      rows.push({ label: layer.labelAt?.(k) ?? layer.label, colour: layer.colour, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]], y: this.#axis(layer), format });
+      rows.push({ label: layer.labelAt?.(k) ?? layer.label, colour: layer.colour, dash: layer.dash, value: newest.value, x: newest.x, range: [segment.min[k], segment.max[k]], y: this.#axis(layer), format });
     }
     return rows;
   }
@@ -301,6 +304,7 @@ export class Chart {
       const line = document.createElement("p");
       const swatch = document.createElement("i"), label = document.createElement("span"), value = document.createElement("b");
       swatch.style.background = colours[row.colour] ?? row.colour;
+      swatch.className = row.dash ?? "";
       label.textContent = row.label;
       value.textContent = Number.isFinite(row.value) ? row.format(row.value) : "not finite";
       value.title = String(row.value);

@@ -1,5 +1,6 @@
 // A chart as a file: PNG and SVG as it stands on the page, CSV of what is drawn.
 
+import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
@@ -14,10 +15,10 @@ function around(chart, ctx, width) {
   const lines = (chart.lines ?? []).slice(0, NAMED), more = (chart.lines?.length ?? 0) - lines.length;
   if (more > 0) lines.push({ label: `and ${more} more`, colour: "transparent" });
   let x = EDGE, row = 0;
-  const legend = lines.map(({ label, colour }) => {
-    const wide = 16 + ctx.measureText(label).width + 14;
+  const legend = lines.map((line) => {
+    const wide = 16 + ctx.measureText(line.label).width + 14;
     if (x > EDGE && x + wide > width - EDGE) { x = EDGE; row++; }
-    const place = { label, colour, x, row };
+    const place = { line, x, row };
     x += wide;
     return place;
   });
@@ -35,11 +36,11 @@ function frame(chart, ctx, width, height, title, { legend, names, head }) {
   ctx.textAlign = "left";
   ctx.fillStyle = colours.text;
   ctx.fillText(title, EDGE, TITLE / 2 + 2);
-  for (const { label, colour, x, row } of legend) {
+  for (const { line, x, row } of legend) {
     const y = TITLE + row * ROW + ROW / 2;
-    if (colour !== "transparent") { ctx.fillStyle = colour; ctx.fillRect(x, y - 4, 9, 9); }
+    if (line.colour !== "transparent") drawKey(ctx, x, y + 0.5, line, colours.card);
     ctx.fillStyle = colours.text;
-    ctx.fillText(label, x + 15, y + 0.5);
+    ctx.fillText(line.label, x + 15, y + 0.5);
   }
   ctx.fillStyle = colours.muted;
   ctx.fillText(chart.yName(), EDGE, names + ROW / 2);
@@ -74,7 +75,7 @@ function svg(chart, title) {
 /** What is drawn: a bucket a row. */
 function csv(chart) {
   const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const lines = ["line,attempt,step,points,min,max,mean"];
+  const lines = [`line,attempt,${chart.column()},points,min,max,mean`];
   const [low, high] = chart.view.zoom ?? [-Infinity, Infinity];
   for (const { label, series } of chart.layers()) {
     for (const g of chart.source(series).segments) {
@@ -129,7 +130,7 @@ export function saveMenu(chart, name, title, every) {
   }
   if (every) list.append(Object.assign(document.createElement("a"), { className: "button quiet", href: every, textContent: "CSV, every point", download: "" }));
   menu.append(summary, list);
-  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; });
+  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; }, { signal: chart.gone });
   menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; summary.focus(); } });
   return menu;
 }

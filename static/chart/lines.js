@@ -35,7 +35,7 @@ export class Columns {
   }
 
   /** Band and mean line. */
-  draw(ctx, y, left, { colour, alpha, width, band }) {
+  draw(ctx, y, left, { colour, alpha, width, band, dash }) {
     if (band) {
       ctx.fillStyle = colour;
       ctx.globalAlpha = alpha * band;
@@ -51,19 +51,22 @@ export class Columns {
       if (this.weight[c]) points.push(left + c, y.to(this.sum[c] / this.weight[c]));
       else if (this.gap[c]) points.push(NaN, NaN);
     }
-    stroke(ctx, points, { colour, alpha, width });
+    stroke(ctx, points, { colour, alpha, width, dash });
   }
 }
 
 /** Pixels that a line goes up and down for each pixel that it goes along, above which it is drawn as bars. */
 const STEEP = 4;
 
+/** Pixels with and without colour along a line. */
+const DASHES = { dashed: [7, 4], dotted: [2, 3] };
+
 /** A line through [x0, y0, x1, y1, ...]; NaN breaks it, and a point alone between breaks is a dot. */
-function stroke(ctx, points, { colour, alpha, width }) {
+function stroke(ctx, points, { colour, alpha, width, dash }) {
   const length = points.length;
   let travel = 0;
   for (let i = 3; i < length; i += 2) { const d = points[i] - points[i - 2]; if (d === d) travel += Math.abs(d); }
-  if (length > 400 && travel > STEEP * (points[length - 2] - points[0])) return bars(ctx, points, { colour, alpha, width });
+  if (length > 400 && travel > STEEP * (points[length - 2] - points[0])) return bars(ctx, points, { colour, alpha, width, dash });
   ctx.strokeStyle = ctx.fillStyle = colour;
   ctx.globalAlpha = alpha;
   ctx.lineWidth = width;
@@ -79,7 +82,9 @@ function stroke(ctx, points, { colour, alpha, width }) {
       run = 0;
     }
   }
+  ctx.setLineDash(DASHES[dash] ?? []);
   ctx.stroke();
+  ctx.setLineDash([]);
   for (let i = 0; i < dots.length; i += 2) dot(ctx, dots[i], dots[i + 1], Math.max(1.5, width));
   ctx.globalAlpha = 1;
 }
@@ -88,7 +93,7 @@ function stroke(ctx, points, { colour, alpha, width }) {
  * The same line as what it covers of each column of pixels. Where a line is noise, that is what one sees of it anyway, and
  * a path costs a browser without a GPU its length: eight ranks of noise took a second to draw.
  */
-function bars(ctx, points, { colour, alpha, width }) {
+function bars(ctx, points, { colour, alpha, width, dash }) {
   const first = Math.round(points.find(Number.isFinite)), columns = Math.max(1, Math.ceil(points[points.length - 2] - first) + 2);
   const top = new Float64Array(columns).fill(Infinity), bottom = new Float64Array(columns).fill(-Infinity);
   const cover = (column, y) => {
@@ -110,7 +115,8 @@ function bars(ctx, points, { colour, alpha, width }) {
   }
   ctx.fillStyle = colour;
   ctx.globalAlpha = alpha;
-  for (let c = 0; c < columns; c++) if (top[c] <= bottom[c]) ctx.fillRect(first + c, top[c] - width / 2, 1, bottom[c] - top[c] + width);
+  const [on, off] = DASHES[dash] ?? [1, 0];
+  for (let c = 0; c < columns; c++) if (top[c] <= bottom[c] && c % (on + off) < on) ctx.fillRect(first + c, top[c] - width / 2, 1, bottom[c] - top[c] + width);
   ctx.globalAlpha = 1;
 }
 
@@ -120,8 +126,25 @@ export function dot(ctx, x, y, radius) {
   ctx.fill();
 }
 
+/** A point as a disc, a ring or a square; `inside`: the colour within a ring. */
+export function mark(ctx, x, y, radius, shape, inside) {
+  if (shape === "square") return ctx.fillRect(x - radius, y - radius, 2 * radius, 2 * radius);
+  dot(ctx, x, y, radius);
+  if (shape !== "ring") return;
+  ctx.fillStyle = inside;
+  dot(ctx, x, y, radius - 2);
+}
+
+/** What stands for a line, or for points, in a legend. */
+export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
+  ctx.fillStyle = colour;
+  if (shape) return mark(ctx, x + 4.5, y, 4.5, shape, inside);
+  const parts = { dashed: [0, 5], dotted: [0, 3.5, 7] }[dash] ?? [0], width = { dashed: 4, dotted: 2 }[dash] ?? 9;
+  for (const at of parts) ctx.fillRect(x + at, y - 4.5, width, 9);
+}
+
 /** One segment of one rank. */
-export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band }) {
+export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band, dash }) {
   const range = visible(segment, xs, x.low, x.high);
   const crowded = (range[1] - range[0]) / (plot.right - plot.left) > POINTS_A_PIXEL;
   const one = (values, style) => {
@@ -140,9 +163,9 @@ export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, a
   };
   if (smoothing > 0) {
     one(segment.mean, { colour, alpha: alpha * 0.28, width: 1, band: 0.4 });
-    one(segment.smooth(smoothing), { colour, alpha, width: 1.75, band: 0 });
+    one(segment.smooth(smoothing), { colour, alpha, width: 1.75, band: 0, dash });
   } else {
-    one(segment.mean, { colour, alpha, width: 1.4, band: 0.22 });
+    one(segment.mean, { colour, alpha, width: 1.4, band: 0.22, dash });
   }
 }
 

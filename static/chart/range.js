@@ -39,7 +39,7 @@ export function rangeMenu(chart, key, unit = 1) {
   outliers.checked = read(`${key}-outliers`) === "no";
   apply();
   menu.append(summary, box);
-  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; });
+  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; }, { signal: chart.gone });
   menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; summary.focus(); } });
   return menu;
 }

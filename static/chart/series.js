@@ -183,17 +183,19 @@ export class Series {
   }
 }
 
-/** The mean over ranks of one metric: a step counts once every rank has reported its value. */
+/** The mean over ranks of one metric: a step counts once every rank of its attempt has reported its value. */
 export class MeanSeries extends Series {
   #waiting = new Map();
 
-  constructor(name, ranks, capacity) {
+  /** `ranksIn(attempt)`: how many ranks an attempt has, which may be fewer than the job's. */
+  constructor(name, ranksIn, capacity) {
     super(name, null, capacity);
-    this.ranks = ranks;
+    this.ranksIn = ranksIn;
   }
 
   /** As `append`, for one rank's points. */
   appendRank(attempt, steps, values) {
+    const all = this.ranksIn(attempt);
     for (let i = 0; i < steps.length; i++) {
       const key = `${attempt}:${steps[i]}`, v = values[i] ?? NaN;
       const sum = this.#waiting.get(key) ?? { n: 0, total: 0, min: Infinity, max: -Infinity };
@@ -201,7 +203,7 @@ export class MeanSeries extends Series {
       sum.total += v;
       sum.min = Math.min(sum.min, v);
       sum.max = Math.max(sum.max, v);
-      if (sum.n < this.ranks) { this.#waiting.set(key, sum); continue; }
+      if (sum.n < all) { this.#waiting.set(key, sum); continue; }
       this.#waiting.delete(key);
       this.segment(attempt).push(steps[i], sum.min, sum.max, sum.total / sum.n);
     }
@@ -211,8 +213,8 @@ export class MeanSeries extends Series {
 
   /** As `load`, for the buckets of all ranks of an attempt; those of the same step are joined. */
   loadRanks(attempt, ranks, exact, width = 0) {
-    const [{ steps: same }] = ranks;
-    if (ranks.length === this.ranks && ranks.every(({ steps }) => steps.length === same.length && steps.every((s, i) => s === same[i]))) {
+    const [{ steps: same }] = ranks, known = this.ranksIn(attempt);
+    if (ranks.length === known && ranks.every(({ steps }) => steps.length === same.length && steps.every((s, i) => s === same[i]))) {
       return this.load(attempt, {
         steps: same, min: same.map((_, i) => lowest(ranks, i)), max: same.map((_, i) => highest(ranks, i)),
         mean: same.map((_, i) => ranks.reduce((sum, r) => sum + (r.mean[i] ?? NaN), 0) / ranks.length),
@@ -227,7 +229,7 @@ export class MeanSeries extends Series {
         else { at.n++; at.sum += value; at.low = Math.min(at.low, low); at.high = Math.max(at.high, high); }
       }
     }
-    const all = [...joined].filter(([, b]) => b.n === this.ranks).sort((a, b) => a[0] - b[0]);
+    const all = [...joined].filter(([, b]) => b.n === known).sort((a, b) => a[0] - b[0]);
     this.load(attempt, {
       steps: all.map(([step]) => step), min: all.map(([, b]) => b.low),
       max: all.map(([, b]) => b.high), mean: all.map(([, b]) => b.sum / b.n),
@@ -235,7 +237,7 @@ export class MeanSeries extends Series {
     // Steps that only some ranks have reported wait for the stream.
     if (!exact) return;
     for (const { steps, mean } of ranks) {
-      const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < this.ranks);
+      const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < known);
       if (late >= 0) this.appendRank(attempt, steps.slice(late), mean.slice(late));
     }
   }

@@ -1,6 +1,8 @@
-// The colour of a job: it keeps its own while others come and go, and on the next visit.
+// The colour of a job: it keeps its own while others come and go, and on the next visit. There are eight; whoever has one as the second is
+// drawn dashed, as the third dotted.
 
-const COLOURS = 8, KEPT = "colours";
+export const COLOURS = 8;
+const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, KEPT = "colours";
 /** Jobs whose colour is remembered. */
 const MOST = 200;
 
@@ -10,12 +12,12 @@ function stored() {
 
 const known = new Map(stored());
 
-/** Gives colours to those of `ids` that have none, or share one while another is free. */
+/** Gives looks to those of `ids` that have none, or share one while another is free. */
 export function assign(ids) {
   const taken = new Map();
   for (const id of ids) {
-    const own = known.get(id), free = [...Array(COLOURS).keys()].filter((n) => !taken.has(n));
-    const mine = own !== undefined && own < COLOURS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % COLOURS;
+    const own = known.get(id), free = [...Array(LOOKS).keys()].filter((n) => !taken.has(n));
+    const mine = own !== undefined && own < LOOKS && (!taken.has(own) || !free.length) ? own : free[0] ?? ids.indexOf(id) % LOOKS;
     taken.set(mine, id);
     // The newest are at the end.
     known.delete(id);
@@ -25,4 +27,10 @@ export function assign(ids) {
 }
 
 /** The name of its colour in styles/charts.css. */
-export const colour = (id) => `rank-${known.get(id) ?? 0}`;
+export const colour = (id) => `rank-${(known.get(id) ?? 0) % COLOURS}`;
+
+/** How its line is drawn: `dashed`, `dotted`, or in one stroke. */
+export const dash = (id) => DASHES[Math.floor((known.get(id) ?? 0) / COLOURS)];
+
+/** The mark that stands before its name. */
+export const swatch = (id) => Object.assign(document.createElement("i"), { className: `swatch bg-${colour(id)} ${dash(id)}`.trim() });

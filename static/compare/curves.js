@@ -1,5 +1,6 @@
 // A chart for each chosen metric, with a line a job (the mean over its ranks) or a line and a band a group of jobs.
 
+import { colour, dash, swatch } from "./colours.js";
 import { titleOf } from "./names.js";
 import { ask, byId, text } from "../page.js";
 import { cut, middle } from "../cut.js";
@@ -10,7 +11,7 @@ import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
-import { pictures } from "../job/facts.js";
+import { isActive, pictures, ranksNow, tellsRanks } from "../job/facts.js";
 import { ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
@@ -20,6 +21,8 @@ const isOfEachRank = (metric) => ALL[metric]?.[2] && !(metric in MACHINE);
 const RINGS = /^val_/;
 /** What times are told by: rank 0's `step_ms`, as on a job's own page. */
 const CLOCK = "clock";
+/** The columns of files with places along an axis. */
+const COLUMNS = { step: "step", epoch: "epoch", time: "time_secs" };
 
 export class Curves {
   metrics = [];
@@ -36,9 +39,9 @@ export class Curves {
   #scale = "linear";
   #smoothing = 0;
 
-  /** `jobs()`: those compared. `colour(id)`: of a job or a group. `chosen()`: ids of the selected ones. */
-  constructor(jobs, colour, chosen) {
-    Object.assign(this, { jobs, colour, chosen });
+  /** `jobs()`: those compared. `chosen()`: ids of the selected ones. */
+  constructor(jobs, chosen) {
+    Object.assign(this, { jobs, chosen });
     this.view = new View(() => ({ segments: [] }));
     this.view.places = (segment) => this.#places(segment);
   }
@@ -60,6 +63,8 @@ export class Curves {
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
+      // Means of groups are along the axis. Jobs have their own steps.
+      column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a point of it yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
     });
@@ -74,10 +79,10 @@ export class Curves {
   #layers(metric) {
     const chosen = this.chosen(), some = chosen.size > 0 && chosen.size < this.jobs().length, alpha = (isOn) => (some && !isOn ? 0.15 : 1);
     if (!this.groupBy) {
-      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: this.colour(job.id), series: this.#series(job, metric), marks: middle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
+      return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colour(job.id), dash: dash(job.id), series: this.#series(job, metric), marks: middle(titleOf(job, this.jobs()), 22), rings: RINGS.test(metric), alpha: alpha(chosen.has(job.id)) }));
     }
     return groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => ({ series: this.#mean(id, metric, jobs), id, label, jobs })).map(({ series, id, label, jobs }) => ({
-      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: this.colour(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
+      label: `${label} (n = ${jobs.length})`, labelAt: (k) => `${label} (n = ${(series.counts[k] ?? jobs.length) < jobs.length ? `${series.counts[k]} of ` : ""}${jobs.length})`, colour: colour(id), dash: dash(id), series, band: 0.22, rings: RINGS.test(metric), alpha: alpha(jobs.some((job) => chosen.has(job.id))),
     }));
   }
 
@@ -108,7 +113,7 @@ export class Curves {
 
   setMetrics(metrics) {
     this.metrics = metrics;
-    for (const [metric, chart] of this.#charts) if (!metrics.includes(metric)) { chart.held = true; chart.root.parentElement.remove(); this.#charts.delete(metric); }
+    for (const [metric, chart] of this.#charts) if (!metrics.includes(metric)) { chart.remove(); chart.root.parentElement.remove(); this.#charts.delete(metric); }
     for (const metric of metrics) if (!this.#charts.has(metric)) this.#charts.set(metric, this.#make(metric));
     byId("curves").dataset.charts = String(metrics.length);
   }
@@ -136,8 +141,10 @@ export class Curves {
     const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
     const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : metric}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!answer || this.#known.get(key)?.news > news) return;
-    const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, job.ranks, 8192) : new Series(metric, 0, 8192);
     const attempts = Map.groupBy(answer.series, (s) => s.attempt);
+    // An attempt that is over has the ranks that have points.
+    const ranksIn = (attempt) => (isActive(job.state) && tellsRanks(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
+    const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
       if (each) series.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps); else series.load(attempt, ranks[0], answer.exact, answer.bucket_steps);
     }
@@ -145,14 +152,14 @@ export class Curves {
   }
 
   #legend() {
-    const item = (colour, label, href) => {
+    const item = (id, label, href) => {
       const li = document.createElement("li"), name = document.createElement(href ? "a" : "span");
       if (href) name.href = href;
-      li.append(Object.assign(document.createElement("i"), { className: `swatch bg-${colour}` }), name);
+      li.append(swatch(id), name);
       cut(name, label);
       return li;
     };
-    const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(this.colour(id), `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(this.colour(job.id), titleOf(job, this.jobs()), `/jobs/${job.id}`));
+    const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(id, `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(job.id, titleOf(job, this.jobs()), `/jobs/${job.id}`));
     byId("compare-legend").replaceChildren(...lines);
     const band = this.band === "std" ? "one standard deviation (of a sample) to either side" : "the lowest to the highest value";
     text(byId("group-note"), this.groupBy ? `Line: mean over the n jobs of a group. Band: ${band}.` : "");

@@ -2,6 +2,7 @@
 // selects the jobs that cross it there.
 
 import { text } from "../page.js";
+import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
 
@@ -22,8 +23,8 @@ const short = (words) => (words.length > 15 ? `${words.slice(0, 6)}…${words.sl
 export class Parallel {
   #drag = null;
 
-  constructor(root, jobs, colour, selection) {
-    Object.assign(this, { root, jobs, colour, selection, note: root.closest(".card").querySelector(".card-head .small") });
+  constructor(root, jobs, selection) {
+    Object.assign(this, { root, jobs, selection, note: root.closest(".card").querySelector(".card-head .small") });
     new ResizeObserver(() => { if (this.jobs().length) this.draw(); }).observe(root);
     selection.addEventListener("change", () => { if (this.jobs().length) this.draw(); });
     root.addEventListener("pointerdown", (event) => this.#begin(event));
@@ -81,7 +82,7 @@ export class Parallel {
     const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line a job across ${axes.map((a) => a.name).join(", ")}` });
     jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
       const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), spoken = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
-      const line = make("g", { class: `job stroke-${this.colour(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
+      const line = make("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
       line.append(make("title", {}, `${titleOf(job, jobs)}\n${spoken.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });

@@ -1,8 +1,9 @@
 // Which jobs: a search over all of them, chosen ones marked and first.
 
 import { ask, byId } from "../page.js";
-import { cut } from "../cut.js";
+import { cut, SIDE } from "../cut.js";
 import { percent } from "../numbers.js";
+import { swatch } from "./colours.js";
 
 const MOST = 30;
 
@@ -11,8 +12,8 @@ export class Picker {
   #timer = 0;
 
   /** `compared()`: the jobs on the page; `chosen()`: ids of those that are to be. */
-  constructor(toggle, compared, chosen, colour) {
-    Object.assign(this, { toggle, compared, chosen, colour, input: byId("search"), list: byId("picker") });
+  constructor(toggle, compared, chosen) {
+    Object.assign(this, { toggle, compared, chosen, input: byId("search"), list: byId("picker") });
     this.input.addEventListener("input", () => { clearTimeout(this.#timer); this.#timer = setTimeout(() => this.load(), 150); });
     this.list.addEventListener("change", ({ target }) => this.toggle(target.value));
     this.load();
@@ -33,8 +34,8 @@ export class Picker {
     this.list.replaceChildren(...this.#jobs.map((job) => {
       const item = document.createElement("li"), label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", value: job.id, checked: chosen.has(job.id) });
       const name = document.createElement("span");
-      cut(name, job.name);
-      label.append(box, ...(chosen.has(job.id) ? [Object.assign(document.createElement("i"), { className: `swatch bg-${this.colour(job.id)}` })] : []), name, Object.assign(document.createElement("small"), { className: "muted", textContent: job.best ? percent(job.best.value) : job.state }));
+      cut(name, job.name, SIDE);
+      label.append(box, ...(chosen.has(job.id) ? [swatch(job.id)] : []), name, Object.assign(document.createElement("small"), { className: "muted", textContent: job.best ? percent(job.best.value) : job.state }));
       item.append(label);
       if (focused === job.id) queueMicrotask(() => box.focus());
       return item;

@@ -1,12 +1,13 @@
 // A point a job in the plane of any two columns: settings or results. Dragging a rectangle selects the jobs in it.
 
+import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { byId, text } from "../page.js";
 import { read, write } from "../address.js";
 import { labelWidth } from "../chart/axes.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
 import { onHold } from "../chart/hold.js";
-import { dot } from "../chart/lines.js";
+import { mark } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
 import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
@@ -15,6 +16,8 @@ import { columns, varies } from "./columns.js";
 /** Pixels around a point in which a pointer means it, and that it moves at least for a brush. */
 const NEAR = 14, LEAST = 4, RADIUS = 5;
 const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
+/** What a point is where its job's lines are dashed or dotted. */
+const SHAPES = { dashed: "ring", dotted: "square" };
 const short = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
 
 export class Scatter {
@@ -23,9 +26,11 @@ export class Scatter {
   #at = null;
   #points = [];
 
-  constructor(root, jobs, colour, selection) {
-    Object.assign(this, { root, jobs, colour, selection, canvas: document.createElement("canvas"), tip: document.createElement("div"), status: document.createElement("p") });
+  constructor(root, jobs, selection) {
+    Object.assign(this, { root, jobs, selection, canvas: document.createElement("canvas"), tip: document.createElement("div"), status: document.createElement("p") });
     this.canvas.setAttribute("role", "img");
+    // Until it is drawn.
+    this.canvas.setAttribute("aria-label", "Points of the jobs");
     this.tip.className = "tip";
     this.tip.hidden = true;
     this.status.className = "sr";
@@ -46,7 +51,7 @@ export class Scatter {
   yName() { return this.y?.name ?? ""; }
 
   /** Names and colours of what is drawn, for saved pictures. */
-  get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colours[this.colour(job.id)] })); }
+  get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colours[colour(job.id)], shape: SHAPES[dash(job.id)] ?? "disc" })); }
 
   /** A row a job. */
   csv() {
@@ -135,9 +140,9 @@ export class Scatter {
     }
     // What is selected lies above the rest.
     for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
-      ctx.fillStyle = colours[this.colour(point.job.id)];
+      ctx.fillStyle = colours[colour(point.job.id)];
       ctx.globalAlpha = point.out ? 0.2 : 0.9;
-      dot(ctx, point.x, point.y, live && this.#at === point.job.id ? RADIUS + 2 : RADIUS);
+      mark(ctx, point.x, point.y, live && this.#at === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
     }
     ctx.globalAlpha = 1;
     if (!points.length) {

@@ -1,5 +1,6 @@
 // Results to sort by, and settings side by side.
 
+import { swatch } from "./colours.js";
 import { settings, titleOf } from "./names.js";
 import { RESULTS } from "./columns.js";
 import { byId, text } from "../page.js";
@@ -16,7 +17,7 @@ export class Tables {
   #all = false;
 
   /** `chosen()`: ids of the selected jobs. */
-  constructor(jobs, colour, remove, chosen) { Object.assign(this, { jobs, colour, remove, chosen }); }
+  constructor(jobs, remove, chosen) { Object.assign(this, { jobs, remove, chosen }); }
 
   setAll(all) { this.#all = all; if (this.jobs().length) this.draw(); }
 
@@ -28,12 +29,11 @@ export class Tables {
   }
 
   #swatch(job) {
-    const name = document.createElement("span"), mark = document.createElement("i");
-    mark.className = `swatch bg-${this.colour(job.id)}`;
+    const name = document.createElement("span");
     const link = Object.assign(document.createElement("a"), { href: `/jobs/${job.id}` });
     name.className = "job-name";
     cut(link, titleOf(job, this.jobs()));
-    name.append(mark, link);
+    name.append(swatch(job.id), link);
     return name;
   }
 

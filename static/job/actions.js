@@ -17,7 +17,7 @@ export class Actions {
   #pressed = null;
   #opened = false;
 
-  /** `page`: `job()`, `setJob(job)`, `checkpoints`, `quiet()` before the job is deleted and `loud()` should that fail. */
+  /** `page`: `job()`, `setJob(job)`, `checkpoints`, `refused(why)` says why something was not done, `quiet()` before the job is deleted and `loud()` should that fail. */
   constructor(page) {
     this.page = page;
     for (const what of ["pause", "resume", "retry"]) byId(what).addEventListener("click", (event) => this.#do(what, event.currentTarget));
@@ -49,16 +49,9 @@ export class Actions {
 
   async #do(what, button) {
     button.disabled = true;
-    try { this.page.setJob(await this.#post(what)); } catch (error) { this.#fault(error); }
+    this.page.refused(null);
+    try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.refused(sentence(error)); }
     button.disabled = false;
-  }
-
-  #fault(error) {
-    const band = byId("banner");
-    band.hidden = false;
-    band.dataset.tone = "bad";
-    text(byId("banner-what"), "That was not done.");
-    text(byId("banner-why"), sentence(error));
   }
 
   #cancel() {

@@ -13,6 +13,12 @@ const MATRIX = 25;
 
 const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
 
+/** What is under way, and for how long: a screen reader hears the first alone, and not every second. */
+function tell(doing, secs = "") {
+  text(byId("evaluation-status"), doing);
+  text(byId("evaluation-secs"), secs);
+}
+
 export class Evaluation {
   #asked = 0;
 
@@ -34,21 +40,21 @@ export class Evaluation {
   choose(id) { this.choice.value = id; write({ checkpoint: id }); return this.load(); }
 
   async load() {
-    const mine = ++this.#asked, out = byId("evaluation-out"), status = byId("evaluation-status"), began = Date.now();
+    const mine = ++this.#asked, out = byId("evaluation-out"), began = Date.now();
     out.hidden = true;
-    if (!this.choice.value) return text(status, "No checkpoint yet. The first one can be evaluated here.");
-    let doing = "Evaluating on the validation pictures";
+    if (!this.choice.value) return tell("No checkpoint yet. The first one can be evaluated here.");
+    let doing = "Evaluating on the validation pictures …";
     for (;;) {
-      text(status, `${doing} … ${Math.round((Date.now() - began) / 1000)} s`);
+      tell(doing, `${Math.round((Date.now() - began) / 1000)} s`);
       let found;
       try { found = await ask(`/api/v1/jobs/${this.job}/evaluation?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
         if (mine !== this.#asked) return;
-        if (error instanceof Problem && error.status !== 503) return text(status, sentence(error));
-        text(status, sentence(error));
+        doing = sentence(error);
+        if (error instanceof Problem && error.status !== 503) return tell(doing);
       }
       if (mine !== this.#asked) return;
-      if (found?.confusion) { text(status, ""); return this.#show(found); }
-      if (found?.detail) doing = found.detail.replace("; ask again", "");
+      if (found?.confusion) { tell(""); return this.#show(found); }
+      if (found?.detail) doing = found.detail.replace("; ask again", " …");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
       if (mine !== this.#asked) return;
     }
@@ -76,10 +82,10 @@ export class Evaluation {
     }
     text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: what it is, columns: what it was taken for");
     const table = byId("matrix"), head = make("tr");
-    head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col" })));
+    head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col", title: names[j] })));
     const rows = chosen.map((i) => {
       const row = make("tr");
-      row.append(Object.assign(make("th", names[i]), { scope: "row" }));
+      row.append(Object.assign(make("th", names[i]), { scope: "row", title: names[i] }));
       for (const j of chosen) {
         const n = confusion[i][j], cell = make("td"), share = n / Math.max(1, classes[i].samples);
         if (n) {

@@ -1,19 +1,27 @@
 // The row of numbers, the title's line and the banner: what one glance has to answer.
 
-import { byId, text } from "../page.js";
+import { byId, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { sentenceOf } from "../cut.js";
 import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, timeOfDay, value } from "../numbers.js";
 
-const FINAL = ["succeeded", "failed", "cancelled"];
+const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** A running job with no new step for this long (or 20 usual steps, if that is longer) is worth a sentence. */
 const QUIET_MS = 15_000;
+/** How long it stays that something asked for was not done. */
+const REFUSED_MS = 10_000;
 
 export const isFinal = (state) => FINAL.includes(state);
 
+/** Holds slots. */
+export const isActive = (state) => ACTIVE.includes(state);
+
 /** As `Job::ranks_now` in protocol/src/job.rs. */
-const ranksNow = (job) => (job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
+export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
+
+/** Whether the reason of a live job tells how many ranks it has: it does until it is about something else. */
+export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
 /** Pictures of the steps 1 to `n`, over all ranks, as a function: `pictures_until` of protocol/src/throughput.rs. */
 export function pictures({ batch, spec: { train, parallel } }) {
@@ -29,9 +37,11 @@ export class Facts {
   /** When the newest step was seen; null until one is. */
   #movedAt = Date.now();
   #step = 0;
-  #said = "";
   /** `{ place, reason }` while the job waits. */
   queue = null;
+  /** Why the last thing asked for was not done, and the job's state then; null once that has been there for long enough. */
+  #refusal = null;
+  #refusalTimer = 0;
 
   constructor(job, metrics, ranks, checkpoints) {
     Object.assign(this, { job, metrics, ranks, checkpoints });
@@ -69,7 +79,7 @@ export class Facts {
       fact("left", left === null ? "–" : clock(left), "");
     }
     const speed = job.images_per_second;
-    fact("speed", speed ? rate(speed) : "–", speed && ranksNow(job) > 1 ? `${rate(speed / ranksNow(job))} a rank` : "");
+    fact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} a rank` : "");
     const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
     fact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);
@@ -107,8 +117,9 @@ export class Facts {
     const state = byId("state");
     text(state, job.state);
     state.dataset.state = job.state;
+    byId("no-checkpoints").classList.toggle("over", FINAL.includes(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
-    text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${ranksNow(job) < job.ranks ? `${ranksNow(job)} of ` : ""}${plural(job.ranks, "rank")}${where}`,
+    text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
@@ -120,17 +131,35 @@ export class Facts {
     }
   }
 
+  /** Says that something asked for was not done, and why; with null, that no longer. */
+  refused(why) {
+    clearTimeout(this.#refusalTimer);
+    if (why === null && !this.#refusal) return;
+    this.#refusal = why && { state: this.job.state, why };
+    if (why) this.#refusalTimer = setTimeout(() => this.refused(null), REFUSED_MS);
+    this.draw();
+  }
+
+  /** Ranks that it has now; a reason about something else does not tell them. */
+  get #ranksNow() {
+    const { job } = this;
+    return (isActive(job.state) && this.metrics.ranksIn(job.attempt)) || ranksNow(job);
+  }
+
+  #refused() {
+    if (this.#refusal?.state !== this.job.state) return null;
+    return { tone: "bad", what: "That was not done.", why: this.#refusal.why };
+  }
+
   #banner(now, step) {
-    const found = this.#trouble(now, step), band = byId("banner");
+    const found = this.#refused() ?? this.#trouble(now, step), band = byId("banner");
     band.hidden = !found;
-    if (!found) { this.#said = ""; text(byId("banner-status"), ""); return; }
+    if (!found) return say(byId("banner-status"), "");
     const { tone, what, why, link = ["#panels", "Log"] } = found;
     band.dataset.tone = tone;
     text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
     sentenceOf(byId("banner-why"), why ?? "");
-    // Without what counts up: that would be read out again every second.
-    const said = `${what} ${why ?? ""}`.trim(), steady = said.replace(/\d[\d:,.]*/g, "");
-    if (steady !== this.#said) { this.#said = steady; text(byId("banner-status"), said); }
+    say(byId("banner-status"), `${what} ${why ?? ""}`.trim());
     const a = byId("banner-link");
     a.setAttribute("href", link[0]);
     text(a, link[1]);
@@ -158,9 +187,9 @@ export class Facts {
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
     const quiet = now - this.#movedAt;
-    const busy = [...Array(ranksNow(job)).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
+    const busy = [...Array(this.#ranksNow).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
     if (this.live && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
-      const reports = [...Array(ranksNow(job)).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
+      const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,

@@ -1,6 +1,6 @@
 // How weights and gradients are distributed: one layer over the steps as a picture, and every layer at one step as a table.
 
-import { ask, byId, press, sentence, text } from "../page.js";
+import { ask, byId, press, say, sentence, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
@@ -88,13 +88,19 @@ export class Histograms {
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      text(byId("histogram-status"), names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", as many as are kept, spread evenly over the run"}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
+      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", as many as are kept, spread evenly over the run"}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#asked) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
       if (!steps.includes(this.#step) || this.follows) this.#step = steps.at(-1) ?? null;
       await this.#table(mine);
-    } catch (error) { text(byId("histogram-status"), sentence(error)); }
+    } catch (error) { this.#tell(sentence(error)); }
+  }
+
+  /** A screen reader does not hear of every step that comes. */
+  #tell(words) {
+    text(byId("histogram-status"), words);
+    say(byId("histogram-said"), words);
   }
 
   /** The reader has come to a step of the picture. */
@@ -102,6 +108,8 @@ export class Histograms {
     if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and to have it in the table below.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
     text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
+    // Whoever is elsewhere has not asked for the newest.
+    if (this.heat.root === document.activeElement) text(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
     this.follows = histogram === this.heat.newest;
     clearTimeout(this.soon);

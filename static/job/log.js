@@ -27,6 +27,8 @@ export class Log {
   #newer = false;
   #reading = false;
   #lastTop = 0;
+  /** The newest event of which lines are not shown, as the reader held still. */
+  #heldSeq = 0;
   /** While searching: the cursor of the older lines, which are not searched yet. */
   #from = null;
 
@@ -102,6 +104,7 @@ export class Log {
   async again() {
     // An older database may have been put back: its lines come anew, under the same numbers.
     this.#seen.clear();
+    this.#heldSeq = 0;
     if (this.follow.checked) return this.toNewest();
     this.#newer = true;
     this.#note();
@@ -130,6 +133,7 @@ export class Log {
     this.#pending = [];
     this.#unread = 0;
     this.#total = lines.length;
+    this.#heldSeq = 0;
     const from = firstShown(lines);
     this.#older = older || from > 0;
     this.#newer = newer;
@@ -166,7 +170,12 @@ export class Log {
     if (!lines.length) return this.#note();
     this.#total += lines.length;
     // Held still, the lines below are read when the reader comes to them.
-    if (!this.follow.checked) { this.#unread += lines.length; this.#newer = true; return this.#note(); }
+    if (!this.follow.checked) {
+      this.#unread += lines.length;
+      this.#newer = true;
+      this.#heldSeq = lines.at(-1).seq;
+      return this.#note();
+    }
     this.box.querySelector(".none")?.remove();
     const rows = document.createDocumentFragment();
     for (const line of lines.slice(-KEEP)) rows.append(row(line));
@@ -189,8 +198,11 @@ export class Log {
     this.#note();
   }
 
+  /** Pixels that can be scrolled down. */
+  get #below() { return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight; }
+
   #scrolled() {
-    const { box } = this, below = box.scrollHeight - box.scrollTop - box.clientHeight;
+    const { box } = this, below = this.#below;
     if (below >= 24 && box.scrollTop < this.#lastTop) this.follow.checked = false;
     else if (below < 24 && !this.#newer && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }
     this.#lastTop = box.scrollTop;
@@ -229,13 +241,17 @@ export class Log {
     if (!seq) return;
     const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
     if (!answer) return;
-    this.#newer = answer.next_cursor !== null;
+    // What came meanwhile is held as well. The answer may lack it.
+    this.#flush();
+    this.#newer = answer.next_cursor !== null || this.#heldSeq > (answer.lines.at(-1)?.seq ?? seq);
     if (!this.#newer) this.#unread = 0;
     this.box.append(...answer.lines.map(row));
     const top = this.box.scrollTop, height = this.box.scrollHeight;
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
     this.#note();
+    // There may be nothing to scroll down to.
+    if (this.#newer && answer.next_cursor === null && answer.lines.length && this.#below < 400) await this.#behind();
   }
 
   /** The address names this line. */

@@ -2,6 +2,7 @@
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
+import { isActive, ranksNow, tellsRanks } from "./facts.js";
 
 /** What the page always needs, the first chart's first; `MEANS` are also kept as the mean over ranks. */
 const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
@@ -14,6 +15,12 @@ export class Metrics {
   #series = new Map();
   #means = new Map();
   #asOf = new Map();
+  /** By metric that is being read, what came meanwhile (`events`) and the end of the reading (`done`). */
+  #reading = new Map();
+  /** By attempt that was live on this page, how many ranks it has: fewer than the job where machines were lost. */
+  #ranksIn = new Map();
+  /** The newest attempt that has a point. */
+  attempt = 0;
   /** Events since a request for a zoomed part went out: the answer may lack them. */
   #since = null;
 
@@ -31,14 +38,26 @@ export class Metrics {
     return series;
   }
 
-  /** Ranks that have a point of a metric. */
-  ranksOf(name) {
-    return [...this.#series.values()].filter((s) => s.name === name && s.segments.length).map((s) => s.rank).sort((a, b) => a - b);
+  /** Ranks that have a point of a metric, in any attempt or in one. */
+  ranksOf(name, attempt = null) {
+    const has = (s) => s.name === name && s.segments.some((g) => attempt === null || g.attempt === attempt);
+    return [...this.#series.values()].filter(has).map((s) => s.rank).sort((a, b) => a - b);
   }
+
+  /** Notes how many ranks the attempt has that is live. Its reason may be another one by now, which does not tell. */
+  follow(job) {
+    if (isActive(job.state) && tellsRanks(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
+  }
+
+  /** How many ranks an attempt has that was live on this page, else undefined. */
+  ranksIn(attempt) { return this.#ranksIn.get(attempt); }
+
+  /** The same for a mean: an attempt that was over before has the ranks that have points. */
+  #meanOf(name, capacity) { return new MeanSeries(name, (attempt) => this.ranksIn(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
 
   mean(name) {
     let series = this.#means.get(name);
-    if (!series) this.#means.set(name, series = new MeanSeries(name, this.ranks, 8192));
+    if (!series) this.#means.set(name, series = this.#meanOf(name, 8192));
     return series;
   }
 
@@ -49,15 +68,29 @@ export class Metrics {
   /** Reads one metric's history, unless it is here; `first()` is awaited before the mean over ranks is made. */
   async need(name, first) {
     if (this.#asOf.has(name)) return;
+    let reading = this.#reading.get(name);
+    if (!reading) {
+      this.#reading.set(name, reading = { events: [] });
+      const isStill = () => this.#reading.get(name) === reading;
+      reading.done = this.#read(name, first, isStill, reading.events).finally(() => { if (isStill()) this.#reading.delete(name); });
+    }
+    await reading.done;
+  }
+
+  /** `isStill()`: all history has not been asked for anew meanwhile. */
+  async #read(name, first, isStill, events) {
     const early = name === NAMES[0] ? window.early : null;
     window.early = null;
     const answer = (early && await early) || await this.#get(name);
+    if (!isStill()) return;
     for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);
     this.#means.delete(name);
     this.#asOf.set(name, answer.as_of_seq);
     fill(answer, (rank) => this.of(name, rank));
+    this.attempt = answer.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
     await first?.();
     if (MEANS.has(name)) fillMean(answer, this.mean(name));
+    for (const event of events) this.apply(event);
   }
 
   /**
@@ -69,6 +102,8 @@ export class Metrics {
     this.#series.clear();
     this.#means.clear();
     this.#asOf.clear();
+    this.#reading.clear();
+    this.attempt = 0;
     this.detail = null;
     await this.need(NAMES[0], meanFirst ? null : first);
     if (meanFirst) await first?.();
@@ -77,9 +112,12 @@ export class Metrics {
   }
 
   /** A `metrics` event. */
-  apply({ seq, attempt, rank, name, steps, values }) {
-    // A metric that is not shown is read when it is.
-    if (!this.#asOf.has(name) || seq <= this.#asOf.get(name)) return;
+  apply(event) {
+    const { seq, attempt, rank, name, steps, values } = event;
+    // A metric that is not shown is read when it is. While it is, the answer may lack the event.
+    if (!this.#asOf.has(name)) return void this.#reading.get(name)?.events.push(event);
+    if (seq <= this.#asOf.get(name)) return;
+    this.attempt = Math.max(this.attempt, attempt);
     this.of(name, rank).append(attempt, steps, values);
     if (MEANS.has(name)) this.mean(name).appendRank(attempt, steps, values);
     this.#since?.push({ attempt, rank, name, steps, values });
@@ -104,12 +142,12 @@ export class Metrics {
   async zoom(names, from, to, zoom, arrived) {
     const since = this.#since = [];
     const detail = { zoom, from, to, series: new Map(), names: new Set() };
-    const make = (base, Type, who) => { const s = detail.series.get(base) ?? new Type(base.name, who, 16_384); detail.series.set(base, s); return s; };
+    const made = (base, make) => { const s = detail.series.get(base) ?? make(); detail.series.set(base, s); return s; };
     await Promise.all(names.map(async (name) => {
       const answer = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
       if (since !== this.#since) return;
-      fill(answer, (rank) => make(this.of(name, rank), Series, rank));
-      if (MEANS.has(name)) fillMean(answer, make(this.mean(name), MeanSeries, this.ranks));
+      fill(answer, (rank) => made(this.of(name, rank), () => new Series(name, rank, 16_384)));
+      if (MEANS.has(name)) fillMean(answer, made(this.mean(name), () => this.#meanOf(name, 16_384)));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
       this.detail = detail;

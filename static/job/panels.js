@@ -18,6 +18,8 @@ export class Panels {
   #shown = [];
   #made = 0;
   #saving = Promise.resolve();
+  /** How often panels were saved: the answer to the newest alone is shown. */
+  #saves = 0;
   #drag = null;
 
   /** `start`: `{ from, panels }` as the server has them. `mayChange`: whether the reader may. */
@@ -131,11 +133,13 @@ export class Panels {
 
   /** Stores panels as the job's own, after what is being stored, and shows them as they are stored. */
   #save(list) {
+    const save = ++this.#saves;
     return (this.#saving = this.#saving.catch(() => {}).then(async () => {
       await ask(`/api/v1/jobs/${this.job().id}/panels`, { method: "PUT", body: { panels: list } });
       this.from = "job";
       this.#say("");
-      this.#show(list);
+      // Whoever moves panels quickly has moved them again meanwhile.
+      if (save === this.#saves) this.#show(list);
     }));
   }
 

@@ -5,6 +5,7 @@ import { read, write } from "../address.js";
 import { byId, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
+import { isFinal } from "./facts.js";
 
 const WINDOW = 50;
 /** A rank this much slower than the median of the others is worth a sentence. */
@@ -67,11 +68,26 @@ export class Ranks {
   /** A new attempt: what was said of the old one's ranks, and where they were, no longer holds. */
   forget() { this.#reports.clear(); this.#slowSince.clear(); this.#seats.clear(); }
 
+  /** The mean of the newest `n` values in the newest attempt; NaN for a rank that has none there, as one of an older attempt alone. */
+  #recent(name, rank, n = WINDOW) {
+    const series = this.metrics.of(name, rank);
+    return series.last?.attempt === this.metrics.attempt ? series.recent(n) : NaN;
+  }
+
+  /** Whether a rank takes part in this attempt, which may have fewer ranks than the job. */
+  #takesPart(rank, attempt) {
+    const ranks = this.metrics.ranksIn(attempt);
+    if (ranks !== undefined) return rank < ranks;
+    // Of an attempt that was over before, by what there is of the rank.
+    const last = this.metrics.of("step_ms", rank).last;
+    return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#seats.get(rank));
+  }
+
   /** How a rank's step divides, in milliseconds, over the newest steps. */
   split(rank) {
-    const step = this.metrics.of("step_ms", rank).recent(WINDOW);
-    const wait = this.metrics.of("all_reduce_ms", rank).recent(WINDOW) || 0;
-    const data = this.metrics.of("data_ms", rank).recent(WINDOW) || 0;
+    const step = this.#recent("step_ms", rank);
+    const wait = this.#recent("all_reduce_ms", rank) || 0;
+    const data = this.#recent("data_ms", rank) || 0;
     const checkpoint = step ? Math.min(step * 2, this.#checkpointing(rank, Math.max(5000, step * WINDOW)) / WINDOW) : 0;
     return { step, wait, data, checkpoint, compute: Math.max(0, step - wait - data) };
   }
@@ -151,9 +167,8 @@ export class Ranks {
     return said === "failed" || said === "finished" ? said : "ended";
   }
 
-  /** `cause`: why the job ended, where it did. `speed`: of all ranks together; a step has as many pictures of each. */
-  draw(live, cause = null, speed = null) {
-    const splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
+  draw({ state, cause, attempt, images_per_second: speed }) {
+    const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
     text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
     for (let r = 0; r < splits.length; r++) {
@@ -161,6 +176,7 @@ export class Ranks {
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {
         row[part].style.width = known ? `${(100 * ms / longest).toFixed(2)}%` : "0";
       }
+      row.item.hidden = !this.#takesPart(r, attempt);
       text(row.ms, known ? millis(s.step) : "–");
       row.lane.title = known
         ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}${s.checkpoint ? `, checkpoint ${millis(s.checkpoint)}` : ""}, idle ${millis(longest - s.step - s.checkpoint)}`
@@ -184,7 +200,7 @@ export class Ranks {
 
   /** Utilisation, memory, temperature and power, where its device reports them. */
   #gpu(rank) {
-    const newest = (name) => this.metrics.of(name, rank).recent(1);
+    const newest = (name) => this.#recent(name, rank, 1);
     const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
       ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];
     return reported.map(([name, words]) => [newest(name), words]).filter(([v]) => Number.isFinite(v)).map(([v, words]) => words(v));
@@ -210,7 +226,7 @@ export class Ranks {
     const lane = make("div", "lane", line);
     lane.setAttribute("role", "img");
     const row = {
-      lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane), checkpoint: make("span", "k-checkpoint", lane),
+      item, lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane), checkpoint: make("span", "k-checkpoint", lane),
       ms: make("span", "num", line), about: make("div", "rank-about", item), key: "",
     };
     this.#rows.set(rank, row);

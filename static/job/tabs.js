@@ -47,6 +47,7 @@ export class Tabs {
       byId(tab.getAttribute("aria-controls")).hidden = !on;
     }
     byId("log-controls").hidden = name !== "log";
+    byId("panels").dataset.shows = name;
     write({ tab: name === "log" ? "" : name });
     if (this.#opened.has(name)) return void this.again[name]?.();
     this.#opened.add(name);

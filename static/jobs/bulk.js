@@ -11,6 +11,8 @@ const FITS = {
 
 export class Bulk {
   #chosen = new Set();
+  /** Those that were chosen when something was said of them. */
+  #saidOf = "";
 
   /** `find(id)`: a job that is listed. `listed()`: how many are. */
   constructor(rows, { find, listed }) {
@@ -43,11 +45,18 @@ export class Bulk {
     this.draw();
   }
 
+  /** What went wrong with those that are chosen: it stands until others are. */
+  #say(words) {
+    this.#saidOf = [...this.#chosen].join();
+    text(byId("bulk-status"), words);
+  }
+
   #jobs(what) { return [...this.#chosen].map((id) => this.find(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
 
   draw() {
     const n = this.#chosen.size;
     byId("bulk").hidden = !n;
+    if ([...this.#chosen].join() !== this.#saidOf) this.#say("");
     text(byId("bulk-count"), `${plural(n, "job")} chosen`);
     for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
       const fitting = this.#jobs(button.dataset.bulk).length;
@@ -57,10 +66,17 @@ export class Bulk {
     const all = byId("choose-all"), listed = this.listed();
     all.checked = n > 0 && n >= listed;
     all.indeterminate = n > 0 && n < listed;
+    // A group's box says whether all of its jobs are chosen, or some.
+    for (const box of this.rows.querySelectorAll(".group-head input")) {
+      const has = (which) => box.closest(".group").querySelector(`[data-f=choose]${which}`) !== null, some = has(":checked"), others = has(":not(:checked)");
+      box.checked = some && !others;
+      box.indeterminate = some && others;
+    }
   }
 
   async #do(what) {
     const jobs = this.#jobs(what);
+    this.#say("");
     if (what === "compare") { location.href = `/compare?jobs=${jobs.map((j) => j.id).join(",")}`; return; }
     if (what === "tag") return this.#tag(jobs);
     const each = (work) => this.#each(jobs, work);
@@ -78,17 +94,21 @@ export class Bulk {
         act: () => each((j) => ask(`/api/v1/jobs/${j.id}/cancel`, { method: "POST" })),
       });
     }
-    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); text(byId("bulk-status"), ""); } catch (error) { text(byId("bulk-status"), sentence(error)); }
+    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#say(sentence(error)); }
   }
 
-  /** All of them, and then what went wrong with any. */
+  /** All of them, and then what went wrong with any. Those that are done leave `jobs` and the choice, so another press repeats the others alone. */
   async #each(jobs, work) {
-    const results = await Promise.allSettled(jobs.map(work)), wrong = [];
-    results.forEach((r, i) => { if (r.status === "rejected") wrong.push(`${jobs[i].name}: ${sentence(r.reason)}`); });
-    for (const box of this.rows.querySelectorAll("[data-f=choose]")) box.checked = false;
-    this.#chosen.clear();
+    const all = [...jobs], results = await Promise.allSettled(all.map(work)), wrong = [];
+    jobs.length = 0;
+    results.forEach((r, i) => {
+      if (r.status === "fulfilled") return this.#chosen.delete(all[i].id);
+      jobs.push(all[i]);
+      wrong.push(`${all[i].name}: ${sentence(r.reason)}`);
+    });
+    for (const box of this.rows.querySelectorAll("[data-f=choose]")) box.checked = this.#chosen.has(box.closest("tr").dataset.id);
     this.draw();
-    if (wrong.length) throw new Problem(409, { detail: wrong.join(" ") });
+    if (wrong.length) throw new Problem(409, { detail: `Not done for ${wrong.length} of ${plural(all.length, "job")}. ${wrong.join(" ")}` });
   }
 
   #tag(jobs) {

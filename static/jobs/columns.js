@@ -1,6 +1,7 @@
 // The columns of the list: its own, and any setting, metric or tag. What is chosen stands in the address and is kept for the
 // next visit.
 
+import { cut, NARROW } from "../cut.js";
 import { count, rate } from "../numbers.js";
 import { ask, byId, Problem, sentence, text } from "../page.js";
 import { dotted, flat, setting, written } from "../settings.js";
@@ -24,6 +25,8 @@ const MOST = 12;
 const KEPT = "columns";
 /** In the address and in what is kept: every own column is shown. */
 const USUAL = OWN.map(([name]) => name).join(",");
+/** The same where no column is shown. */
+const NONE = "none";
 
 const kept = () => { try { return localStorage.getItem(KEPT); } catch { return null; } };
 const keep = (words) => { try { if (words === USUAL) localStorage.removeItem(KEPT); else localStorage.setItem(KEPT, words); } catch { /* not kept */ } };
@@ -51,7 +54,7 @@ export class Columns {
     byId("column-form").after(this.error);
     byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
-      const [job] = this.known().jobs, words = add.value.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? dotted(job.spec, words) : words;
+      const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? dotted(job.spec, words) : words;
       text(this.error, "");
       if (!key || this.#extra.includes(key)) return;
       if (this.#extra.length >= MOST) return text(this.error, `There are ${MOST} columns; remove one first.`);
@@ -59,7 +62,8 @@ export class Columns {
       if (wrong) return text(this.error, wrong);
       if (this.#extra.includes(key)) return;
       this.#extra.push(key);
-      add.value = "";
+      // The next one may be there already.
+      if (add.value === typed) add.value = "";
       this.#choose();
     });
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#offer(); });
@@ -70,14 +74,14 @@ export class Columns {
 
   /** What the address says, or what was chosen last. */
   fromAddress() {
-    const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter(Boolean);
+    const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
     this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MOST);
     this.#draw();
   }
 
   /** Those shown, as in the address. */
-  words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || "none"; }
+  words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || NONE; }
 
   /** Keys of those that were added. */
   get extra() { return this.#extra; }
@@ -138,7 +142,7 @@ export class Columns {
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
-      if (span.textContent !== words) { span.textContent = words; cell.title = words; }
+      cut(span, words, NARROW);
     }
   }
 

@@ -5,13 +5,14 @@ import { ask, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
+import { cut } from "../cut.js";
 import { alsoRead, filter, parameters } from "./query.js";
 import { groupedBy, inWords, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
 /** Groups and jobs read at a time; groups that may be open; how often they are read again while jobs change. */
-const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000;
+const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
 /** Columns of the list, and how a mean of theirs is written. */
 const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
@@ -41,7 +42,7 @@ export class Groups {
   #texts = new Set();
 
   /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. `ended(before, job)`: of a
-   *  job that is shown, with every change. */
+   *  job that is shown, whenever it is read again. */
   constructor(table, { fill, extra, changed, ended }) {
     Object.assign(this, { table, fill, extra, changed, ended });
     this.more = make("tbody", { className: "group-more", hidden: true }, make("tr", {}, make("td", { colSpan: 100 }, make("button", { type: "button", className: "quiet", textContent: "More groups" }))));
@@ -97,7 +98,7 @@ export class Groups {
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), answer = await this.#ask(cursor);
     // A server that takes long for them is asked less often.
-    this.#pause = Math.max(AGAIN_MS, 4 * (performance.now() - began));
+    this.#pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
     if (mine !== this.#loads || !this.on) return;
     const open = opened(), seen = new Set();
     for (const group of answer.groups) {
@@ -125,7 +126,9 @@ export class Groups {
 
   #make(group, key) {
     const cell = (className, ...children) => make("td", { className }, ...children), words = inWords(group.values);
-    const toggle = make("button", { type: "button", className: "group-name" }, make("span", { textContent: words, title: words }));
+    const name = make("span"), toggle = make("button", { type: "button", className: "group-name" }, name);
+    cut(name, words);
+    toggle.setAttribute("aria-label", words);
     toggle.setAttribute("aria-expanded", "false");
     const box = make("input", { type: "checkbox" });
     box.setAttribute("aria-label", `Select the jobs of ${words}`);
@@ -213,6 +216,7 @@ export class Groups {
     const before = new Map(one.rows.map((row) => [row.dataset.id, row])), rows = further ? [...one.rows] : [];
     for (const job of jobs) {
       const known = this.jobs.get(job.id);
+      if (known) this.ended(known, job);
       if (!known || known.last_seq <= job.last_seq) this.jobs.set(job.id, job);
       const row = before.get(job.id) ?? blank(job);
       this.fill(row, this.jobs.get(job.id));
@@ -244,7 +248,6 @@ export class Groups {
   hear(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
-      this.ended(known, job);
       this.jobs.set(job.id, job);
       for (const { rows, group } of this.#shown.values()) {
         const row = rows.find((row) => row.dataset.id === job.id);

@@ -1,6 +1,6 @@
 // A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
 
-import { byId, note, serverNow, text } from "../page.js";
+import { byId, serverNow, text } from "../page.js";
 import { cut } from "../cut.js";
 import { waits } from "./queue.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
@@ -26,7 +26,7 @@ export function fill(row, job) {
   cut(at("name"), job.name);
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
-  note(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}${job.project === "default" ? "" : ` · ${job.project}`}`);
+  about(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   cut(at("reason"), [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · "));
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
@@ -38,6 +38,10 @@ export function fill(row, job) {
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(at("age"), age(Date.parse(job.created_at), serverNow()));
   at("age").title = job.created_at;
+  // As `JobRow::class` in web/src/jobs.rs.
+  row.classList.toggle("has-reason", at("reason").textContent !== "");
+  row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => at(name).textContent === ""));
+  row.classList.toggle("no-curve", points === "");
   const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
@@ -47,6 +51,16 @@ export function fill(row, job) {
     ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
     ...(more.length ? [Object.assign(document.createElement("span"), { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
   );
+}
+
+/** What the job is, and its project, which is cut by itself and first. */
+function about(node, words, project) {
+  if (node.dataset.whole === words + project) return;
+  node.dataset.whole = node.title = words + project;
+  node.classList.add("parts");
+  const of = Object.assign(document.createElement("span"), { className: "of" });
+  node.replaceChildren(Object.assign(document.createElement("span"), { textContent: words }), of);
+  cut(of, project);
 }
 
 function progress(job) {

@@ -1,7 +1,9 @@
 // The order of the list: a click on a column's head sorts by it, another one turns it round. It stands in the address.
 
 import { read } from "../address.js";
+import { cut, NARROW } from "../cut.js";
 import { ALL } from "../job/names.js";
+import { text } from "../page.js";
 import { setting } from "../settings.js";
 
 /** The order without one in the address. */
@@ -47,7 +49,9 @@ export function drawHeads(row, choose) {
     if (!sort) continue;
     let button = th.querySelector("button");
     if (!button) {
-      button = Object.assign(document.createElement("button"), { type: "button", className: "sort", textContent: th.textContent });
+      const label = th.textContent, name = document.createElement("span");
+      button = Object.assign(document.createElement("button"), { type: "button", className: "sort" });
+      if (th.matches(".c-extra")) { cut(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
       button.addEventListener("click", () => choose(button.dataset.next));
       th.replaceChildren(button);
     }

@@ -12,6 +12,7 @@ As those of real agents, ranks are heard of half a second to a second after thei
 
 Prints a line of JSON:
 
+  queued_most         jobs that waited at one time, at most
   connect_secs        from the first connection to the last agent's welcome, at the beginning
   idle_cpu            CPU seconds of the server a second while agents only send heartbeats and measurements: 0.05 is 5 % of a core
   submit_ms           how long POST /jobs takes, as its client sees it
@@ -136,7 +137,7 @@ class Fleet:
         self.server, self.options = server, options
         self.jobs, self.order, self.early = {}, [], {}
         self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
-        self.burst, self.out_of_order, self.wanted = 0.0, 0, 0
+        self.burst, self.out_of_order, self.wanted, self.queued_most = 0.0, 0, 0, 0
         self.killed_at, self.from_end_over_kill = float("inf"), []
         self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
 
@@ -147,6 +148,7 @@ class Fleet:
 
     def submitted(self, job_id, job):
         self.jobs[job_id] = job
+        self.queued_most = max(self.queued_most, len(self.jobs) - len(self.order))
         for place in self.early.pop(job_id, []):
             self.started(*place)
 
@@ -301,7 +303,7 @@ async def measure(server, options):
     for task in tasks:
         task.cancel()
     return found | {
-        "submit_ms": summary(fleet.submitting), "start_ms_submitted": summary(fleet.from_submission), "start_ms_freed": summary(fleet.from_end), "start_ms_over_kill": summary(fleet.from_end_over_kill),
+        "queued_most": fleet.queued_most, "submit_ms": summary(fleet.submitting), "start_ms_submitted": summary(fleet.from_submission), "start_ms_freed": summary(fleet.from_end), "start_ms_over_kill": summary(fleet.from_end_over_kill),
         "start_ms_kept": summary(fleet.from_end_kept), "disconnected": fleet.disconnected, "lost": unacknowledged + options.jobs - once,
         "out_of_order": fleet.out_of_order, "stops": len(fleet.stops),
     }

@@ -105,6 +105,9 @@ describe("a connection that dies without a word", () => {
   async function reading(at) {
     const page = await browser.page({ url: line.url }, "/docs", { expected: [/WebSocket/] });
     await page.clock.install();
+    page.underWay = new Set();
+    page.on("request", (request) => page.underWay.add(request));
+    for (const over of ["requestfinished", "requestfailed"]) page.on(over, (request) => page.underWay.delete(request));
     await page.goto(line.url + at);
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.sameDocument = true; });
@@ -200,6 +203,65 @@ describe("a connection that dies without a word", () => {
     await until("they are shown", () => page.locator("#histogram-rows tr").first().isVisible());
     await tab("Network").click();
     await until("it is shown", () => page.locator("#network-rows tr").first().isVisible());
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await page.end();
+  });
+
+  /** What is under way when nothing more is heard stays so: the requests that the page makes by itself until it notices. */
+  const frozen = async (page) => {
+    line.forget();
+    await page.clock.runFor(10_000);
+    await until("a request is under way", () => page.underWay.size > 0);
+    await page.clock.runFor(40_000);
+  };
+
+  test("under Machines: one that is drained meanwhile says so", async () => {
+    const page = await reading("/machines"), drain = (way) => fetch(`${server.url}/api/v1/agents/made-up/${way}`, { method: "POST" }).then((answer) => assert.ok(answer.ok, way));
+    await until("it is there", async () => /made-up/.test(await page.locator("#machines").innerText()));
+    await frozen(page);
+    await drain("drain");
+    await until("it is drained", async () => { await page.clock.runFor(6000); return (await page.locator(".warnings").innerText()).includes("Drained"); });
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await drain("undrain");
+    await page.end();
+  });
+
+  test("under the queue: a job that came meanwhile stands in it", async () => {
+    await running("holds every slot");
+    const page = await reading("/queue");
+    await frozen(page);
+    const { id } = await server.ask("/jobs", spec("waits meanwhile", RANKS, 10));
+    await until("it is there", async () => { await page.clock.runFor(6000); return /waits meanwhile/.test(await page.locator("#queue").innerText()); });
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await page.end();
+    await server.ask(`/jobs/${id}/cancel`, {});
+  });
+
+  test("under the list by groups: a group that came meanwhile is there", async () => {
+    const job = await running("in groups"), page = await reading("/jobs?group_by=project");
+    await until("it is grouped", () => page.locator(".group-head").first().isVisible());
+    const asked = page.waitForRequest(/jobs\/groups/);
+    await tell(job, 11, 12);
+    await until("the groups are asked for", async () => { await page.clock.runFor(500); return Promise.race([asked.then(() => true), new Promise((done) => setTimeout(done, 50))]); });
+    line.forget();
+    await page.clock.runFor(40_000);
+    await server.ask("/jobs", { ...spec("of another project", RANKS, 10), project: "came-meanwhile" }).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
+    await until("its group is there", async () => { await page.clock.runFor(6000); return /came-meanwhile/.test(await page.locator("#jobs").innerText()); });
+    assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
+    await page.end();
+  });
+
+  test("under the list while older rows are read: they come nevertheless", async () => {
+    // The others find no slots: none starts, and is not there to be stopped.
+    await running("the newest that runs");
+    for (let n = 0; n < 60; n++) await server.ask("/jobs", spec(`older ${n}`, RANKS, 10)).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
+    const page = await reading("/jobs");
+    await until("what it asked for is here", () => page.underWay.size === 0);
+    const rows = page.locator("#rows tr"), first = await rows.count(), asked = page.waitForRequest(/api\/v1\/jobs\?.*cursor/);
+    line.forget();
+    await until("they are asked for", async () => { await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return Promise.race([asked, new Promise((done) => setTimeout(done, 100))]); });
+    await page.clock.runFor(50_000);
+    await until("they are there", async () => { await page.clock.runFor(1000); await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return (await rows.count()) > first; });
     assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
     await page.end();
   });

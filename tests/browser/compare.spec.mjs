@@ -82,6 +82,28 @@ describe("charts", () => {
     await page.end();
   });
 
+  test("that are switched off leave nothing behind", async () => {
+    const page = await browser.page(server, where());
+    await drawn(page);
+    const tools = await page.context().newCDPSession(page);
+    /** Listeners of the page and of what its charts share. */
+    const listeners = async () => {
+      let all = 0;
+      for (const expression of ["document", "lockstep.chart.view"]) {
+        const { result } = await tools.send("Runtime.evaluate", { expression });
+        all += (await tools.send("DOMDebugger.getEventListeners", { objectId: result.objectId })).listeners.length;
+      }
+      return all;
+    };
+    const before = await listeners();
+    await page.locator("button[data-metric=val_loss]").click();
+    assert.ok((await listeners()) > before, "another chart listens");
+    await page.locator("button[data-metric=val_loss]").click();
+    assert.equal(await page.locator("#curves .curve").count(), 1);
+    assert.equal(await listeners(), before);
+    await page.end();
+  });
+
   test("are saved each by itself", async () => {
     const page = await browser.page(server, where("&metric=loss,val_loss"));
     await drawn(page);
@@ -194,6 +216,23 @@ describe("groups", () => {
   });
 });
 
+describe("a file of groups", () => {
+  test("has a column that is named after the axis", async () => {
+    for (const [axis, column, first] of [["step", "step", 1], ["epoch", "epoch", 1 / 50], ["time", "time_secs", 0.0205]]) {
+      const page = await browser.page(server, where(`&group=train.lr&axis=${axis}`));
+      await drawn(page);
+      const card = page.locator(".curve[data-metric=loss]");
+      await until("it is along the axis", async () => Math.abs(await page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]) - first) < 1e-6, 20_000);
+      await card.locator("summary", { hasText: "Save" }).click();
+      const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "CSV", exact: true }).click()]);
+      const [head, row] = (await readFile(await file.path(), "utf8")).split("\n");
+      assert.equal(head, `line,attempt,${column},points,min,max,mean`);
+      assert.ok(Math.abs(Number(row.split(",")[2]) - first) < 1e-6, row);
+      await page.end();
+    }
+  });
+});
+
 describe("the selection", () => {
   test("is one, of brushes on axes and in the scatter", async () => {
     const page = await browser.page(server, where());
@@ -243,7 +282,7 @@ describe("the selection", () => {
   test("has a scatter with the jobs' colours, saved as pictures and numbers", async () => {
     const page = await browser.page(server, where("&scatter-x=train.lr&scatter-y=result%3Aloss"));
     await drawn(page);
-    const legend = await page.locator("#compare-legend li").evaluateAll((all) => all.map((li) => getComputedStyle(li.querySelector("i")).backgroundColor));
+    const legend = await page.evaluate(() => [...document.querySelectorAll("#compare-legend i")].map((mark) => getComputedStyle(mark).backgroundColor));
     for (const [i, colour] of legend.entries()) {
       const line = page.locator(`#parallel .job[data-job="${made[i].id}"]`);
       assert.equal(await line.evaluate((g) => getComputedStyle(g).color), colour);
@@ -282,12 +321,13 @@ describe("results", () => {
   });
 
   test("and settings that tell nothing by themselves have no axis", async () => {
-    const body = spec("by epochs", 1, 100);
+    const body = spec("fashion-resnet20 seed=3", 1, 100);
     body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
     const { id } = await server.ask("/jobs", body);
     await server.ask(`/jobs/${id}/cancel`, {});
     const page = await browser.page(server, `/compare?jobs=${[...made.map((j) => j.id), id].join(",")}`);
     await until("its lines are drawn", async () => (await page.locator("#parallel .job").count()) === 4);
+    assert.equal(await page.locator(".picker label", { hasText: "fashion-resnet20" }).locator(".cut-tail").textContent(), "seed=3", "in which seeds differ stays");
     const axes = await page.locator("#parallel .name").evaluateAll((all) => all.map((text) => text.querySelector("title").textContent));
     assert.ok(axes.includes("train.lr") && axes.includes("train.seed"), axes.join());
     assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `one value, or none: ${axes}`);

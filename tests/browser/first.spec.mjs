@@ -10,6 +10,21 @@ before(async () => { [server, browser] = await Promise.all([TestServer.open({ da
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a new server", () => {
+  test("offers its bundled pictures on the page of the datasets", async () => {
+    const page = await browser.page(server, "/datasets");
+    assert.equal(await page.locator("[data-dataset]").count(), 0);
+    await page.getByRole("button", { name: "Use the bundled pictures" }).click();
+    await until("they are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
+    assert.equal(new URL(page.url()).pathname, "/datasets");
+    assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
+    // Those who come after find a server without any.
+    const dialog = page.locator("#confirm");
+    await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
+    await page.locator("#confirm-yes").click();
+    await until("they are taken off the list, and offered again", () => page.getByRole("button", { name: "Use the bundled pictures" }).isVisible());
+    await page.end();
+  });
+
   test("offers its bundled pictures in one click, and the preset works with them", async () => {
     // Before there is a dataset, the form says so.
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
@@ -25,6 +40,7 @@ describe("a new server", () => {
     await server.ask(`/jobs/${id}/pause`, {});
     await until("there is a checkpoint", () => page.locator("#fork").isVisible());
     await server.ask(`/jobs/${id}/cancel`, {});
+    await until("it is over", async () => (await server.job(id)).state === "cancelled");
     await page.end();
   });
 
@@ -120,6 +136,7 @@ describe("keys and words", () => {
 
   test("what counts seconds is not read out every second", async () => {
     const page = await browser.page(server, "/machines");
+    await until("its own stream has nothing to say any more", async () => (await page.locator("#live").textContent()) === "live");
     const said = await page.evaluate(async () => {
       const { showLive } = await import("/static/page.js"), heard = [];
       document.querySelector("#live-status").textContent = "";

@@ -37,6 +37,7 @@ describe("the form", () => {
     for (const label of ["Learning rate", "Ranks", "Seed"]) {
       await until(`a mistake beside ${label}`, async () => (await beside(page, label).textContent()) !== "");
     }
+    await until("they are listed", async () => (await page.locator("#mistakes a").count()) === 3);
     assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the part that hides it has opened");
     assert.match(await page.locator("#mistakes").textContent(), /things? to change/);
     assert.deepEqual((await page.locator("#mistakes a").allTextContents()).sort(), ["Learning rate", "Ranks", "Seed"]);
@@ -115,6 +116,17 @@ describe("the form", () => {
     await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
     await words.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
     await until("today's name is told", async () => /data\.resize is called data\.resize_size/.test(await page.locator("#spec-error").textContent()));
+    await page.end();
+  });
+
+  test("names a dataset that there is not together with what else is wrong", async () => {
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    await page.locator("#spec-text").fill('name = "two mistakes"\n\n[data]\ndataset = "fashion-minst"\n\n[train]\nepochs = 1\nlr = -1\n');
+    const said = page.locator("#spec-error");
+    await until("both are named", async () => /^data\.dataset: .*fashion-minst/m.test(await said.textContent()) && /^train\.lr: /m.test(await said.textContent()));
+    await page.getByRole("button", { name: "Submit job" }).click();
+    await until("the button says no less", async () => /fashion-minst/.test(await page.locator("main").innerText()) && /train\.lr: /.test(await said.textContent()));
+    assert.equal((await server.ask("/jobs")).jobs.filter(({ name }) => name === "two mistakes").length, 0);
     await page.end();
   });
 

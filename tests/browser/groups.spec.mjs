@@ -83,7 +83,7 @@ describe("groups of the list", () => {
     assert.equal(address(page).get("open"), "[[0.1]]");
     await page.reload();
     await until("it is open again", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
-    assert.equal(await page.locator("#rows tr").count(), 0, "no job stands outside of its group");
+    await until("no job stands outside of its group", async () => (await page.locator("#rows tr").count()) === 0);
 
     await page.locator(".saved-views summary").click();
     await page.getByLabel("Save what is shown now").fill("by rate");
@@ -123,6 +123,25 @@ describe("groups of the list", () => {
     await until("all of the group are chosen", async () => /^3 jobs/.test(await page.locator("#bulk-count").textContent()));
     await page.locator("[data-bulk=compare]").click();
     await page.waitForURL(/compare\?jobs=/);
+    await page.end();
+  });
+
+  test("have a box that says whether all of their jobs are chosen, or some", async () => {
+    const page = await browser.page(server, "/jobs?group_by=tag&sort=name&project=sweep"), box = page.getByLabel("Select the jobs of base");
+    const now = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
+    await grouped(page, "base,long,no tag");
+    await box.check();
+    await until("all are chosen", async () => (await page.locator("#bulk-count").textContent()) === "3 jobs chosen");
+    assert.equal(await now(), "all");
+    await group(page, "base").getByLabel("Select a1").uncheck();
+    assert.equal(await now(), "some");
+    await page.locator("#choose-all").setChecked(true);
+    assert.equal(await now(), "all");
+    await page.locator("#choose-all").setChecked(false);
+    assert.equal(await now(), "none");
+    await box.check();
+    await group(page, "base").getByRole("button", { name: "base" }).click();
+    await until("none is chosen of a group that is closed", async () => (await page.locator("#bulk").isHidden()) && (await now()) === "none");
     await page.end();
   });
 

@@ -174,7 +174,8 @@ describe("data", () => {
     await page.getByLabel("Name", { exact: true }).fill("again");
     await page.getByRole("button", { name: "Add", exact: true }).click();
     await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
-    await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click();
+    const dialog = page.locator("#confirm");
+    await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click(), false));
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("and removed", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
     assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "its files stay");

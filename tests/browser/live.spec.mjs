@@ -46,6 +46,7 @@ describe("a rank's lane", () => {
   test("shows how a step divides, what the rank does, and its GPU's use, memory, temperature and power", async () => {
     const job = await running("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
     await until("four lanes", async () => (await page.locator("#ranks li").count()) === RANKS);
+    await until("all of it is read", async () => (await page.locator("#live").textContent()) === "live");
     const parts = await until("the lane is divided", async () => {
       const widths = await lane(1).locator(".lane span").evaluateAll((all) => Object.fromEntries(all.map((s) => [s.className, parseFloat(s.style.width) || 0])));
       return widths["k-compute"] > 0 && widths;
@@ -172,6 +173,43 @@ describe("a page that stays open", () => {
     await end(job, 10);
     await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0);
     assert.deepEqual((await page.evaluate(() => window.told)).map(([title]) => title), ["while you are away: succeeded"]);
+    await page.end();
+  });
+
+  test("tells an end in every list, once, while it is hidden and draws no frame", async () => {
+    for (const [where, path] of Object.entries({ all: "/jobs", running: "/jobs?state=running", groups: "/jobs?group_by=project&open=%5B%5B%22default%22%5D%5D" })) {
+      const job = await running(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
+      await page.context().addInitScript(() => {
+        const draw = window.requestAnimationFrame.bind(window);
+        window.told = [];
+        window.Notification = class { static permission = "granted"; constructor(title) { window.told.push(title); } };
+        Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
+        window.requestAnimationFrame = (f) => (window.elsewhere ? 1 : draw(f));
+        localStorage.setItem("notify", "yes");
+      });
+      await page.goto(server.url + path);
+      const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`), once = [`${job.name}: succeeded`];
+      await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
+      await page.evaluate(() => { window.elsewhere = true; });
+      await end(job, 10);
+      await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0, 20_000);
+      assert.deepEqual(await page.evaluate(() => window.told), once);
+      // The line breaks, and the list is read again.
+      await page.evaluate(() => dispatchEvent(new Event("online")));
+      await until("it has been read", async () => (await state.count()) === 0 || (await state.textContent()) === "succeeded");
+      assert.deepEqual(await page.evaluate(() => window.told), once);
+      await page.end();
+    }
+  });
+
+  test("goes on when a job ends in a browser that keeps nothing", async () => {
+    const job = await running("nothing is kept", 10), page = await browser.page(server, "/static/icon.svg");
+    await page.context().addInitScript(() => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("blocked", "SecurityError"); } }));
+    await page.goto(`${server.url}/jobs`);
+    const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`);
+    await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
+    await end(job, 10);
+    await until("its end is shown", async () => (await state.textContent()) === "succeeded", 20_000);
     await page.end();
   });
 

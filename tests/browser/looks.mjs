@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
+import { until } from "./test-server.mjs";
 
 const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 
@@ -12,7 +13,7 @@ export async function fits(page, where) {
   assert.ok(over <= 0, `${where}: ${over} pixels too wide`);
 }
 
-/** Every control can be pressed where it stands, and words that are cut can be read in whole: by a tooltip, or by scrolling. */
+/** Every control can be pressed where it stands, and words that are cut can be read in whole: by a tooltip, or by scrolling; on a phone none are cut. */
 export async function readable(page, where) {
   const { width, height } = page.viewportSize();
   // As high as the page: only what is on the screen can be asked for.
@@ -37,7 +38,13 @@ export async function readable(page, where) {
       if (node.scrollWidth <= node.clientWidth + 1 || !node.clientWidth || !shown(node)) continue;
       const { overflowX } = getComputedStyle(node);
       if (!["hidden", "clip"].includes(overflowX)) continue;
-      if (!node.closest("[title], select, .tip") && !node.querySelector("[title]")) wrong.push(`${name(node)} is cut without a tooltip`);
+      // No finger opens a tooltip. Charts are pictures, whose words a crosshair and a saved picture have.
+      if (innerWidth <= 720 && !node.closest(".chart, .heat, .lane, svg, select")) wrong.push(`${name(node)} is cut`);
+      else if (!node.closest("[title], select, .tip") && !node.querySelector("[title]")) wrong.push(`${name(node)} is cut without a tooltip`);
+    }
+    // The same of lines: the end of what is clamped to a few.
+    for (const node of innerWidth > 720 ? [] : document.querySelectorAll("main *")) {
+      if (node.scrollHeight > node.clientHeight + 1 && getComputedStyle(node).webkitLineClamp !== "none" && shown(node)) wrong.push(`${name(node)} is cut below`);
     }
     return [...new Set(wrong)];
   });
@@ -48,11 +55,55 @@ export async function readable(page, where) {
 /** axe finds nothing. */
 export async function clean(page, where) {
   await page.evaluate(axe);
-  const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
+  const { violations } = await page.evaluate(() => window.axe.run(document, { preload: false, runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
   assert.deepEqual(violations.map((v) => `${v.id}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`), [], where);
 }
 
+/** A dialog that is open lies on the screen, and every control in it can be pressed where it stands, or is scrolled to. */
+export async function usable(page, where) {
+  const wrong = await page.evaluate(() => {
+    const dialog = document.querySelector("dialog[open]"), box = dialog.getBoundingClientRect(), wrong = [];
+    if (box.left < 0 || box.top < 0 || box.right > innerWidth || box.bottom > innerHeight) wrong.push(`it goes beyond the screen: ${JSON.stringify(box)}`);
+    if (dialog.scrollWidth > dialog.clientWidth + 1) wrong.push("it is wider than it may be");
+    for (const node of dialog.querySelectorAll("button, a[href], select, input, summary, textarea")) {
+      if (!node.checkVisibility({ visibilityProperty: true })) continue;
+      node.scrollIntoView({ block: "nearest" });
+      const { left, top, width, height } = node.getBoundingClientRect(), hit = document.elementFromPoint(left + width / 2, top + height / 2);
+      if (!hit || !(node.contains(hit) || hit.closest("label")?.contains(node))) wrong.push(`${node.id || node.textContent} is covered`);
+      if (node.tagName === "BUTTON" && node.scrollWidth > node.clientWidth + 1) wrong.push(`${node.textContent} is cut`);
+    }
+    return wrong;
+  });
+  assert.deepEqual(wrong, [], where);
+}
+
+export const WIDTHS = [390, 1024, 1440, 1920], THEMES = ["light", "dark"];
+
+/**
+ * Opens a page in each theme and looks at it at each width. `prepare(page)`: before it is opened. `ready(page)`: it shows all. `act(page)`: what a person
+ * does then; a dialog that it opens is looked at instead of the page.
+ */
+export async function look(browser, where, path, name, { ready, prepare, act, options = {} } = {}) {
+  for (const colorScheme of THEMES) {
+    const page = await browser.page(where, prepare ? "/docs" : path, { colorScheme, viewport: { width: WIDTHS[0], height: 900 }, expected: [/404|422/], ...options });
+    if (prepare) { await prepare(page); await page.goto(where.url + path); }
+    await until("it has a heading", () => page.locator("h1").first().isVisible());
+    if (ready) await until(`${name} is there`, () => ready(page));
+    if (act) await act(page);
+    for (const width of WIDTHS) {
+      await page.setViewportSize({ width, height: 900 });
+      await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
+      const at = `${name} at ${width}, ${colorScheme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
+      await fits(page, at);
+      if (hasDialog) await usable(page, at); else await readable(page, at);
+      await clean(page, at);
+      await picture(page, `${name}-${width}-${colorScheme}`, !hasDialog);
+    }
+    await page.end();
+  }
+}
+
 /** A picture of the whole page, where pictures are asked for. */
-export async function picture(page, name) {
-  if (process.env.LOCKSTEP_PICTURES) await page.screenshot({ path: `${process.env.LOCKSTEP_PICTURES}/${name}.png`, fullPage: true });
+export async function picture(page, name, fullPage = true) {
+  if (process.env.LOCKSTEP_PICTURES) await page.screenshot({ path: `${process.env.LOCKSTEP_PICTURES}/${name}.png`, fullPage });
 }

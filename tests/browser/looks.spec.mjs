@@ -5,10 +5,9 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { clean, fits, picture, readable } from "./looks.mjs";
+import { look as lookAt } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
-const WIDTHS = [390, 1024, 1440, 1920], THEMES = ["light", "dark"];
 /** 120 characters, the most that a name may have, with nowhere to break it. */
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 const MANY = 60;
@@ -53,23 +52,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await Promise.all([server?.close(), empty?.close()]); });
 
-/** Opens a page in each theme and looks at it at each width. `ready`: it shows all. */
-async function look(where, path, name, ready) {
-  for (const colorScheme of THEMES) {
-    const page = await browser.page(where, path, { colorScheme, viewport: { width: WIDTHS[0], height: 900 }, expected: [/404|422/] });
-    await until("it has a heading", () => page.locator("h1").first().isVisible());
-    if (ready) await until(`${name} is there`, () => ready(page));
-    for (const width of WIDTHS) {
-      await page.setViewportSize({ width, height: 900 });
-      await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
-      await fits(page, `${name} at ${width}, ${colorScheme}`);
-      await readable(page, `${name} at ${width}, ${colorScheme}`);
-      await clean(page, `${name} at ${width}, ${colorScheme}`);
-      await picture(page, `${name}-${width}-${colorScheme}`);
-    }
-    await page.end();
-  }
-}
+const look = (where, path, name, ready) => lookAt(browser, where, path, name, { ready });
 const drawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
 
 describe("with everything", () => {

@@ -159,7 +159,7 @@ describe("a chart", () => {
         series.append(1, steps, steps.map(() => 5));
       }
       const segment = series.segments[0], at = (f) => Array.from({ length: segment.length }, (_, i) => i).filter(f);
-      const mean = new MeanSeries("loss", 2, 1024);
+      const mean = new MeanSeries("loss", () => 2, 1024);
       mean.appendRank(1, [1, 2, 3], [1, 2, 3]);
       mean.appendRank(1, [1, 2], [3, null]);
       return {

@@ -42,6 +42,20 @@ describe("columns", () => {
     assert.match((await refused.json()).detail, /no metric "grad_nrom" here; did you mean "grad_norm"\?/);
   });
 
+  test("are none where the reader hides them all, now and at the next visit", async () => {
+    const page = await browser.page(server, "/jobs"), heads = () => page.locator("#jobs thead th:visible").evaluateAll((all) => all.map((th) => th.innerText.trim()).filter(Boolean).join());
+    await page.locator("#columns > summary").click();
+    for (const box of await page.locator("#own-columns input").all()) await box.uncheck();
+    assert.equal(address(page).get("columns"), "none");
+    await page.reload();
+    await until("the state and the name are left", async () => (await heads()) === "State,Job");
+    // As kept by an older page.
+    await page.evaluate(() => localStorage.setItem("columns", "none,loss"));
+    await page.goto(`${server.url}/jobs`);
+    await until("what is kept has no such column", async () => (await heads()) === "State,Job,Loss");
+    await page.end();
+  });
+
   test("of tags and of settings with several values sort, too", async () => {
     const page = await browser.page(server, "/jobs?columns=loss,tag:warm up,train.milestones&sort=name");
     await listed(page, "anna,berta,carl,dora,holder");
@@ -115,6 +129,64 @@ describe("long names", () => {
     assert.deepEqual([...new Set(starts)], [0], JSON.stringify(starts));
     await phone.end();
     for (const id of ids) await remove(server, id);
+  });
+});
+
+/** Where the ink of a node's line ends, in pixels from its left edge, and where it has to: behind the last word that has room with the dots. */
+async function painted(page, node) {
+  const box = await node.boundingBox(), png = (await page.screenshot({ clip: box })).toString("base64");
+  return node.evaluate(async (node, png) => {
+    const image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))])), ctx = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true });
+    ctx.drawImage(image, 0, 0);
+    const { data, width, height } = ctx.getImageData(0, 0, image.width, image.height), style = getComputedStyle(node);
+    let end = 0;
+    for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) { const i = 4 * (y * width + x); if (Math.abs(data[i] - data[0]) + Math.abs(data[i + 1] - data[1]) + Math.abs(data[i + 2] - data[2]) > 150) end = x + 1; }
+    ctx.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+    const wide = (words) => ctx.measureText(words).width, whole = node.textContent, room = node.getBoundingClientRect().width;
+    // Places between words: before a stroke, a dash or an underscore, and behind a space.
+    const ends = [...whole].map((_, i) => i).filter((i) => i && ((/[/_-]/.test(whole[i]) && !/[/_-]/.test(whole[i - 1])) || (whole[i - 1] === " " && whole[i] !== " ")));
+    const shown = ends.filter((i) => wide(`${whole.slice(0, i).trimEnd()}…`) <= room).at(-1);
+    const spaces = /\s$/.test(whole.slice(0, shown)) ? wide(" ") : 0;
+    return { isCut: node.scrollWidth > node.clientWidth, end, wanted: wide(`${whole.slice(0, shown)}…`) - spaces, words: whole.slice(0, shown), spaces };
+  }, png);
+}
+
+describe("what is cut", () => {
+  test("ends between two words before the dots, too, and at any width", async () => {
+    const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", "data_of_last_winter/with_augmentation/and_without_it/on_eight_cards/and_once_more/seed_31415"], ids = [];
+    for (const name of names) ids.push((await server.ask("/jobs", { ...spec(name, 1, 100), project: "a-project-with-a-name-of-forty-characters" })).id);
+    const page = await browser.page(server, "/jobs");
+    await until("they are listed", () => page.locator(`tr[data-id="${ids[1]}"] .cut-head`).first().isVisible());
+    for (const width of [1024, 1240, 1290, 1440]) {
+      await page.setViewportSize({ width, height: 900 });
+      for (const id of ids) {
+        const { isCut, end, wanted, words } = await painted(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
+        assert.ok(isCut, `at ${width} there is no room for all`);
+        assert.ok(Math.abs(end - wanted) < 4, `at ${width} it is “${words}…”: ${wanted} pixels, not ${end}`);
+      }
+    }
+    await page.goto(`${server.url}/jobs?group_by=project`);
+    const group = page.locator(".group-name", { hasText: "a-project" });
+    await until("groups are there", () => group.isVisible());
+    assert.equal(await group.locator(".cut-tail").textContent(), "-characters");
+    assert.equal(await group.locator("span").first().getAttribute("title"), "a-project-with-a-name-of-forty-characters");
+    await page.end();
+    for (const id of ids) await remove(server, id);
+  });
+
+  test("in columns that people add has its end, and the whole in the tooltip", async () => {
+    const body = spec("short", 1, 100), { id } = await server.ask("/jobs", body), page = await browser.page(server, "/jobs?columns=progress,project,model.arch,train.label_smoothing");
+    await server.ask(`/jobs/${id}/cancel`, {});
+    const moved = await server.ask("/jobs", { ...body, name: "of a long project", project: "pictures-of-last-winter" });
+    const cell = page.locator(`tr[data-id="${moved.id}"] .c-extra[data-key=project] > span`);
+    await until("it is there", async () => (await cell.textContent()) === "pictures-of-last-winter");
+    assert.equal(await cell.locator(".cut-tail").textContent(), "-winter");
+    assert.equal(await cell.getAttribute("title"), "pictures-of-last-winter");
+    assert.equal(await page.locator("thead .c-extra").nth(2).locator(".cut-tail").textContent(), "_smoothing".slice(-10));
+    const boxes = await cell.evaluate((node) => [node, node.querySelector(".cut-tail")].map((part) => part.getBoundingClientRect().right));
+    assert.ok(boxes[1] <= boxes[0] + 0.5, "nothing of it is cut off");
+    await page.end();
+    for (const gone of [id, moved.id]) await remove(server, gone);
   });
 });
 

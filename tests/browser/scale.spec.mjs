@@ -33,7 +33,7 @@ describe("a long run", () => {
   test("is drawn from buckets that say so, and as every point where it is zoomed", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`), note = page.locator("#loss-note");
     await until("it is drawn", async () => (await losses(page))["rank 3"]?.points > STEPS - 200);
-    assert.match(await note.textContent(), /^min to max of \d+ points a pixel · 4 ranks$/);
+    await until("its note says so", async () => /^min to max of \d+ points a pixel · 4 ranks$/.test(await note.textContent()));
     const buckets = await page.evaluate(() => window.lockstep.charts.loss.snapshot()[0].buckets);
     assert.ok(buckets > 300 && buckets <= 2000, `${buckets} buckets: about one a pixel`);
     await page.evaluate(() => window.lockstep.view.setZoom([30_000, 30_200]));

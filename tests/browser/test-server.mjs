@@ -28,11 +28,14 @@ export async function until(what, check, patience = PATIENCE_MS) {
   }
 }
 
+let ports = process.pid;
+/** A port that nothing listens on, outside the range from which the system gives ports to clients: a server that is started again has it still. */
 export const freePort = () => new Promise((done, failed) => {
-  const server = createServer().once("error", failed).listen(0, "127.0.0.1", () => {
-    const { port } = server.address();
-    server.close(() => done(port));
-  });
+  const attempt = (left) => {
+    const port = 21_000 + (ports++ % 10_000), server = createServer();
+    server.once("error", (error) => (left ? attempt(left - 1) : failed(error))).listen(port, "127.0.0.1", () => server.close(() => done(port)));
+  };
+  attempt(1000);
 });
 
 /** A running server, its dataset registered. */

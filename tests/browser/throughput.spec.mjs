@@ -2,7 +2,8 @@
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { readFile } from "node:fs/promises";
+import { mkdir, readFile, writeFile } from "node:fs/promises";
+import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
 import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
@@ -134,6 +135,25 @@ describe("the throughput of a job", () => {
     // The faster one waits for the other: their steps end together.
     await train(of, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
     const { page } = await everywhere(id, 2, 16 / 0.0505);
+    await end(of, { how: "succeeded", step: 120 });
+    await page.end();
+  });
+
+  test("that is a fork is that of its own steps, and those of its parent are no time", async () => {
+    const parent = await server.ask("/jobs", spec("forked from", 1, 120));
+    let of = await attempt(parent.id);
+    await train(of, 1, 0, 30, () => 100.5);
+    await report(of, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await end(of, { how: "succeeded", step: 30 });
+    // A checkpoint of no files: nothing trains on from it.
+    const folder = path(server.dir, "jobs", parent.id, "checkpoints", "1-30");
+    await mkdir(folder, { recursive: true });
+    await writeFile(path(folder, "MANIFEST.json"), '{"files":{}}');
+    const { id } = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "a fork" } });
+    of = await attempt(id);
+    await train(of, 1, 30, 60, () => 40.5);
+    const { page, compare } = await everywhere(id, 1, 8 / 0.0405);
+    await onTimeAxis(compare, 30 * 0.0405);
     await end(of, { how: "succeeded", step: 120 });
     await page.end();
   });

@@ -106,7 +106,7 @@ describe("a job", () => {
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
     await shows(page, "#banner", "number 1 in the queue");
     await shows(page, "#banner", "waits for 4 slots");
-    assert.equal(await page.locator("#loss-chart").getAttribute("data-empty"), "Nothing yet: the job waits for slots.");
+    await until("the chart says so, too", async () => (await page.locator("#loss-chart").getAttribute("data-empty")) === "Nothing yet: the job waits for slots.");
     await end(of, { how: "succeeded", step: 600 });
     const next = await attempt(waits.id);
     await begin(next);
@@ -117,7 +117,109 @@ describe("a job", () => {
   });
 });
 
+describe("a job that continues with fewer ranks", () => {
+  test("has the mean of those it has in each attempt, and nothing of ranks that are gone", async () => {
+    const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
+    const first = await attempt(id);
+    const told = async (of, times, to) => {
+      const at = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps: at, values: at.map(() => value) });
+      for (const [rank, ms] of times.entries()) await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", of.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
+    };
+    await begin(first);
+    await told(first, [40.5, 10.5, 10.5, 10.5], 100);
+    const page = await browser.page(server, `/jobs/${id}`);
+    await until("four lanes", async () => (await page.locator("#ranks li:visible").count()) === 4);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    // Its machine is stopped in order, and comes again with half of its slots.
+    await agent.evaluate(() => window.it.say({ type: "leaving", reason: "the agent was stopped" }));
+    await end(first, { how: "stopped" });
+    await agent.close();
+    agent = await join(browser.chromium, server, 2);
+    const second = await attempt(id);
+    assert.equal(second.attempt, 2);
+    await begin(second);
+    await told(second, [40.5, 40.5], 60);
+    const means = (page) => page.evaluate(() => window.lockstep.metrics.mean("loss").segments.map((s) => `${s.attempt}: ${s.length} of ${s.lastValue}`).join());
+    const whole = "1: 100 of 1.375,2: 60 of 2.125", reloaded = await page.tab(`/jobs/${id}`), compare = await page.tab(`/compare?jobs=${id}`);
+    for (const [tab, which] of [[page, "the page that was open"], [reloaded, "another one"]]) {
+      await until(`${which} has the means`, async () => (await means(tab)) === whole || Promise.reject(new Error(await means(tab))), 20_000);
+      await shows(tab, "#loss", "2.125");
+      await shows(tab, "#about", "2 of 4 ranks");
+      await until("two lanes are left", async () => (await tab.locator("#ranks li:visible").count()) === 2, 20_000);
+      await shows(tab, "#wait", "3.7 %");
+      await until("and none of them is slower", async () => (await tab.locator("#ranks-note").textContent()).includes("limited by computing") && !(await tab.locator("#banner").isVisible()), 20_000);
+    }
+    const compared = (tab) => tab.evaluate(() => window.lockstep.chart.snapshot().map((s) => `${s.attempt}: ${s.points} of ${s.value}`).join());
+    await until("Compare has them, too", async () => (await compared(compare)) === whole || Promise.reject(new Error(await compared(compare))), 20_000);
+    await end(second, { how: "succeeded", step: 600 });
+    await until("it is over", async () => (await page.locator("#state").textContent()) === "succeeded");
+    const late = await page.tab(`/jobs/${id}`);
+    await until("and after its end", async () => (await means(late)) === whole, 20_000);
+    await until("with the lanes of the last attempt", async () => (await late.locator("#ranks li:visible").count()) === 2, 20_000);
+    await page.end();
+    await agent.close();
+    agent = await join(browser.chromium, server, 4);
+  });
+});
+
+describe("a log", () => {
+  test("that is held still shows what came while more of it was read, each line once", async () => {
+    const { id } = await server.ask("/jobs", spec("writes", 1, 600)), of = await attempt(id), at = new Date().toISOString();
+    const write = (from, to) => report(of, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
+    await begin(of);
+    for (let from = 1; from <= 300; from += 50) await write(from, from + 49);
+    const page = await browser.page(server, `/jobs/${id}`), box = page.locator("#log-lines"), follow = page.locator("#log-follow");
+    const heard = (n) => until(`${n} lines are heard of`, async () => (await box.getAttribute("data-lines")) === String(n));
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await heard(300);
+    await box.evaluate((b) => { b.scrollTop = 0; });
+    await until("it holds still", async () => !await follow.isChecked());
+    await write(301, 305);
+    await heard(305);
+    // An answer that is without the lines that come before it does.
+    let reads = 0, answered = 0;
+    await page.route("**/logs?*after=*", async (route) => {
+      const answer = await route.fetch();
+      if (reads++ === 0) { await write(306, 310); await heard(310); }
+      await route.fulfill({ response: answer });
+      answered++;
+    });
+    const toEnd = () => box.evaluate((b) => { b.scrollTop = b.scrollHeight; });
+    await toEnd();
+    await until("more is read", () => answered > 0);
+    await until("it follows again", async () => { await toEnd(); return follow.isChecked(); }, 20_000);
+    await write(311, 311);
+    const all = Array.from({ length: 311 }, (_, i) => `0.${i + 1}`);
+    const shown = () => box.locator("[data-at]").evaluateAll((rows) => rows.map((row) => row.dataset.at.split(".").slice(2).join(".")));
+    await until("all lines are there, each once", async () => { assert.deepEqual(await shown(), all); return true; }, 20_000);
+    await end(of, { how: "succeeded", step: 600 });
+    await page.end();
+  });
+});
+
 describe("a chart", () => {
+  test("of a metric that is chosen has the points that came while its history was read", async () => {
+    const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), of = await attempt(id);
+    const norms = (from, to) => report(of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
+    await begin(of);
+    await norms(1, 20);
+    const page = await browser.page(server, `/jobs/${id}`), seq = () => page.evaluate(() => window.lockstep.seq);
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.route("**/metrics?name=grad_norm*", async (route) => {
+      const answer = await route.fetch(), before = await seq();
+      await norms(21, 30);
+      await until("the page hears of more", async () => (await seq()) > before);
+      await route.fulfill({ response: answer });
+    });
+    await page.locator("#other-metric").selectOption("grad_norm");
+    const points = () => page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => `${line.points} to ${line.step}`).join());
+    await until("all of them are there", async () => (await points()) === "30 to 30" || Promise.reject(new Error(await points())), 20_000);
+    await norms(31, 40);
+    await until("and those that come", async () => (await points()) === "40 to 40", 20_000);
+    await end(of, { how: "succeeded", step: 600 });
+    await page.end();
+  });
+
   test("has a slider, a range, and pictures with title, axes, units and legend", async () => {
     const job = await server.ask("/jobs", spec("drawn", 2, 600)), of = await attempt(job.id);
     await begin(of);
@@ -184,6 +286,7 @@ describe("the list", () => {
     for (const key of ["train.batch_size", "tag:baseline", "step"]) {
       await page.getByLabel("A setting, metric or tag").fill(key);
       await page.locator("#columns").getByRole("button", { name: "Add", exact: true }).click();
+      await until(`${key} is added`, () => page.locator(`#jobs thead [data-key="${key}"]`).isVisible());
     }
     await page.reload();
     await until("the columns are there", async () => (await page.locator("#jobs thead .c-extra").allTextContents()).join() === "train.batch_size,#baseline,Step");

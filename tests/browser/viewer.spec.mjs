@@ -45,7 +45,10 @@ describe("a viewer", () => {
     await clean(page, "a job");
     await page.goto(`${server.url}/datasets`);
     await page.locator(".dataset").first().waitFor();
-    await hidden("#add-dataset", "[data-remove]", "text=Train on it");
+    await hidden("#add-dataset", "#admins-add", "[data-remove]", "text=Train on it");
+    await page.goto(`${server.url}/machines`);
+    await page.locator(".machine").first().waitFor();
+    await hidden("[data-drain]");
     await page.goto(`${server.url}/jobs/new`);
     await page.locator(".reads-only").waitFor();
     await hidden(".send button[type=submit]");
@@ -72,7 +75,23 @@ describe("a member", () => {
     assert.ok(await page.locator("#fork").isVisible(), "forking is for whoever sees it");
     await page.getByRole("tab", { name: "Notes" }).click();
     assert.ok(await page.getByLabel("Tags", { exact: true }).evaluate((field) => field.readOnly));
+    // What only admins and the owner may do is not offered.
+    for (const [path, card, action] of [["/machines", ".machine", "[data-drain]"], ["/datasets", ".dataset", "[data-remove]"]]) {
+      await page.goto(server.url + path);
+      await page.locator(card).first().waitFor();
+      assert.equal(await page.locator(action).count(), 0, path);
+    }
+    // Without --dataset-root, paths are for admins to name.
+    assert.equal(await page.locator("#add-dataset").count(), 0);
+    assert.match(await page.locator("#admins-add").textContent(), /ask an admin .*--dataset-root/);
+    await clean(page, "a member's datasets");
     await page.end();
+    const admin = await as("ada", "/machines");
+    assert.equal(await admin.locator("[data-drain]").count(), 1);
+    await admin.goto(`${server.url}/datasets`);
+    assert.equal(await admin.locator("[data-remove]").count(), 1);
+    assert.ok(await admin.locator("#add-dataset").isVisible());
+    await admin.end();
   });
 });
 

@@ -150,7 +150,8 @@ fn response(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
                 }
             }
             Some("log") => {
-                for line in event["lines"].as_array().expect("lines") {
+                // Line 0 is the server's own.
+                for line in event["lines"].as_array().expect("lines").iter().filter(|l| l["number"] != 0) {
                     records.entry(key).or_default().line(number(&line["number"]));
                 }
             }
@@ -192,11 +193,19 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         }
     }
     for rank in 0..2 {
-        let done: BTreeSet<_> = response
-            .iter()
-            .filter(|((_, r), _)| *r == rank)
-            .flat_map(|(_, record)| record.points.keys().filter(|(name, _)| name == "loss").map(|(_, s)| *s))
-            .collect();
+        let losses = |record: &Record| -> BTreeSet<u64> {
+            record.points.keys().filter(|(name, _)| name == "loss").map(|(_, step)| *step).collect()
+        };
+        let mut done: BTreeSet<_> =
+            response.iter().filter(|((_, r), _)| *r == rank).flat_map(|(_, record)| losses(record)).collect();
+        // A checkpoint that a fenced attempt could not report any more was continued from: its last steps are in the weights alone.
+        for attempt in fenced {
+            let next = events.iter().find(|e| e["type"] == "plan" && e["attempt"] == attempt + 1);
+            let from = next.map_or(0, |plan| number(&plan["start_step"]));
+            done.extend(
+                losses(&recorded(server, id, *attempt, rank)).into_iter().filter(|step| *step <= from),
+            );
+        }
         assert_eq!(done, (1..=steps).collect(), "steps of rank {rank}");
     }
     assert!(server.last_model(id).await == model, "the weights are not those of the undisturbed run");

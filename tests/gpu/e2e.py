@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 
+from gang import gang as over_two_agents
 from test_server import Failure, TestServer, expect, gpu_memory, wait
 
 # What a driver keeps for itself grows a little when a GPU is first used.
@@ -232,6 +233,13 @@ def lost(stage):
     server.stop()
 
 
+def gang(stage):
+    over_two_agents(stage, tensors, begun, attempt_of)
+
+
+gang.__doc__ = over_two_agents.__doc__
+
+
 def give_up(stage):
     """Without restarts left the job has failed, in words, and nothing stays behind."""
     server, baseline = stage.server(), gpu_memory()
@@ -357,7 +365,7 @@ def overflow(stage):
     server.stop()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, give_up, cancel, suspend, across)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (stream, twenty, overflow, kill, lost, gang, give_up, cancel, suspend, across)}
 
 
 def main():

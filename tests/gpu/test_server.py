@@ -185,11 +185,12 @@ class Job:
 class TestServer:
     """`lockstep serve` with its agent, in a folder of its own."""
 
-    def __init__(self, program, folder, device, ranks):
+    def __init__(self, program, folder, device, ranks, local_agent=True):
         self.program, self.folder, self.device, self.size = program, folder, device, ranks
         folder.mkdir(parents=True, exist_ok=True)
         self.data = folder / "data"
         slots = ["--cpu-slots", str(ranks)] if device == "cpu" else []
+        slots = slots if local_agent else ["--no-local-agent"]
         self.errors = open(folder / "serve.log", "ab")
         self.process = subprocess.Popen(
             [program, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(self.data), *slots],
@@ -204,6 +205,8 @@ class TestServer:
         # The server's own, which it has made before it answers.
         self.token = (self.data / "token").read_text().strip()
         threading.Thread(target=self.process.stdout.read, daemon=True).start()
+        if not local_agent:
+            return
         kind = "cpu" if device == "cpu" else "cuda"
         self.slots = wait(30, "an agent is online", lambda: self.free_slots(kind))
         expect(len(self.slots) >= ranks, f"{ranks} ranks, but these slots: {self.slots}\n{self.said()}")

@@ -144,6 +144,31 @@ async fn what_is_in_the_store_alone_can_be_forked_evaluated_and_classified_with(
     server.stop().await;
 }
 
+/// Bytes of the parts of an upload.
+const PART: u64 = 8 << 20;
+
+#[tokio::test]
+async fn an_upload_whose_connection_breaks_sends_the_parts_again_that_are_not_there() {
+    let _turn = turn().await;
+    let (kept, bucket) = (Folder::new(), Bucket::new().await);
+    let server = start(bucket.environment(), &kept).await;
+    let large = specs::with(specs::short("large", "fashion", 1, 2), json!({"model": {"arch": "resnet18"}}));
+    // The connection breaks in the third part of the first of its files.
+    bucket.gate.pass_only(2 * PART + PART / 2);
+    let id = server.submit(&large).await;
+    server.succeeded(&id).await;
+    server.until("the upload is in its third part", async |_: &Server| bucket.gate.is_waiting()).await;
+    assert_eq!((bucket.objects().await, bucket.open_uploads().await), (Vec::new(), 1));
+    bucket.gate.cut();
+    all_stored(&server, &id).await;
+    let passed = bucket.gate.passed();
+    let sizes = bucket.objects().await.iter().map(|object| object.size).sum::<u64>();
+    assert!(sizes > 8 * PART, "{sizes}");
+    assert!(passed < sizes - PART, "{passed} of {sizes} bytes after it broke: two parts were there");
+    assert_eq!(bucket.open_uploads().await, 0, "no part is left behind");
+    server.stop().await;
+}
+
 #[tokio::test]
 async fn an_upload_that_was_killed_is_continued() {
     let _turn = turn().await;

@@ -1,6 +1,6 @@
 //! Hosts with two network interfaces: the one that NCCL's variable names is the one by which ranks reach each other.
 
-use crate::{hosts::Site, server::turn};
+use crate::{hosts::Site, pictures, server::turn};
 use serde_json::json;
 
 /// In 200 steps each host sends more than so many bytes of gradients to its neighbour.
@@ -42,4 +42,27 @@ async fn nccl_s_variable_moves_the_ring_too_and_an_option_wins_over_it() {
         let words = format!("ranks listen at {} (eth0), {named}", site.network.address(host));
         assert!(site.logs().contains(&words), "{words}: {}", site.logs());
     }
+}
+
+#[tokio::test]
+async fn ranks_hand_nccl_the_interface_of_their_agent_and_leave_alone_what_the_user_has_set() {
+    let _turn = turn().await;
+    let mut site = Site::new().await;
+    for host in [1, 2] {
+        site.network.add(host);
+        site.network.add_second(host);
+    }
+    site.join_with(1, "h1", 2, &[], &["--interface", "eth1"]);
+    // NCCL may use both of these; ranks are reached by the one that an option names.
+    site.join_with(2, "h2", 2, &[("NCCL_SOCKET_IFNAME", "eth")], &["--interface", "eth1"]);
+    site.online(&["h1", "h2"]).await;
+    let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
+    let path = dataset.to_str().expect("UTF-8");
+    site.serve.cli(&site.url, Some(&site.ca), &["dataset", "add", "pictures", path]).ok();
+    let id = site.submit_ranks(4, 1_000_000).await;
+    site.at_step(&id, 5).await;
+    let [first, second] = [1, 2].map(|host| site.network.variable_of_ranks(host, "NCCL_SOCKET_IFNAME"));
+    assert_eq!(first, ["=eth1", "=eth1"], "this one, and none whose name begins so");
+    assert_eq!(second, ["eth", "eth"]);
+    site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
 }

@@ -1,6 +1,7 @@
 //! `lockstep launch`: agents for one job, by a real sshd, a real Open MPI, a real Slurm and an API server like Kubernetes' on this machine.
 
 mod batch;
+mod followed_batch;
 mod pods;
 mod pods_ends;
 mod pods_faults;
@@ -8,9 +9,10 @@ mod pods_faults;
 use crate::{
     cluster::{Sshd, command_lines},
     pictures,
-    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, turn},
+    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, signal, turn},
     specs,
 };
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{fs, process::Command};
 
@@ -237,6 +239,77 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
     let path = folder.path().join("script");
     fs::write(&path, script).expect("a script");
     assert!(Command::new("bash").arg("-n").arg(&path).status().expect("bash").success(), "{script}");
+}
+
+#[tokio::test]
+async fn an_agent_ends_when_its_launch_fails_because_another_machine_cannot_be_reached() {
+    let _turn = turn().await;
+    let server = server().await;
+    let sshd = Sshd::start(server.folder().path());
+    let toml = "[data]\ndataset = \"fashion\"\nimage_size = 16\n[model]\narch = \"resnet20\"\n[train]\nsteps = 9\n\
+                [parallel]\nranks = 2\ndevice = \"cpu\"\n";
+    let file = server.folder().write("job.toml", toml);
+    let waits = submit(&server, &short("waits")).await;
+    for (job, state) in [(file.to_str().expect("a path"), "cancelled"), (&waits, "queued")] {
+        // Nobody listens at the second address.
+        let args = [job, "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
+        let done = Finished::of(&mut launch(&server, &args, &sshd.options(sshd.port)));
+        done.fails(1, &["127.0.0.2 cannot be reached by ssh"]);
+        let id = done.stdout.split_whitespace().next().expect("an id");
+        assert_eq!(server.job(id).await["state"], state);
+        assert_eq!(valid_agent_tokens(&server).await, 0);
+        // That of the first has the token of its launch, which is revoked by now, and may be starting.
+        let logs = server.folder().path().join("launch").join(id);
+        let said = || {
+            let files = fs::read_dir(&logs).expect("logs").filter_map(Result::ok);
+            files.filter_map(|file| fs::read_to_string(file.path()).ok()).collect::<String>()
+        };
+        server
+            .until("it ends", async |s: &Server| {
+                (said().contains("refused this agent") || said().contains("the job is over"))
+                    && launched(s) == 0
+            })
+            .await;
+    }
+    server.stop().await;
+}
+
+/// As where a cluster starts the agent again on another machine, with the folder of the first.
+#[tokio::test]
+async fn an_agent_of_one_job_that_comes_back_after_its_lease_runs_the_next_attempt() {
+    let _turn = turn().await;
+    let server = server().await;
+    let id = submit(&server, &batch::endless("comes-back")).await;
+    let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "serves"]);
+    let token = server.folder().write("serves.token", token.ok());
+    let start = || {
+        let mut command = lockstep();
+        command.args([
+            "agent",
+            "--server",
+            &server.url,
+            "--name",
+            "serves",
+            "--job",
+            &id,
+            "--cpu-slots",
+            "2",
+        ]);
+        command.arg("--token-file").arg(&token).arg("--data-dir").arg(server.folder().path().join("serves"));
+        command.current_dir(server.folder().path()).spawn().expect("lockstep agent starts")
+    };
+    let mut agent = start();
+    batch::trains_past(&server, &id, 1, 20).await;
+    agent.kill().expect("it is there");
+    server.ranks(&id).iter().for_each(|(_, rank)| signal(rank.pid, Signal::KILL));
+    server.job_when(&id, "its lease has run out", |job| job["state"] == "restarting").await;
+    let mut again = start();
+    batch::trains_past(&server, &id, 2, 20).await;
+    server.cli(&["cancel", &id]).ok();
+    server.until("it ends with its job", async |s: &Server| launched(s) == 0).await;
+    assert!(again.wait().expect("it has ended").success());
+    agent.wait().expect("it was killed");
+    server.stop().await;
 }
 
 #[tokio::test]

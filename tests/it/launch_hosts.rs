@@ -4,6 +4,7 @@
 use crate::{
     cluster::{Slurm, Sshd},
     hosts::Site,
+    network::{variable, words},
     pictures,
     server::{Finished, Folder, LOCKSTEP, lockstep, turn},
 };
@@ -21,12 +22,6 @@ struct Cluster {
     /// Before the namespaces that they are in.
     sshds: Vec<Sshd>,
     site: Site,
-}
-
-/// The command line or the environment of a process; nothing where it has ended.
-fn words(pid: i32, file: &str) -> Vec<String> {
-    let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
-    String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect()
 }
 
 impl Cluster {
@@ -65,13 +60,6 @@ impl Cluster {
         self.folder().write("hosts", text)
     }
 
-    /// The variable of a process, if it has it.
-    fn variable(pid: i32, name: &str) -> Option<String> {
-        words(pid, "environ")
-            .into_iter()
-            .find_map(|word| Some(word.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
-    }
-
     fn launch(&self, id: &str, with: &str, hosts: &[&str], more: &[&str]) -> Finished {
         let ssh = self.sshds[0].options(22);
         let options = match with {
@@ -97,13 +85,6 @@ impl Cluster {
         let listener = self.sshds[host as usize - 1].pid();
         let what = format!("nothing is left on host {host}");
         self.site.until(&what, async || self.site.network.processes(host) == [listener]).await;
-    }
-
-    /// The variable NOTE of the ranks on a host.
-    fn notes(&self, host: u32) -> Vec<String> {
-        let ranks = self.site.network.processes(host).into_iter();
-        let ranks = ranks.filter(|pid| words(*pid, "cmdline").get(1).is_some_and(|word| word == "rank"));
-        ranks.filter_map(|pid| Self::variable(pid, "NOTE")).collect()
     }
 
     /// Whether the agents of a job are these hosts', in this order.
@@ -139,8 +120,8 @@ async fn ranks_on_two_hosts_come_to_one_host_s_weights_and_a_cancelled_job_leave
         cluster.launch(&id, with, &hosts, &["--detach"]).ok();
         site.at_step(&id, 5).await;
         assert_eq!(
-            (cluster.notes(1), cluster.notes(2)),
-            (vec!["first".into()], vec!["of the second".into()]),
+            [1, 2].map(|host| site.network.variable_of_ranks(host, "NOTE")),
+            [vec!["first".to_owned()], vec!["of the second".to_owned()]],
             "{with}"
         );
         site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
@@ -191,6 +172,30 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
     }
 }
 
+#[tokio::test]
+async fn a_rank_table_decides_which_host_has_rank_0() {
+    let _turn = turn().await;
+    let (cluster, model) = Cluster::new().await;
+    let site = &cluster.site;
+    let server = |host: u32, rank: u32| {
+        let device = json!({"device_id": "0", "device_ip": "192.168.0.1", "rank_id": rank.to_string()});
+        json!({"server_id": site.network.address(host), "device": [device], "host_nic_ip": "reserve"})
+    };
+    // As others write it: machines by their addresses, ranks not.
+    let list = json!([server(1, 1), server(2, 0)]);
+    let table = json!({"version": "1.0", "server_count": "2", "server_list": list, "status": "completed"});
+    let table = cluster.folder().write("table.json", table.to_string());
+    let table = ["--rank-table", table.to_str().expect("UTF-8")];
+    let id = site.submit_ranks(2, STEPS).await;
+    cluster.launch(&id, "ssh", &table, &[]).ok();
+    let (job, same) = site.succeeded(&id).await;
+    assert!(cluster.are_on(&job, &[2, 1]), "in the order of its ranks: {job:#}");
+    assert!(same == model, "the same weights");
+    for host in [1, 2] {
+        cluster.is_empty(host).await;
+    }
+}
+
 /// Slurm sorts a list of machines by rules of its own.
 #[tokio::test]
 async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
@@ -221,7 +226,7 @@ async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
             words(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
         };
         let pid = pids.iter().find(is_agent).expect("its process");
-        assert_eq!(Cluster::variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");
+        assert_eq!(variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");
     }
     site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
     slurm.until("Slurm's job is over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());

@@ -258,7 +258,10 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_s
         let agent = Agent::start(&serve, name, &certificate);
         agent.says(reported).await;
         assert!(agent.said().contains("lockstep ca issue NAME --agent"), "{}", agent.said());
-        let said: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains(name)).collect();
+        // The server's line comes once the agent has read why and closed.
+        let lines = || refusals(&serve).into_iter().filter(|line| line.contains(name)).collect::<Vec<_>>();
+        soon("the server says so, too", || !lines().is_empty(), || serve.log()).await;
+        let said = lines();
         assert!(
             said.len() == 1 && said[0].contains(why) && said[0].contains("127.0.0.1"),
             "{name}: {said:?}"

@@ -21,6 +21,18 @@ fn ip(args: &str) {
     assert!(run("ip", args), "ip {args}");
 }
 
+/// The command line or the environment of a process; nothing where it has ended.
+pub(crate) fn words(pid: i32, file: &str) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect()
+}
+
+/// The variable of a process, if it has it.
+pub(crate) fn variable(pid: i32, name: &str) -> Option<String> {
+    let mut words = words(pid, "environ").into_iter();
+    words.find_map(|word| Some(word.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
+}
+
 /// A bridge, and hosts with a cable to it. The server is at the bridge.
 pub(crate) struct Network {
     number: u32,
@@ -128,6 +140,12 @@ impl Network {
     pub(crate) fn processes(&self, host: u32) -> Vec<i32> {
         let found = Command::new("ip").args(["netns", "pids", &self.namespace(host)]).output().expect("ip");
         String::from_utf8_lossy(&found.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
+    }
+
+    /// A variable of each rank on a host that has it.
+    pub(crate) fn variable_of_ranks(&self, host: u32, name: &str) -> Vec<String> {
+        let is_rank = |pid: &i32| words(*pid, "cmdline").get(1).is_some_and(|word| word == "rank");
+        self.processes(host).into_iter().filter(is_rank).filter_map(|pid| variable(pid, name)).collect()
     }
 
     /// Ends a host: every process is killed, and the cable carries nothing any more.

@@ -77,6 +77,58 @@ async fn gangs_wait_for_all_their_slots_and_higher_priority_goes_first() {
     server.stop().await;
 }
 
+/// Waits until dispatch has found that nobody takes a job.
+async fn is_taken_by_nobody(server: &Server, id: &str) {
+    let says = |job: &Value| {
+        let reason = job["reason"].as_str().unwrap_or_default();
+        reason.starts_with("no agent that is online takes this job; drained")
+    };
+    let job = server.job_when(id, "it says that nobody takes it", says).await;
+    assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");
+}
+
+#[tokio::test]
+async fn a_drained_agent_ends_what_it_has_and_begins_nothing_until_it_is_undrained() {
+    let _turn = turn().await;
+    let server = server().await;
+    let agent = server.get("/agents").await["agents"][0].clone();
+    let [id, name] = ["id", "name"].map(|key| agent[key].as_str().expect("a text").to_owned());
+    let list = || server.cli(&["machine", "list"]);
+    let state = |state: &str, busy: u32| {
+        let printed = list();
+        let found = printed.ok().lines().any(|line| {
+            line.starts_with(&format!("{name}  {id}  {state}")) && line.contains(&format!("{busy} of 2"))
+        });
+        assert!(found, "{}", printed.stdout);
+    };
+    let running = server.submit(&specs::short("running", "fashion", 1, 800)).await;
+    server.job_when(&running, "it trains", |job| number(&job["step"]) >= 3).await;
+    let drained = server.cli(&["machine", "drain", &name]);
+    assert!(drained.ok().contains("takes no new work; the rank that runs there runs to its end"));
+    state("online, drained  ", 1);
+    // There is a slot for it.
+    let first = server.submit(&specs::short("first", "fashion", 1, 5)).await;
+    is_taken_by_nobody(&server, &first).await;
+    assert_eq!(server.job(&running).await["state"], "running");
+    let job = server.succeeded(&running).await;
+    assert_eq!((number(&job["attempt"]), number(&job["step"])), (1, 800), "it was left alone: {job:#}");
+    // Dispatch looks at this one when all slots are free.
+    let second = server.submit(&specs::short("second", "fashion", 2, 5)).await;
+    is_taken_by_nobody(&server, &second).await;
+    is_taken_by_nobody(&server, &first).await;
+    let nobody = server.cli(&["machine", "undrain", "nobody"]);
+    assert!(nobody.status == 2 && nobody.stderr.contains("no machine is called nobody"), "{}", nobody.stderr);
+    // It holds nothing, and its agent is there.
+    let online = server.cli(&["machine", "remove", &name, "--yes"]);
+    assert!(online.status == 2 && online.stderr.contains("is online"), "{}", online.stderr);
+    let undrained = server.cli(&["machine", "undrain", &id, "--json"]).json();
+    assert_eq!(undrained, json!({"id": id, "name": name, "draining": false}));
+    for id in [&first, &second] {
+        server.succeeded(id).await;
+    }
+    server.stop().await;
+}
+
 #[tokio::test]
 async fn two_jobs_train_at_once_when_there_is_room() {
     let _turn = turn().await;

@@ -195,7 +195,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         private: false,
     }];
     let page = datasets::DatasetsPage {
+        changeable: std::collections::HashSet::new(),
         datasets: sets.clone(),
+        may_add: true,
         form: Default::default(),
         server_url: URL.into(),
         now,
@@ -285,7 +287,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let page = machines::MachinesPage {
         agents: vec![agent("h200-a", true, 4), agent("h200-b", true, 0), agent("node-7", false, 0)],
-        join: machines::Join { server_url: Some(URL.into()), with_token: true, ..machines::Join::default() },
+        join: machines::Join {
+            server_url: Some(URL.into()),
+            with_token: true,
+            name: "node-1".into(),
+            ..machines::Join::default()
+        },
         now,
         viewer: VIEWER,
     };

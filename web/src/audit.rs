@@ -15,7 +15,7 @@ pub struct AuditLine {
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The address that was asked for.
+    /// The address that was asked for; behind `: ` what was created or concerned, where the address does not say it.
     pub object: String,
     /// HTTP status of the answer.
     pub status: u16,

@@ -7,6 +7,7 @@ use crate::{
 use askama::Template;
 use jiff::Timestamp;
 use lockstep_protocol::dataset::Dataset;
+use std::collections::HashSet;
 
 /// What was typed into the form, and what was wrong with it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -26,6 +27,10 @@ pub struct DatasetForm {
 pub struct DatasetsPage {
     /// By name.
     pub datasets: Vec<Dataset>,
+    /// Names of those that the viewer may remove.
+    pub changeable: HashSet<String>,
+    /// Whether the viewer may register folders.
+    pub may_add: bool,
     /// Empty unless a mistake is being shown.
     pub form: DatasetForm,
     /// This server's address as the browser sees it, for commands to copy.

@@ -237,6 +237,19 @@ impl JobRow {
             created_at: job.created_at.to_string(),
         }
     }
+
+    /// What it has or lacks that its layout depends on. In classes, as selectors with `:has()` made every page slower to draw.
+    fn class(&self) -> Option<String> {
+        let numbers = [&self.progress, &self.loss, &self.best, &self.speed];
+        let classes = [
+            ("has-reason", !self.reason.is_empty()),
+            ("no-numbers", numbers.iter().all(|text| text.is_empty())),
+            ("no-curve", self.sparkline.is_empty()),
+        ];
+        let classes: Vec<_> =
+            classes.into_iter().filter(|(_, is_so)| *is_so).map(|(class, _)| class).collect();
+        (!classes.is_empty()).then(|| classes.join(" "))
+    }
 }
 
 /// Why it is in its state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.

@@ -62,7 +62,7 @@ pub fn value(v: f64) -> String {
 
 /// Speeds: `38940.2` as `38,940`, `9.73` as `9.7`.
 pub fn rate(v: f64) -> String {
-    if v >= 99.95 { count(v.round() as u64) } else { format!("{:.1}", v.max(0.0)) }
+    if v >= 99.95 { count(v.round() as u64) } else { lockstep_protocol::numbers::rate(v) }
 }
 
 /// `188743680` as `189 MB` (powers of ten, as disks and networks count).

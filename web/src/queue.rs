@@ -91,7 +91,7 @@ impl QueuePage {
     fn waited(&self, since: Timestamp) -> String {
         match age(since, self.now).strip_suffix(" ago") {
             Some(age) => format!("for {age}"),
-            None => "since just now".into(),
+            None => "since a moment ago".into(),
         }
     }
 

@@ -166,8 +166,10 @@ impl SubmitTemplate<'_> {
         self.page.mistakes.iter().map(listed).collect()
     }
 
-    fn more_has_mistakes(&self) -> bool {
-        self.more.iter().any(|(_, fields)| fields.iter().any(|f| !f.errors.is_empty()))
+    /// Whether something behind "More settings" is to be seen: a mistake, or how long the job trains.
+    fn more_is_needed(&self) -> bool {
+        let has_steps = self.page.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
+        has_steps || self.more.iter().any(|(_, fields)| fields.iter().any(|f| !f.errors.is_empty()))
     }
 
     /// Key, title, words about it, and the fields it sets as JSON for the script.

@@ -11,11 +11,12 @@ struct Scaler {
     float inverse;  // 1 / the scale that they carry
     u32 apply;      // whether the update runs
     u32 updates;    // that have run, the latest step's included
-    u32 held;       // set by the host: no update may begin any more
-    u32 updating;   // from before an update looks at `held` until its step is recorded
-    u32 refused;    // whether the latest step's update found it held
-    u32 pad[2];
+    u32 refused;    // whether the latest step's update found the weights held
+    u32 updating;   // from before an update looks whether they are held until its step is recorded
+    u32 pad;
+    const u32* held; // in the host's memory, which sets it: no update may begin any more
 };
+static_assert(sizeof(Scaler) == 48, "as the host has it");
 #define GROWTH_STEPS 2000
 #define LARGEST_SCALE 16777216.0f // 2^24
 
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(512)
     SHARED(u32, last, 1);
     Gradients gradients = GRADIENTS;
     bool asks = blockIdx.x == 0 && threadIdx.x == 0;
-    u32 held = asks ? load_system(&scaler->held) : 0;
+    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     float s[4] = {};
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += 4 * step) {

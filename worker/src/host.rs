@@ -32,6 +32,18 @@ pub fn own_program() -> io::Result<PathBuf> {
 pub const SECRETS: [&str; 4] =
     ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE", "LOCKSTEP_OIDC_CLIENT_SECRET"];
 
+/// Writes a shell script that is started next. Another process does: nobody here holds the file open for writing then, as a process that was
+/// forked meanwhile by another test would.
+#[cfg(test)]
+pub(crate) fn write_script(path: &Path, body: &str) {
+    let text = format!("#!/bin/sh\n{body}\n");
+    let written = std::process::Command::new("sh")
+        .args(["-c", "rm -f \"$1\"; printf %s \"$0\" > \"$1\"; chmod +x \"$1\"", &text])
+        .arg(path)
+        .status();
+    assert!(written.unwrap().success());
+}
+
 /// Ends this process without running what libraries have registered for its end.
 #[allow(unsafe_code)] // The system's own function; any number is a status.
 pub(crate) fn exit_without_handlers(status: i32) -> ! {

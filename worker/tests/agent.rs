@@ -14,7 +14,7 @@ use lockstep_worker::{
     agent::{self, AgentError, Options},
     report::Reporter,
 };
-use std::{fs, os::unix::fs::PermissionsExt, path::Path, time::Duration};
+use std::{fs, path::Path, time::Duration};
 use tokio::{
     net::{TcpListener, TcpStream},
     task::JoinHandle,
@@ -50,15 +50,21 @@ impl Line {
         }
     }
 
-    /// The attempts of the next heartbeat.
+    /// The attempts of the next heartbeat; anything else that the agent says is a failure.
     async fn heartbeat(&mut self) -> Vec<AttemptRef> {
-        let message = timeout(PATIENCE, self.0.next()).await.expect("the agent is silent").unwrap().unwrap();
-        let Message::Binary(bytes) = message else { return Vec::new() };
-        let FromAgent::Heartbeat { attempts } = rmp_serde::from_slice(&bytes).unwrap() else {
-            panic!("no heartbeat")
-        };
-        self.say(&ToAgent::HeartbeatAck).await;
-        attempts
+        loop {
+            let message =
+                timeout(PATIENCE, self.0.next()).await.expect("the agent is silent").unwrap().unwrap();
+            let bytes = match message {
+                Message::Binary(bytes) => bytes,
+                Message::Ping(_) | Message::Pong(_) => continue,
+                other => panic!("{other:?}"),
+            };
+            let message: FromAgent = rmp_serde::from_slice(&bytes).unwrap();
+            let FromAgent::Heartbeat { attempts } = message else { panic!("{message:?}") };
+            self.say(&ToAgent::HeartbeatAck).await;
+            return attempts;
+        }
     }
 
     /// Hears `Hello`, welcomes, and gives the attempts of the `Hello`.
@@ -93,8 +99,12 @@ impl Line {
 /// A job whose ranks are this shell script; `$8` is the rank.
 fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let program = dir.join("program");
-    fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    // Written by another process: nobody here holds it open for writing when it is started.
+    let made = std::process::Command::new("sh")
+        .args(["-c", "printf %s \"$0\" > \"$1\"; chmod +x \"$1\"", &format!("#!/bin/sh\n{script}\n")])
+        .arg(&program)
+        .status();
+    assert!(made.unwrap().success());
     let start = StartAttempt {
         attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 5.into() },
         spec: JobSpec::default(),
@@ -218,14 +228,16 @@ async fn told_to_stop_it_ends_the_ranks_and_says_so() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_agent_that_is_ending_says_so_over_every_connection() {
     let dir = tempfile::tempdir().unwrap();
-    let script =
-        format!("trap '' TERM USR1\nwhile [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display());
+    let script = format!(
+        "trap '' TERM USR1\n: > {0}/deaf\nwhile [ ! -e {0}/go ]; do sleep 0.02; done",
+        dir.path().display()
+    );
     let (start, options) = job(dir.path(), &script);
     let (listener, agent) = run(options).await;
     let mut line = Line::accept(&listener).await;
     line.welcome(vec![], vec![]).await;
     line.say(&ToAgent::Start(Box::new(start.clone()))).await;
-    while !line.heartbeat().await.contains(&start.attempt) {}
+    while !(line.heartbeat().await.contains(&start.attempt) && dir.path().join("deaf").exists()) {}
     // It ends because its folder takes nothing more.
     fs::rename(dir.path().join("agent/attempts"), dir.path().join("agent/moved")).unwrap();
     fs::write(dir.path().join("agent/attempts"), "").unwrap();
@@ -265,21 +277,17 @@ async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
     drop(line);
     let mut line = Line::accept(&listener).await;
     line.welcome(vec![], vec![start.attempt.clone()]).await;
-    // Served this job alone, and it is over.
-    let closed = async {
-        while let Some(Ok(message)) = line.0.next().await {
-            if let Message::Binary(bytes) = message {
-                let message: FromAgent = rmp_serde::from_slice(&bytes).unwrap();
-                assert!(matches!(message, FromAgent::Heartbeat { .. }), "{message:?}");
-            }
-        }
-    };
-    timeout(PATIENCE, closed).await.expect("the agent stays");
-    let result = end(agent).await;
-    assert!(result.is_ok(), "{result:?}");
+    // Heartbeats and nothing else, until the ranks are gone.
+    while !line.heartbeat().await.is_empty() {}
     let pid: serde_json::Value = serde_json::from_slice(&fs::read(pid_file).unwrap()).unwrap();
     let status = fs::read_to_string(format!("/proc/{}/status", pid["pid"])).unwrap_or_default();
     assert!(status.is_empty() || status.contains("zombie"), "{status}");
+    // It serves this job alone, and stays for another attempt of it until the job is over.
+    assert_eq!(line.heartbeat().await, []);
+    let over = AttemptRef { attempt: 0, ..start.attempt };
+    line.say(&ToAgent::Stop { attempt: over, reason: "failed".into(), patient: false }).await;
+    let result = end(agent).await;
+    assert!(result.is_ok(), "{result:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -99,6 +99,7 @@ pub struct RankReport {
     pub all_reduce_ms: f64,
     /// Waiting for data, of `step_ms`.
     pub data_ms: f64,
+    /// Pictures of this rank over the time of its steps, since the last report. Those of a job are `images_per_second` of the job.
     pub images_per_second: f64,
     pub pid: u32,
     /// `CPU, 1 thread`, `GPU 0`.

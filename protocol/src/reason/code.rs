@@ -105,6 +105,8 @@ codes! {
     AgentLost = "agent_lost",
     /// An agent is there, without the attempt's ranks.
     AgentWithoutRanks = "agent_without_ranks",
+    /// An agent is there, and the order to start the attempt's ranks has never reached it.
+    StartLost = "start_lost",
     /// An agent was stopped in order.
     AgentStopped = "agent_stopped",
     /// An agent went away between the claim of its slots and the start.

@@ -76,6 +76,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         }
         AgentLost => format!("{agent} was silent for {secs} s{at_step}{}", more("; ")),
         AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),
+        StartLost => format!("the order to start attempt {attempt} has not reached {agent}"),
         AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
         AgentStopped => format!("{agent} was stopped in order ({detail})"),
         AgentLeft => format!("{agent} went away before it could start"),
@@ -92,9 +93,19 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
              version again, or submit the job anew"
         ),
         NoAgentOnline => "no agent is online; start one with `lockstep agent --server URL`".into(),
-        NoAgentAccepts => "no agent that is online takes this job".into(),
+        NoAgentAccepts if detail.is_empty() => "no agent that is online takes this job".into(),
+        NoAgentAccepts => {
+            format!(
+                "no agent that is online takes this job; drained, which `lockstep machine undrain` or page Machines can undo: {detail}"
+            )
+        }
         TooFewSlots if facts.slots_total.unwrap_or(0) == 0 => {
-            format!("needs {}, and no machine that is online has one", facts.slots(facts.slots_needed))
+            let where_ = if detail.is_empty() { "that is online" } else { "that takes work" };
+            format!(
+                "needs {}, and no machine {where_} has one{}",
+                facts.slots(facts.slots_needed),
+                more("; ")
+            )
         }
         TooFewSlots if facts.machines.is_some() => format!(
             "needs {}; {} machines online have {} in all, {} of them free{}",

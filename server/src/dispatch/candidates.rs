@@ -83,30 +83,52 @@ impl Candidate {
         self.first().map_or("", |slot| slot.device.as_str())
     }
 
-    /// So many of its free slots: GPUs that NVLink joins where it joins enough, else those of its largest groups first.
+    /// So many of its free slots, of as few groups that NVLink joins as possible.
     pub(super) fn take(&self, ranks: usize) -> Vec<u32> {
-        let ranks = ranks.min(self.free.len());
-        let groups = &self.agent.row.machine.nvlink_groups;
-        if groups.is_empty() {
-            return self.free[..ranks].to_vec();
+        if self.has_no_links() {
+            return self.free[..ranks.min(self.free.len())].to_vec();
         }
-        let of = |group: &Vec<u32>| -> Vec<u32> {
-            self.free.iter().copied().filter(|slot| group.contains(slot)).collect()
-        };
-        let mut joined: Vec<Vec<u32>> = groups.iter().map(of).collect();
-        // Large gaps stay for large jobs.
-        if let Some(enough) =
-            joined.iter().filter(|group| group.len() >= ranks).min_by_key(|group| group.len())
-        {
-            return enough[..ranks].to_vec();
+        self.linked(ranks).concat()
+    }
+
+    /// How many groups [`Candidate::take`] takes slots of: the fewer, the better they are linked.
+    pub(super) fn linked_groups(&self, ranks: usize) -> usize {
+        if self.has_no_links() {
+            return ranks.min(self.free.len());
         }
-        // Stable: groups are in the order in which the agent named them.
-        joined.sort_by_key(|group| Reverse(group.len()));
-        let mut taken = joined.concat();
-        let alone: Vec<u32> = self.free.iter().copied().filter(|slot| !taken.contains(slot)).collect();
-        taken.extend(alone);
-        taken.truncate(ranks);
+        self.linked(ranks).len()
+    }
+
+    fn has_no_links(&self) -> bool {
+        self.agent.row.machine.nvlink_groups.is_empty()
+    }
+
+    fn linked(&self, ranks: usize) -> Vec<Vec<u32>> {
+        let mut groups = self.free_groups();
+        let mut left = ranks.min(self.free.len());
+        let mut taken = Vec::new();
+        while left > 0 && !groups.is_empty() {
+            // The smallest that has what is left, because large gaps stay for large jobs, else the largest.
+            let enough = (0..groups.len()).filter(|n| groups[*n].len() >= left);
+            let next = enough.min_by_key(|n| groups[*n].len()).unwrap_or(0);
+            let mut group = groups.remove(next);
+            group.truncate(left);
+            left -= group.len();
+            taken.push(group);
+        }
         taken
+    }
+
+    /// Its free slots by the groups that NVLink joins, the largest first. A slot that is joined to no other is a group of its own.
+    fn free_groups(&self) -> Vec<Vec<u32>> {
+        let joined = &self.agent.row.machine.nvlink_groups;
+        let of = |group: &Vec<u32>| self.free.iter().copied().filter(|slot| group.contains(slot)).collect();
+        let is_alone = |slot: &u32| !joined.iter().any(|group| group.contains(slot));
+        let mut groups: Vec<Vec<u32>> = joined.iter().map(of).collect();
+        groups.extend(self.free.iter().copied().filter(is_alone).map(|slot| vec![slot]));
+        // Stable: groups are in the order in which the agent named them.
+        groups.sort_by_key(|group| Reverse(group.len()));
+        groups
     }
 
     /// What its slots are: `NVIDIA H200`.

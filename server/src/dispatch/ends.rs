@@ -1,6 +1,8 @@
 //! Ending attempts from outside: by the server or a user, not by their ranks.
 
+use super::leaving_reason;
 use crate::{
+    agents::Online,
     app::App,
     leases::EndAt,
     lifecycle::{self, PlaceEnd},
@@ -12,6 +14,56 @@ use lockstep_protocol::{
     reason::ReasonCode,
     stream::EventBody,
 };
+use std::time::Duration;
+
+/// A leaving agent whose connection was cut off is gone when nothing came from it for so long.
+const GONE: Duration = Duration::from_secs(10);
+
+/// An agent that was stopped in an orderly way has disconnected: the attempts that it did not finish go back to the queue. One that was
+/// `cut_off`, as a record of it could not be kept, connects again, as often as it takes, sends its last reports once more and says again that it leaves.
+pub(crate) async fn left(app: &App, agent: Online, reason: String, cut_off: bool) {
+    if !cut_off {
+        return requeue(app, &agent, &reason, |_| true).await;
+    }
+    let (app, id) = (app.clone(), agent.row.id.clone());
+    let had: Vec<_> = app.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
+    tokio::spawn(async move {
+        while app.leases.of_agent(&id).iter().any(|(attempt, _)| had.contains(attempt)) {
+            let is_silent = app.agents.silence(&id).is_none_or(|silence| silence >= GONE);
+            if is_silent && !app.agents.is_connected(&id) {
+                return requeue(&app, &agent, &reason, |attempt| had.contains(attempt)).await;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(500)) => {}
+                () = app.stopping.cancelled() => return,
+            }
+        }
+    });
+}
+
+/// Puts the attempts of an agent that has left back into the queue.
+async fn requeue(app: &App, agent: &Online, reason: &str, concerns: impl Fn(&AttemptRef) -> bool) {
+    app.inbox.flush().await;
+    let why = leaving_reason(&agent.row.name, reason);
+    for (attempt, held) in app.leases.of_agent(&agent.row.id) {
+        if !concerns(&attempt) {
+            continue;
+        }
+        let places = app.leases.places(&attempt);
+        let mine = held.iter().find(|place| place.agent_id == agent.row.id);
+        let why = why.clone();
+        let done = if places > 1
+            && let Some(place) = mine
+        {
+            end_place(app, &attempt, (place, places), true, move |_| PlaceEnd::Left(why.clone())).await
+        } else {
+            end_attempt(app, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
+        };
+        if let Err(error) = done {
+            return tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
+        }
+    }
+}
 
 /// Changes the job of an attempt, if that attempt may still write.
 pub(super) async fn end_attempt(

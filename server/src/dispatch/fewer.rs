@@ -78,6 +78,9 @@ impl Fewer {
         let (Some(least), true) = (self.ranks.last(), may_tell) else { return why };
         let secs = job.spec.recovery.wait_seconds;
         let detail = format!("after {secs} s it takes fewer, {least} at least");
+        // Which machines are drained, perhaps.
+        let known = why.facts().detail.as_ref().map(|known| format!("{known}; "));
+        let detail = known.unwrap_or_default() + &detail;
         Reason::new(why.code().clone(), Facts { detail: Some(detail), ..why.facts().clone() })
     }
 }

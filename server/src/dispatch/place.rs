@@ -28,8 +28,7 @@ pub(super) enum Placed {
     Waits,
 }
 
-/// Finds slots for a job: of the agent with the fewest free ones that has enough for all its ranks, or of the fewest agents that have
-/// enough together. While that is not possible, agents are reserved in this round that will have enough, so that smaller jobs behind do
+/// Finds slots for a job: of one agent that has enough for all its ranks, or of the fewest agents that have enough together. While that is not possible, agents are reserved in this round that will have enough, so that smaller jobs behind do
 /// not starve a large one. No job ever has a part of its slots, so two large ones cannot keep each other waiting.
 pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Result<Placed> {
     let job = &row.job;
@@ -69,7 +68,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
         return start(app, row, round, candidates, (chosen, Some(why))).await;
     }
     let mut kept = reserve(&candidates, ranks);
-    let mut why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
+    let mut why = wait_reason(&candidates, &job.id, job.ranks, device, kept.as_deref(), round);
     if let Some(fewer) = &fewer {
         kept = kept.or_else(|| fewer.reserve(&candidates));
         why = fewer.with_fewest_ranks(job, why);
@@ -79,7 +78,7 @@ pub(super) async fn place(app: &App, row: &Arc<JobRow>, round: &mut Round) -> Re
     }
     if let Some(kind) = kind {
         // To the next of its kind, these agents are kept for this job.
-        let why = wait_reason(&candidates, job.ranks, device, kept.as_deref(), round);
+        let why = wait_reason(&candidates, &job.id, job.ranks, device, kept.as_deref(), round);
         round.note(kind, DoesNotFit { why: why.into(), is_kept: kept.is_some() });
     }
     round.waits(row, why);

@@ -95,7 +95,7 @@ pub(super) async fn make_room(
     let unnotified: Vec<JobId> = unnotified.map(|of| of.by.job.clone()).collect();
     let agents: Vec<usize> = plan.chosen.iter().map(|(c, _)| *c).collect();
     let device = device_for(&job.spec);
-    let mut why = wait_reason(candidates, job.ranks, device, Some(&agents), round);
+    let mut why = wait_reason(candidates, &job.id, job.ranks, device, Some(&agents), round);
     for (c, slots) in &plan.chosen {
         round.promise(&job.id, &candidates[*c], slots);
     }

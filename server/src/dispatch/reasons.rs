@@ -1,14 +1,15 @@
 //! Why jobs wait. What a round finds is in memory at once (`wait_reasons.rs`); the store gets it behind dispatch's back, so that
 //! jobs that start do not wait for the reasons of those that do not.
 
+use super::BACK_WITHIN;
 use crate::{
     app::App,
     lifecycle,
     store::{Change, JobRow, StoreError, quarantine},
 };
 use lockstep_protocol::{
-    job::JobId,
-    reason::{Facts, Reason},
+    job::{Job, JobId},
+    reason::{Facts, Reason, ReasonCode},
 };
 use std::time::Duration;
 
@@ -19,16 +20,27 @@ const TOGETHER: usize = 16;
 
 /// Notes the reason why a job waits.
 pub(super) fn note(app: &App, row: &JobRow, why: &Reason) {
-    let is_event = lifecycle::tells_wait(&row.job, why)
+    let is_event = !machines_may_come_back(app, &row.job)
+        && lifecycle::tells_wait(&row.job, why)
         && row.job.reason.as_deref() != Some(why.words())
         && !row.job.cause.as_ref().is_some_and(|known| is_steady(known, why));
     app.wait_reasons.set(&row.job.id, why, is_event);
 }
 
+/// Whether a job was waiting when this server was started, a moment ago: machines that were there are on their way back, and a reason that
+/// is stored meanwhile would be stored again when they are. That is as many events as there are waiting jobs, several times over.
+fn machines_may_come_back(app: &App, job: &Job) -> bool {
+    let up = app.up_since.elapsed();
+    up < BACK_WITHIN && crate::now().duration_since(job.created_at).unsigned_abs() > up
+}
+
 /// Whether two reasons differ at most in how many slots there are, are free or kept just now, which is no event of a job: `wait_reasons` has
 /// it. Machines come and go, and each may have a thousand jobs waiting.
 fn is_steady(known: &Reason, why: &Reason) -> bool {
+    // The names of drained machines.
+    let is_named = matches!(why.code(), ReasonCode::NoAgentAccepts | ReasonCode::TooFewSlots);
     let steady = |facts: &Facts| Facts {
+        detail: facts.detail.clone().filter(|_| !is_named),
         agent: None,
         machines: None,
         slots_total: None,

@@ -1,6 +1,6 @@
 //! What a round of dispatch has to give: the agents that take work, and their slots.
 
-use super::candidates::{Candidate, Candidates};
+use super::candidates::{Candidate, Candidates, slots_for};
 use crate::{
     agents::Online,
     app::App,
@@ -80,6 +80,7 @@ struct Machine {
     agent: Arc<Online>,
     in_use: HashSet<u32>,
     takes_work: bool,
+    is_drained: bool,
 }
 
 impl Round {
@@ -93,6 +94,7 @@ impl Round {
                 && agent.row.last_seen_at > heard_since
                 && !app.leases.is_cut_off(&agent.row.id)
                 && !app.agents.is_draining(&agent.row.id),
+            is_drained: app.agents.is_draining(&agent.row.id),
             agent: Arc::new(agent),
         };
         let machines: Vec<_> = app.agents.online().into_iter().map(machine).collect();
@@ -116,6 +118,25 @@ impl Round {
 
     pub(super) fn is_empty(&self) -> bool {
         self.machines.is_empty()
+    }
+
+    /// Names of drained agents that are online, serve this job and have slots of this kind, some of them, and how many slots all of them have.
+    pub(super) fn drained(&self, job: &JobId, device: Device) -> (Option<String>, usize) {
+        const NAMED: usize = 5;
+        let mut slots = 0;
+        let mut names = Vec::new();
+        let serves = |m: &&Machine| m.is_drained && m.agent.only_job.as_ref().is_none_or(|only| only == job);
+        for machine in self.machines.iter().filter(serves) {
+            let own = slots_for(&machine.agent.row.slots, device).len();
+            slots += own;
+            if own > 0 {
+                names.push(machine.agent.row.name.as_str());
+            }
+        }
+        if names.len() > NAMED {
+            names.splice(NAMED.., ["and others"]);
+        }
+        ((!names.is_empty()).then(|| names.join(", ")), slots)
     }
 
     /// The agents that take this job.

@@ -69,7 +69,7 @@ pub(super) async fn start_all(app: &App, mut starts: Vec<Start>) -> Result<bool>
             match claimed {
                 Some(claimed) => {
                     started += 1;
-                    app.leases.hold(claimed.attempt.clone(), prepared.claim.places.clone());
+                    app.leases.hold(claimed.attempt.clone(), prepared.claim.places.clone(), false);
                     app.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }

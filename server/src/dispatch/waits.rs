@@ -14,6 +14,7 @@ use lockstep_protocol::{
 /// Why a job waits for which these agents are `kept`, if they will ever do.
 pub(super) fn wait_reason(
     candidates: &Candidates,
+    job: &JobId,
     ranks: u32,
     device: Device,
     kept: Option<&[usize]>,
@@ -25,12 +26,17 @@ pub(super) fn wait_reason(
         device: Some(if device == Device::Auto { Device::Cpu } else { device }.name().into()),
         ..Facts::default()
     };
+    let (drained, drained_slots) = round.drained(job, device);
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     if candidates.is_empty() {
         let code = if round.is_empty() { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
-        return code.into();
+        return Reason::new(code, Facts { detail: drained, ..Facts::default() });
     }
     let sum = most(candidates);
+    // To have them back helps where that makes enough, and a job with agents of its own waits for those.
+    let all = candidates.iter().map(|c| c.all.len()).sum::<usize>() + drained_slots;
+    let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
+    let drained = drained.filter(|_| all >= ranks as usize && !has_own);
     let of_one = |c: &Candidate, facts: &mut Facts| {
         facts.agent = Some(c.agent.row.name.clone());
         (facts.slots_free, facts.slots_total) = (Some(number(c.free.len())), Some(number(c.all.len())));
@@ -55,6 +61,7 @@ pub(super) fn wait_reason(
                 facts.detail = Some(names.collect::<Vec<_>>().join(", "));
                 return Reason::new(ReasonCode::MachinesApart, facts);
             }
+            facts.detail = drained.map(undrain);
             Reason::new(ReasonCode::TooFewSlots, facts)
         }
         kept => {
@@ -62,11 +69,17 @@ pub(super) fn wait_reason(
             (facts.slots_free, facts.slots_total) = (Some(number(sum.free)), Some(number(sum.slots)));
             if kept.is_some() {
                 reserved(candidates, round, &mut facts);
+                return Reason::new(ReasonCode::WaitingForSlots, facts);
             }
-            let code = if kept.is_some() { ReasonCode::WaitingForSlots } else { ReasonCode::TooFewSlots };
-            Reason::new(code, facts)
+            facts.detail = drained.map(undrain);
+            Reason::new(ReasonCode::TooFewSlots, facts)
         }
     }
+}
+
+/// With drained machines there might be enough.
+fn undrain(names: String) -> String {
+    format!("drained, which `lockstep machine undrain` or page Machines can undo: {names}")
 }
 
 /// Which of the free slots are kept for jobs that come first.

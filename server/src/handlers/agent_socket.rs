@@ -4,12 +4,13 @@ mod identity;
 mod introduction;
 mod messages;
 
+use super::agents;
 use crate::{
     access::Caller,
     app::App,
     dispatch,
     error::{Error, Problem, Result},
-    inbox::{RESERVE_TIMEOUT, Work},
+    inbox::{RESERVE_TIMEOUT, ReportConnection, Work},
     ingress::Peer,
     lifecycle, machines,
     store::{AgentRow, Report},
@@ -159,14 +160,14 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
     let name = hello.row.name.clone();
     let certified = identity::Certified::of(&app, &caller, &peer, &hello.row);
     let takes_parts = hello.takes_parts;
-    let (cut, mut cut_off) = mpsc::channel(1);
+    let (reports, mut cut_off) = ReportConnection::new();
     let mut agent = Connection {
         app: &app,
         id: id.clone(),
         name: name.clone(),
         number: connection,
         slots: hello.row.slots.clone(),
-        cut,
+        reports,
         only_job: hello.only_job.clone(),
         leaving: None,
         waited: Duration::ZERO,
@@ -232,7 +233,9 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
                         app.refusals.note(peer.address, &name, &why);
                         break End { why, code: CLOSE_SIGNED_OUT };
                     }
-                    _ = cut_off.recv() => break "records are missing; it is to begin again".to_owned().into(),
+                    _ = cut_off.recv() => {
+                        break End { why: "records are missing; it is to begin again".into(), code: close_code::AGAIN };
+                    }
                     () = app.stopping.cancelled() => {
                         break End { why: "the server is stopping".into(), code: close_code::AWAY };
                     }
@@ -241,16 +244,23 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         }
     };
     tracing::info!(agent = name, why, "an agent's connection ends");
-    let leaving = agent.leaving.clone();
+    let (leaving, only_job) = (agent.leaving.clone(), agent.only_job.clone());
     if let Some(online) = app.agents.leave(&id, connection) {
         // When it was last seen, for a server that starts again.
         if let Err(error) = app.agent_rows.put(&*app.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "when an agent was last seen could not be stored");
         }
-        if let Some(reason) = leaving
-            && let Err(error) = dispatch::left(&app, &online, &reason).await
+        if let Some(reason) = leaving {
+            dispatch::left(&app, online, reason, code == close_code::AGAIN).await;
+        }
+        // It has ended with its job: as a machine that is away it would stay on the list for ever.
+        if let Some(job) = only_job
+            && app.leases.of_agent(&id).is_empty()
+            && is_over(&app, &job).await
+            && !app.agents.is_connected(&id)
+            && let Err(error) = agents::forget(&app, &id).await
         {
-            tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
+            tracing::warn!(%error, "an agent that has ended with its job stays on the list");
         }
     }
     app.leases.poke();
@@ -263,7 +273,7 @@ struct Connection<'a> {
     name: String,
     number: u64,
     slots: Vec<Slot>,
-    cut: mpsc::Sender<()>,
+    reports: ReportConnection,
     /// The one job that it serves.
     only_job: Option<JobId>,
     leaving: Option<String>,
@@ -348,7 +358,7 @@ impl Connection<'_> {
                 };
                 let agent_id = self.id.clone();
                 let report = Report { agent_id, attempt, source, first, events, at: crate::now(), leaving };
-                let (report, agent, connection) = (Box::new(report), self.id.clone(), self.cut.clone());
+                let (report, agent, connection) = (Box::new(report), self.id.clone(), self.reports.clone());
                 app.inbox.put(Work::Report { agent, connection, report, reservation });
             }
             FromAgent::Reply { id, reply } => app.agents.replied(self.number, id, reply),
@@ -369,18 +379,20 @@ impl Connection<'_> {
         }
         ControlFlow::Continue(())
     }
+
     /// Tells an agent that serves one job alone when that job is over: it may have waited for its turn and never got one.
     async fn release_from_final_job(&self) {
         let Some(job) = &self.only_job else { return };
-        let is_over = match self.app.store.job(job).await {
-            Ok(found) => found.is_none_or(|row| row.job.state.is_final()),
-            // Looked at again with the next heartbeat.
-            Err(_) => false,
-        };
-        if is_over {
+        if is_over(self.app, job).await {
             let attempt = AttemptRef { job: job.clone(), attempt: 0, fencing_token: FencingToken::NONE };
             let reason = "its job is over".into();
             self.app.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
         }
     }
+}
+
+/// Whether a job is over, or gone. An error of the database says nothing.
+async fn is_over(app: &App, job: &JobId) -> bool {
+    let found = app.store.job(job).await;
+    found.is_ok_and(|found| found.is_none_or(|row| row.job.state.is_final()))
 }

@@ -175,11 +175,21 @@ pub(crate) async fn remove(State(app): State<App>, Path(id): Path<String>) -> Re
             None,
         ));
     }
-    app.store.remove_agent(&id).await?;
-    app.machines.forget(&id);
-    app.agents.set_draining(app.store.draining().await?);
-    app.leases.poke();
+    forget(&app, &id).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// Takes a machine that is away and holds nothing off the list.
+pub(super) async fn forget(app: &App, id: &str) -> crate::store::Result<()> {
+    app.store.remove_agent(id).await?;
+    app.machines.forget(id);
+    app.agents.set_draining(app.store.draining().await?);
+    // It is back.
+    if let Some(online) = app.agents.online().into_iter().find(|online| online.row.id == id) {
+        app.agent_rows.put(&*app.store, AgentRow::clone(&online.row)).await?;
+    }
+    app.leases.poke();
+    Ok(())
 }
 
 async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode> {

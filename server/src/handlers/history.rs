@@ -14,7 +14,6 @@ use crate::{
 use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
 use lockstep_protocol::{
-    access::Scope,
     attempt::Attempt,
     history::{Entry, History, Relative, What},
     job::{Job, JobState, Parent, Waiting},
@@ -47,7 +46,7 @@ const ORDER: &str = "at";
 ///
 /// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
 /// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
-/// The owner is who submitted or forked it; admins also see who asked for the rest.
+/// The owner is who submitted or forked it; the owner and admins also see who asked for the rest.
 #[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
     responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn show(
@@ -61,7 +60,7 @@ pub(crate) async fn show(
     let pages = Pages::new("history", ORDER).of_job(job.id.as_str());
     // Entries are only added behind the others, so how many were there already is a place.
     let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
-    let may_see_who = caller.may(Scope::Admin);
+    let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
     if may_see_who {
         app.audit.flush().await;
     }

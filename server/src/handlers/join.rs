@@ -5,7 +5,7 @@ use lockstep_web::machines::Join;
 use std::net::IpAddr;
 
 /// `seen` is the address by which the reader of the page sees the server.
-pub(super) fn commands(app: &App, seen: &str, is_admin: bool) -> Join {
+pub(super) fn commands(app: &App, seen: &str, known: &[String], is_admin: bool) -> Join {
     let config = &app.config;
     let (ip, port) = (config.listen.ip(), config.listen.port());
     let scheme = if config.tls.is_some() { "https" } else { "http" };
@@ -15,10 +15,17 @@ pub(super) fn commands(app: &App, seen: &str, is_admin: bool) -> Join {
         server_url: reachable(app, seen, ip, scheme, port),
         own_url: format!("{scheme}://{own_host}:{port}"),
         port,
+        name: free_name(known),
         with_token: !config.no_auth,
         with_ca: matches!(config.tls, Some(TlsConfig::OwnCa)),
         data_dir: is_admin.then(|| config.data_dir.display().to_string()),
     }
+}
+
+/// `node-1`, or the next of them that no machine is called.
+fn free_name(known: &[String]) -> String {
+    let mut names = (1..).map(|number: usize| format!("node-{number}"));
+    names.find(|name| !known.contains(name)).unwrap_or_default()
 }
 
 /// Whether the host of a URL is whatever machine it is used on: loopback, or no address at all (`0.0.0.0`), which browsers take for that.

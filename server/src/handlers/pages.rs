@@ -15,6 +15,7 @@ use crate::{
     artifact_store::StoredState,
     artifacts,
     error::{Code, Error, PageError},
+    gate::AuditSubject,
     store::JobFilter,
 };
 use axum::{
@@ -256,10 +257,20 @@ async fn datasets_page(
     form: dataset_views::DatasetForm,
 ) -> Page {
     let datasets = datasets::seen_by(app, caller).await?;
-    html(
-        dataset_views::DatasetsPage { datasets, form, server_url, now: crate::now(), viewer: viewer(caller) }
-            .render(),
-    )
+    let may_change =
+        |owner: Option<&str>| !app.access.has_people() || caller.sees_all() || caller.owns(owner);
+    let changeable = datasets.iter().filter(|d| may_change(d.owner.as_deref())).map(|d| d.name.clone());
+    let changeable = changeable.collect();
+    let page = dataset_views::DatasetsPage {
+        datasets,
+        changeable,
+        may_add: app.dataset_roots.may_name(caller),
+        form,
+        server_url,
+        now: crate::now(),
+        viewer: viewer(caller),
+    };
+    html(page.render())
 }
 
 /// `POST /datasets`: the form without scripts.
@@ -272,7 +283,10 @@ pub(crate) async fn add_dataset(
     let (name, path) = (new.name.clone(), new.path.clone());
     let mut form = dataset_views::DatasetForm { name, path, ..Default::default() };
     let status = match datasets::register(&app, &caller, new, LONGEST_WAIT).await {
-        Ok(Registered::Done(_)) => return Ok(Redirect::to("/datasets").into_response()),
+        Ok(Registered::Done(dataset)) => {
+            let created = Extension(AuditSubject(dataset.name));
+            return Ok((created, Redirect::to("/datasets")).into_response());
+        }
         Ok(Registered::UnderWay(under_way)) => {
             form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
             StatusCode::ACCEPTED
@@ -301,7 +315,9 @@ pub(crate) async fn machines(
     ServerUrl(server_url): ServerUrl,
 ) -> Page {
     let mut cards = Vec::new();
-    for agent in agents::all(&app, &caller).await? {
+    let all = agents::all(&app, &caller).await?;
+    let names: Vec<_> = all.iter().map(|agent| agent.name.clone()).collect();
+    for agent in all {
         let mut slots = Vec::new();
         for held in agent.slots {
             let holder = match held.job {
@@ -349,7 +365,7 @@ pub(crate) async fn machines(
     html(
         machines::MachinesPage {
             agents: cards,
-            join: join::commands(&app, &server_url, viewer(&caller).is_admin),
+            join: join::commands(&app, &server_url, &names, viewer(&caller).is_admin),
             now: crate::now(),
             viewer: viewer(&caller),
         }

@@ -197,15 +197,22 @@ pub(crate) async fn change_account(
     Extension(peer): Extension<Peer>,
     Form(form): Form<AccountForm>,
 ) -> Page {
-    match account_done(&app, &caller, &peer, form).await {
-        Ok(Done::Page(said)) => account_page(&app, &caller, said),
-        Ok(Done::Answer(answer)) => Ok(answer),
+    let concerns = AuditSubject(match &form {
+        AccountForm::Password { .. } => "Password".into(),
+        AccountForm::Token { name, .. } => format!("Token {name:?}"),
+        AccountForm::Revoke { id } => format!("Revoke {id:?}"),
+    });
+    let mut answer = match account_done(&app, &caller, &peer, form).await {
+        Ok(Done::Page(said)) => account_page(&app, &caller, said)?,
+        Ok(Done::Answer(answer)) => answer,
         Err(error) => {
             let (status, error) = in_words(error)?;
             let page = account_page(&app, &caller, AccountNotice { error, ..AccountNotice::default() })?;
-            Ok((status, page).into_response())
+            (status, page).into_response()
         }
-    }
+    };
+    answer.extensions_mut().insert(concerns);
+    Ok(answer)
 }
 
 enum Done {

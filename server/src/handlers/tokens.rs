@@ -8,6 +8,7 @@ use crate::{
     access::{Caller, Secret},
     app::App,
     error::{Error, Problem, Result},
+    gate::AuditSubject,
     store::TokenRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
@@ -135,8 +136,11 @@ pub(crate) async fn create(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Body(new, _): Body<NewToken>,
-) -> Result<(StatusCode, Json<MadeToken>)> {
-    Ok((StatusCode::CREATED, Json(make(&app, &caller, new).await?)))
+) -> Result<(StatusCode, Extension<AuditSubject>, Json<MadeToken>)> {
+    let (scope, name) = (new.scope, new.name.clone());
+    let made = make(&app, &caller, new).await?;
+    let concerns = AuditSubject(format!("{scope} {} {name:?}", made.token.id));
+    Ok((StatusCode::CREATED, Extension(concerns), Json(made)))
 }
 
 /// # Errors

@@ -76,6 +76,15 @@ impl Leases {
         found
     }
 
+    /// Whether a lease that had run out does not any more.
+    pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
+        let now = Instant::now();
+        let leases = self.by_job();
+        let lease = leases.get(&expired.attempt.job).filter(|lease| lease.attempt == expired.attempt);
+        let mut holds = lease.into_iter().flat_map(|lease| &lease.holds);
+        holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
+    }
+
     /// Gives up an agent before its lease runs out. Until then, or until it reports that it has no ranks of the attempt, it gets no work.
     pub(crate) fn give_up(&self, expired: &Expired) {
         let leases = self.by_job();

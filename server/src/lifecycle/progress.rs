@@ -49,6 +49,11 @@ fn is_zero(number: &u32) -> bool {
 }
 
 impl Progress {
+    /// Whether ranks of the newest attempt have trained.
+    pub(crate) fn has_trained(&self) -> bool {
+        self.trained == Some(true)
+    }
+
     /// An attempt has its slots from now on.
     pub(super) fn begin(&mut self, at: Timestamp) {
         self.began = Some(at);

@@ -19,7 +19,7 @@ const PLANNED_STEPS: u64 = (1 << 53) - 1;
 /// The longest line of a log that is kept, in bytes.
 const LINE_BYTES: usize = 4096;
 /// Attempts in a row that may end before a rank of theirs has begun, without costing a restart.
-const NOT_BEGUN: u32 = 5;
+pub(super) const NOT_BEGUN: u32 = 5;
 
 /// None as soon as one of them is not finite: a run that diverges on one rank diverges.
 fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {

@@ -128,6 +128,7 @@ async fn a_dataset_that_a_checkpoint_cannot_be_evaluated_on_is_refused_at_once_i
         ("others", &["trained on other classes than others has", "lacks the model's \"dog\""]),
         ("colour", &["trained on pictures of 1 channel, those of colour have 3"]),
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),
+        ("cifar10", &["no dataset is called \"cifar10\"", "`lockstep dataset get cifar10` fetches it"]),
     ] {
         // Nobody is asked: the agent answers nothing.
         let (status, body) = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;

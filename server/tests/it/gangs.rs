@@ -24,7 +24,7 @@ pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str
 }
 
 /// The dataset of the tests, and no agent.
-async fn pictures(server: &TestServer) {
+pub async fn pictures(server: &TestServer) {
     Agent::with_pictures(server, 2).await.vanish();
     let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
     while server.get("/agents").await.1["agents"][0]["online"] == true {
@@ -215,7 +215,7 @@ async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
 #[tokio::test]
 async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_is_silent_is_named() {
     let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(3);
+        c.lease = Duration::from_secs(8);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
@@ -247,7 +247,7 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
     }
     a.end(&attempt, lost_contact(0)).await;
     let job = server.until(&id, JobState::Restarting).await;
-    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 3 s"));
+    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 8 s"));
     // It comes back with ranks that nobody waits for.
     let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
@@ -363,36 +363,4 @@ async fn an_agent_reports_no_rank_of_another_machine() {
     let (_, found) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
     assert_eq!(found["series"][0]["steps"], json!([1]), "{found}");
     server.stop().await;
-}
-
-#[tokio::test]
-async fn a_job_over_several_machines_gets_the_fastest_links() {
-    let server = TestServer::new().await;
-    pictures(&server).await;
-    let linked = |name: &str, address: &str, mbits: Option<u32>| {
-        let mut said = hello_at(name, 2, Vec::new(), address);
-        if let FromAgent::Hello { machine, .. } = &mut said {
-            machine.interface_mbits = mbits;
-            // A slot named twice, and one that is not there.
-            machine.nvlink_groups = if name == "b" { vec![vec![0, 1, 1, 7], vec![0]] } else { Vec::new() };
-        }
-        said
-    };
-    let _slow = Agent::greet(&server, linked("a", "10.0.0.1", Some(1000))).await.unwrap();
-    let mut fast = Agent::greet(&server, linked("b", "10.0.0.2", Some(100_000))).await.unwrap();
-    let _unknown = Agent::greet(&server, linked("c", "10.0.0.3", None)).await.unwrap();
-    let mut also_fast = Agent::greet(&server, linked("d", "10.0.0.4", Some(25_000))).await.unwrap();
-    let (_, machines) = server.get("/agents").await;
-    let links = |name: &str| {
-        let mut machines = machines["agents"].as_array().unwrap().iter();
-        machines.find(|machine| machine["name"] == name).unwrap()["links"].clone()
-    };
-    assert_eq!(links("a"), "network 1 Gbit/s");
-    assert_eq!(links("b"), "network 100 Gbit/s · NVLink joins slots 0 1");
-    assert!(links("c").is_null(), "{machines:#}");
-    let job = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await;
-    let (one, other) = (fast.started().await, also_fast.started().await);
-    assert_eq!((one.attempt.job, other.attempt.job), (job.id.clone(), job.id.clone()));
-    let (_, job) = server.get(&format!("/jobs/{}", job.id)).await;
-    assert_eq!(job["agents"], json!(["b", "d"]), "{job:#}");
 }

@@ -1,8 +1,8 @@
 //! A job's history, read afterwards, and its speed, streamed while it runs.
 
 use crate::{
-    agent::{Agent, info, losses, running},
-    test_server::{TestServer, client},
+    agent::{Agent, hello, info, losses, running},
+    test_server::{DEADLINE, TestServer, client, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent},
@@ -11,6 +11,7 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 
 fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo {
@@ -148,8 +149,34 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
     assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
     assert_eq!(in_short(&history(&server, &id).await), expected);
+
+    // Whose job it is sees who asked for what.
+    let made = eva.post(server.url("/api/v1/jobs")).json(&spec()).send().await.unwrap();
+    let made: Value = made.json().await.unwrap();
+    let her_job = made["id"].as_str().unwrap();
+    assert_eq!(server.post(&format!("/jobs/{her_job}/cancel"), &Value::Null).await.0, 202);
+    let seen = eva.get(server.url(&format!("/api/v1/jobs/{her_job}/history"))).send().await.unwrap();
+    let seen: Value = seen.json().await.unwrap();
+    let whose: Vec<_> = seen["entries"].as_array().unwrap().iter().map(|e| (&e["what"], &e["who"])).collect();
+    assert_eq!(
+        whose,
+        [(&json!("submitted"), &json!("eva")), (&json!("cancelled"), &json!(owner))],
+        "{seen:#}"
+    );
     assert_eq!(server.get("/jobs/j00000000000000000000000000/history").await.0, 404);
     server.stop().await;
+}
+
+/// Waits until a job says that it waits for this now, in memory or stored.
+async fn waits_for(server: &TestServer, id: &str, code: &str) -> Value {
+    for _ in 0..200 {
+        let queue = history(server, id).await["queue"].clone();
+        if queue["reason"]["code"] == code {
+            return queue;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("{id} does not wait for {code}: {:#}", history(server, id).await["queue"])
 }
 
 #[tokio::test]
@@ -161,20 +188,10 @@ async fn a_waiting_job_has_a_place_and_says_what_it_waits_for_now() {
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let waits = server.submit(|_| {}).await.id.to_string();
     let urgent = server.submit(|s| s["priority"] = json!(5)).await.id.to_string();
-    let place = async |id: &str| history(&server, id).await["queue"].clone();
-    let reason = async |id: &str, code: &str| {
-        for _ in 0..200 {
-            let queue = place(id).await;
-            if queue["reason"]["code"] == code {
-                return queue;
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-        }
-        panic!("{id} does not wait for {code}: {:#}", place(id).await)
-    };
+    let reason = async |id: &str, code: &str| waits_for(&server, id, code).await;
     assert_eq!(reason(&urgent, "waiting_for_slots").await["place"], 1);
     assert_eq!(reason(&waits, "waiting_for_slots").await["place"], 2);
-    assert_eq!(place(&runs).await, Value::Null);
+    assert_eq!(history(&server, &runs).await["queue"], Value::Null);
 
     // A resumed job keeps the words about its last attempt, and its history what it waits for today.
     assert_eq!(server.post(&format!("/jobs/{runs}/pause"), &Value::Null).await.0, 202);
@@ -190,6 +207,45 @@ async fn a_waiting_job_has_a_place_and_says_what_it_waits_for_now() {
     // The machine goes: nobody waits for its slots any more.
     agent.vanish();
     reason(&runs, "no_agent_online").await;
+    server.stop().await;
+}
+
+async fn until_stored(server: &TestServer, count: &str) {
+    let since = Instant::now();
+    while server.number(count).await == 0 {
+        assert!(since.elapsed() < DEADLINE, "{count}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_restart_of_the_server_is_no_event_of_the_jobs_that_wait() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    server.submit(|_| {}).await;
+    let start = agent.started().await;
+    let waits = server.submit(|_| {}).await.id.to_string();
+    let events = format!("SELECT last_seq FROM jobs WHERE id = '{waits}'");
+    let stored = format!("SELECT count(*) FROM jobs WHERE id = '{waits}' AND reason IS NOT NULL");
+    until_stored(&server, &stored).await;
+    let before = server.number(&events).await;
+
+    agent.vanish();
+    let dir = server.stop().await;
+    let began = Instant::now();
+    let server = TestServer::open(dir, |_| {}).await;
+    // It is shown what it waits for now, which its machine may change within the next moment.
+    waits_for(&server, &waits, "no_agent_online").await;
+    let later = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
+    let _agent = Agent::greet(&server, hello("a", 2, vec![start.attempt])).await.unwrap();
+    waits_for(&server, &waits, "waiting_for_slots").await;
+    // The reason of a job that was submitted since is stored, behind those that came before it.
+    let stored =
+        format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");
+    until_stored(&server, &stored).await;
+    // On a machine that needed longer, the server has given up on its machine.
+    let in_time = began.elapsed() < Duration::from_secs(4);
+    assert!(server.number(&events).await == before || !in_time, "more than {before} events");
     server.stop().await;
 }
 

@@ -169,7 +169,7 @@ async fn a_thousand_half_open_connections_keep_nobody_out() {
             longest = longest.max(began.elapsed());
         }
         eprintln!("of one address: {of_one_address}: answered within {longest:?}");
-        assert!(longest < Duration::from_secs(2), "{longest:?}");
+        assert!(longest < Duration::from_secs(5), "{longest:?}");
         // Those that are not among the newest were ended, long before their time.
         let mut ended = 0;
         for stream in &mut half_open {

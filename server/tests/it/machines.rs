@@ -166,8 +166,44 @@ async fn removed(server: &TestServer, id: &str) -> (u16, Value) {
 }
 
 #[tokio::test]
+async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
+    let server = TestServer::new().await;
+    let mut pictures = Agent::with_pictures(&server, 2).await;
+    server.submit(|spec| spec["parallel"]["ranks"] = json!(1)).await;
+    pictures.started().await;
+    // It waits for both slots.
+    let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
+    let known = async || {
+        let (_, list) = server.get("/agents").await;
+        let all = list["agents"].as_array().unwrap().iter();
+        let mut all: Vec<_> = all.map(|agent| (agent["name"].clone(), agent["online"].clone())).collect();
+        all.retain(|(name, _)| name == "own");
+        all
+    };
+    let mut said = hello("own", 1, Vec::new());
+    if let FromAgent::Hello { only_job, .. } = &mut said {
+        *only_job = Some(job.clone());
+    }
+    let own = Agent::greet(&server, said.clone()).await.unwrap();
+    own.vanish();
+    let since = Instant::now();
+    while known().await != [(json!("own"), json!(false))] {
+        assert!(since.elapsed() < DEADLINE, "while its job may have another attempt, it stays");
+    }
+    let own = Agent::greet(&server, said).await.unwrap();
+    assert_eq!(server.post(&format!("/jobs/{job}/cancel"), &json!({})).await.0, 202);
+    server.until(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
+    own.vanish();
+    let since = Instant::now();
+    while !known().await.is_empty() {
+        assert!(since.elapsed() < DEADLINE, "{:?}", known().await);
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
-    let server = TestServer::with(|c| c.lease = Duration::from_secs(3)).await;
+    let server = TestServer::with(|c| c.lease = Duration::from_secs(8)).await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;

@@ -151,6 +151,19 @@ async fn broken_files_that_will_end_a_job_are_told_when_it_is_submitted() {
             assert_eq!(response["warnings"].as_array().unwrap().len(), 1);
         }
     }
+    // The best network is kept where checkpoints are written when it is validated.
+    for (every, validation, is_said) in [(3, None, true), (5, None, false), (3, Some("none"), false)] {
+        let mut spec = spec();
+        if let Some(validation) = validation {
+            spec["data"]["validation"] = json!(validation);
+        }
+        spec["checkpoint"] = json!({"every_steps": every});
+        spec["train"] = json!({"epochs": 2, "batch_size": 100});
+        let (_, response) = server.post("/jobs/validate", &spec).await;
+        assert_eq!(response["steps_per_epoch"], 5, "{response}");
+        let said = response["warnings"].to_string().contains("validated every 5 steps and written every 3");
+        assert_eq!(said, is_said, "{response}");
+    }
     // Where they are left out, or there is none, nothing is said; nor is a job a warning for ever.
     for (name, what) in [("five", "skip"), ("pictures", "fail")] {
         let (status, response) = server.post("/jobs", &on(name, what)).await;

@@ -64,6 +64,8 @@ pub fn builder(token: &str) -> reqwest::ClientBuilder {
 pub fn config(dir: &TempDir) -> ServeConfig {
     let mut config = ServeConfig::new(dir.path());
     config.listen.set_port(0);
+    // Agents of tests send no heartbeats by themselves.
+    config.lease = Duration::from_secs(600);
     config
 }
 

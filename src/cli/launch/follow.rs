@@ -8,7 +8,7 @@ use super::{
     },
     Launch, LaunchDetached,
 };
-use lockstep_protocol::{Job, JobState};
+use lockstep_protocol::Job;
 use lockstep_worker::files;
 use serde_json::Value;
 use std::{
@@ -93,8 +93,14 @@ pub(super) async fn follow(
         done = watching => done,
         failure = first_failure(launch, &mut launched, explain) => return Err(failure),
     };
-    if done.is_ok() || job(api, launch).await.is_ok_and(|job| job.state.is_final()) {
+    let is_final = job(api, launch).await.is_ok_and(|job| job.state.is_final());
+    if done.is_ok() || is_final {
         launch.uploaded().await;
+    } else if let Err(error) = &done
+        && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
+    {
+        // The server was away for too long; the agents look for it.
+        return Err(LaunchDetached(format!("{error:#}")).into());
     }
     let until = Instant::now() + FAREWELL;
     while launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none()) {
@@ -134,7 +140,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
             }
             let what = explain(&launched[at].label, status, &launched[at].last_line());
             let is_last = launched.iter().all(|one| one.status.is_some());
-            if !status.success() && never_ran(&job) {
+            if !status.success() && launch.never_ran(&job) {
                 return anyhow::anyhow!(what);
             }
             if is_last && launch.elsewhere(&job).is_some() {
@@ -189,7 +195,7 @@ async fn online(
     explain: Explain,
 ) -> anyhow::Result<Option<anyhow::Result<()>>> {
     let job = job(&launch.api, launch).await?;
-    if !never_ran(&job) {
+    if !launch.never_ran(&job) {
         return Ok(Some(Ok(())));
     }
     for one in launched.iter_mut() {
@@ -220,10 +226,6 @@ pub(super) async fn until_over(
     };
     let is_over = job(&launch.api, launch).await.is_ok_and(|job| job.state.is_final());
     (done, is_over)
-}
-
-fn never_ran(job: &Job) -> bool {
-    job.state == JobState::Queued && job.attempt == 0
 }
 
 async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {

@@ -1,7 +1,7 @@
 //! Which machines a launch is for, how many slots each has, and whether it can start at all.
 
 use super::{
-    super::{file, rank_table::RankTable, wrong},
+    super::{file, output, rank_table::RankTable, wrong},
     Args, LauncherKind, MOST_SLOTS,
     bundle::BUNDLE_BYTES,
     hosts::{self, Host},
@@ -78,6 +78,11 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
     };
     // A machine without a name is chosen by Slurm or Kubernetes: only they know whether it is this one.
+    if hosts.iter().any(|host| host.name.is_empty()) && own(url.host_str().unwrap_or_default()) {
+        output::warn(format_args!(
+            "warning: only this machine reaches the server at {server}: give its address on others with --agent-server"
+        ));
+    }
     let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
     if let Some(host) = elsewhere
         && own(url.host_str().unwrap_or_default())

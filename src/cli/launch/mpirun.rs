@@ -16,8 +16,7 @@ const MOST_BYTES: u64 = 120 << 10;
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
     let mut command = Command::new("mpirun");
-    // One process per machine, on all of its cores: the agent starts the ranks. A failing one does not end the others: that is the
-    // server's decision.
+    // One process per machine, on all of its cores: the agent starts the ranks.
     command.args([
         "-H",
         &names.join(","),

@@ -250,6 +250,9 @@ fn is_over(state: &str) -> bool {
         "OUT_OF_MEMORY",
         "BOOT_FAIL",
         "DEADLINE",
+        "PREEMPTED",
+        "REVOKED",
+        "LAUNCH_FAILED",
     ];
     over.contains(&state.split(' ').next().unwrap_or_default())
 }

@@ -22,8 +22,15 @@ pub(super) fn command(args: &Args, host: &Host) -> Command {
 pub(crate) fn to(options: &[String], host: &str, there: &str) -> Command {
     let mut command = Command::new("ssh");
     command.args(["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]);
-    command.args(options).arg("--").arg(host.trim_matches(['[', ']'])).arg(there);
+    command.args(options).arg("--").arg(without_brackets(host)).arg(there);
     command
+}
+
+/// `USER@HOST` as ssh takes it: an IPv6 address has brackets in lists of hosts only.
+fn without_brackets(host: &str) -> String {
+    let (user, host) = host.rsplit_once('@').map_or(("", host), |(user, host)| (user, host));
+    let host = host.trim_matches(['[', ']']);
+    if user.is_empty() { host.to_owned() } else { format!("{user}@{host}") }
 }
 
 /// Starts the agents and follows them.
@@ -62,5 +69,23 @@ pub(crate) fn no_start(host: &str, status: ExitStatus, last: &str) -> Option<(St
             "Install it there, or name it with --program.".into(),
         )),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ssh_takes_addresses_without_brackets_with_a_user_or_without() {
+        let named = [
+            ("[fd00::1]", "fd00::1"),
+            ("me@[fd00::1]", "me@fd00::1"),
+            ("me@node", "me@node"),
+            ("a@b@c", "a@b@c"),
+        ];
+        for (host, taken) in named {
+            assert_eq!(without_brackets(host), taken);
+        }
     }
 }

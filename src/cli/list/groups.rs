@@ -78,12 +78,15 @@ fn row(group: &Group) -> [String; 5] {
         let n = if spread.n == group.jobs { String::new() } else { format!(" (n = {})", spread.n) };
         format!("{:.digits$}{std}{unit}{n}", mean * scale)
     };
+    // As many digits as the speed of a job has.
+    let is_slow = |of: &MetricSummary| of.mean.is_some_and(|mean| mean < 99.95);
+    let digits = usize::from(group.metrics.get("speed").is_some_and(is_slow));
     [
         group.values.iter().map(value).collect::<Vec<_>>().join(", "),
         group.jobs.to_string(),
         of("best", 100.0, 2, " %"),
         of("loss", 1.0, 4, ""),
-        of("speed", 1.0, 0, ""),
+        of("speed", 1.0, digits, ""),
     ]
 }
 
@@ -99,10 +102,13 @@ mod tests {
             "metrics": {
                 "best": {"n": 3, "mean": 0.9, "std": 0.0123, "min": 0.88, "max": 0.91},
                 "loss": {"n": 1, "mean": 0.25, "std": null, "min": 0.25, "max": 0.25},
-                "speed": {"n": 0, "mean": null, "std": null, "min": null, "max": null},
+                "speed": {"n": 3, "mean": 5.44, "std": 0.26, "min": 5.2, "max": 5.7},
             },
         }))
         .unwrap();
-        assert_eq!(row(&group), ["resnet20, 0.1, none", "3", "90.00 ± 1.23 %", "0.2500 (n = 1)", ""]);
+        assert_eq!(
+            row(&group),
+            ["resnet20, 0.1, none", "3", "90.00 ± 1.23 %", "0.2500 (n = 1)", "5.4 ± 0.3"]
+        );
     }
 }

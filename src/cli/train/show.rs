@@ -103,7 +103,11 @@ impl Show {
             .accuracy
             .map(|a| format!(", accuracy {}", lockstep_protocol::numbers::percent(a)))
             .unwrap_or_default();
-        let speed = self.speed.images_per_second().map(|v| format!(", {v:.0} images/s")).unwrap_or_default();
+        let speed = self
+            .speed
+            .images_per_second()
+            .map(|v| format!(", {} images/s", lockstep_protocol::numbers::rate(v)))
+            .unwrap_or_default();
         bar.set_style(style("{bar:30} {pos}/{len} {msg}, {eta} left"));
         bar.set_message(format!("epoch {epoch}, loss {loss:.4}{accuracy}{speed}"));
     }

@@ -2,6 +2,7 @@
 
 use crate::cli::{age::span, output};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job, JobState,
     queue::waits_for,
@@ -80,7 +81,7 @@ impl Progress {
     /// The loss, the speed and the time left, as far as they are known; only what trains comes to its end.
     fn words(&self) -> String {
         let loss = self.loss().map(|loss| format!("loss {loss:.4}"));
-        let speed = self.images_per_second.map(|v| format!("{v:.0} images/s"));
+        let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
         let left = self.eta_secs.filter(|_| self.state == JobState::Running);
         let left = left.map(|secs| format!("{} left", span(secs.round() as i64)));
         [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
@@ -240,10 +241,10 @@ mod tests {
             last_line: None,
         };
         assert_eq!(progress.words(), "loss 2.5000");
-        let pace = Pace { step: 2, images_per_second: Some(99.6), eta_secs: Some(1020.0) };
+        let pace = Pace { step: 2, images_per_second: Some(9.56), eta_secs: Some(1020.0) };
         progress.show(&Frame::Progress(pace)).unwrap();
-        assert_eq!(progress.words(), "loss 2.5000, 100 images/s, 17 min left");
+        assert_eq!(progress.words(), "loss 2.5000, 9.6 images/s, 17 min left");
         progress.state = JobState::Paused;
-        assert_eq!(progress.words(), "loss 2.5000, 100 images/s");
+        assert_eq!(progress.words(), "loss 2.5000, 9.6 images/s");
     }
 }

@@ -190,6 +190,8 @@ pub(super) fn environment(artifacts: &str, endpoint: &str, key: &str, secret: &s
 pub(super) struct Gate {
     port: u16,
     is_open: Arc<AtomicBool>,
+    /// How often all connections were cut.
+    cuts: Arc<AtomicU32>,
     /// Bytes that may still pass towards the server; below 0 they wait.
     left: Arc<AtomicI64>,
 }
@@ -200,19 +202,22 @@ impl Gate {
     fn before(server: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("its address").port();
-        let gate =
-            Self { port, is_open: Arc::new(AtomicBool::new(true)), left: Arc::new(AtomicI64::new(ALL)) };
-        let (is_open, left) = (gate.is_open.clone(), gate.left.clone());
+        let (is_open, left) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicI64::new(ALL)));
+        let gate = Self { port, is_open, cuts: Arc::default(), left };
+        let (is_open, cuts, left) = (gate.is_open.clone(), gate.cuts.clone(), gate.left.clone());
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 if !is_open.load(Ordering::SeqCst) {
                     continue;
                 }
                 let server = TcpStream::connect(("127.0.0.1", server)).expect("moto");
+                let so_far = cuts.load(Ordering::SeqCst);
                 for (from, to, counts) in [(&client, &server, true), (&server, &client, false)] {
                     let (from, to) = (from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
-                    let (is_open, left) = (is_open.clone(), left.clone());
-                    thread::spawn(move || pass(&from, &to, &is_open, counts.then_some(&*left)));
+                    let (is_open, cuts, left) = (is_open.clone(), cuts.clone(), left.clone());
+                    let is_on =
+                        move || is_open.load(Ordering::SeqCst) && cuts.load(Ordering::SeqCst) == so_far;
+                    thread::spawn(move || pass(&from, &to, is_on, counts.then_some(&*left)));
                 }
             }
         });
@@ -233,6 +238,17 @@ impl Gate {
         self.is_open.store(true, Ordering::SeqCst);
     }
 
+    /// Cuts the connections that there are; new ones are let through, with all that they bring.
+    pub(super) fn cut(&self) {
+        self.cuts.fetch_add(1, Ordering::SeqCst);
+        self.open();
+    }
+
+    /// Bytes that have passed towards the server since it was opened last.
+    pub(super) fn passed(&self) -> u64 {
+        (ALL - self.left.load(Ordering::SeqCst)).unsigned_abs()
+    }
+
     /// What comes after so many bytes waits.
     pub(super) fn pass_only(&self, bytes: u64) {
         self.left.store(bytes as i64, Ordering::SeqCst);
@@ -243,10 +259,10 @@ impl Gate {
     }
 }
 
-fn pass(mut from: &TcpStream, mut to: &TcpStream, is_open: &AtomicBool, left: Option<&AtomicI64>) {
+fn pass(mut from: &TcpStream, mut to: &TcpStream, is_on: impl Fn() -> bool, left: Option<&AtomicI64>) {
     let mut block = vec![0; 1 << 16];
     from.set_read_timeout(Some(Duration::from_millis(50))).expect("a timeout");
-    while is_open.load(Ordering::SeqCst) {
+    while is_on() {
         if left.is_some_and(|left| left.load(Ordering::SeqCst) <= 0) {
             thread::sleep(Duration::from_millis(5));
             continue;

@@ -1,7 +1,10 @@
 //! Slurm on this machine: munged, slurmctld, and a slurmd for each of its nodes, as Debian has them.
 
 use super::{done, end, program};
-use crate::server::{SOON, free_port};
+use crate::{
+    network::words,
+    server::{SOON, free_port},
+};
 use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
@@ -116,24 +119,24 @@ impl Slurm {
         let daemon =
             fs::read_to_string(self.folder.join(format!("slurmd.{node}.pid"))).expect("its process id");
         kill(daemon.trim().parse().expect("a number"));
-        for entry in fs::read_dir("/proc").expect("processes").filter_map(Result::ok) {
-            let (Some(pid), Ok(line)) = (
-                entry.file_name().to_str().and_then(|pid| pid.parse::<i32>().ok()),
-                fs::read(entry.path().join("cmdline")),
-            ) else {
-                continue;
-            };
-            // Of this test's cluster are what has its configuration in the environment, and steps' daemons (which hide theirs) in its folder.
-            let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
-            let environment = String::from_utf8_lossy(&environment).into_owned();
-            let of_node = environment.contains(&format!("SLURMD_NODENAME={node}\0"))
-                && environment.contains(&*self.folder.to_string_lossy());
-            let is_step = String::from_utf8_lossy(&line).starts_with(&step)
-                && fs::read_link(entry.path().join("cwd")).is_ok_and(|cwd| cwd.starts_with(&self.folder));
-            if of_node || is_step {
-                kill(pid);
-            }
-        }
+        let pids: Vec<i32> = fs::read_dir("/proc")
+            .expect("processes")
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+            .collect();
+        // Of this test's cluster is what has its configuration in the environment. Steps' daemons hide theirs, and all nodes' are called the
+        // same: those of a node have started what is on it.
+        let on_node: Vec<_> = pids.iter().copied().filter(|pid| self.is_on(*pid, node)).collect();
+        let parents: Vec<_> = on_node.iter().filter_map(|pid| parent(*pid)).collect();
+        let is_step = |pid: &&i32| parents.contains(pid) && words(**pid, "cmdline")[0].starts_with(&step);
+        pids.iter().filter(is_step).chain(&on_node).for_each(|pid| kill(*pid));
+    }
+
+    /// Whether a process is on a node of this cluster, by its environment.
+    fn is_on(&self, pid: i32, node: &str) -> bool {
+        let folder = self.folder.to_string_lossy();
+        let environment = words(pid, "environ");
+        environment.iter().any(|word| *word == format!("SLURMD_NODENAME={node}"))
+            && environment.iter().any(|word| word.contains(&*folder))
     }
 
     /// Starts a requeued job, which Slurm lets wait for two minutes, as soon as it can be.
@@ -166,6 +169,11 @@ impl Slurm {
             std::thread::sleep(Duration::from_millis(100));
         }
     }
+}
+
+fn parent(pid: i32) -> Option<i32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
 fn kill(pid: i32) {

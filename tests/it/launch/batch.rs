@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::{fs, os::unix::fs::PermissionsExt as _};
 
 /// A job that ends when it is told to.
-fn endless(name: &str) -> Value {
+pub(super) fn endless(name: &str) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, 1_000_000),
         json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
@@ -27,7 +27,7 @@ fn submitted(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> Stri
 
 const KILL_WAIT_SECS: u64 = 13;
 
-async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
+pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
@@ -161,7 +161,7 @@ async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_a
     let mut command = launch(&server, &[&id, "--with", "slurm", "--detach"], &[]);
     Finished::of(command.env("SLURM_CONF", slurm.config()).env("LOCKSTEP_FAULT", fault)).ok();
     let batch = slurm.job();
-    server.until("it is being written", async |_: &Server| hold.exists()).await;
+    server.job_when(&id, "the third is being written", |_| hold.exists()).await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("checkpoints");
     assert_eq!(kept, 100, "two are written");
     let rank = server.folder().path().join("data/jobs").join(&id).join("attempts/1/rank.0.json");

@@ -9,7 +9,7 @@ use crate::{
     server::{Finished, Server, number, turn},
 };
 use serde_json::{Value, json};
-use std::fs;
+use std::{collections::BTreeSet, fs};
 
 /// After which the API server ends a watch.
 const WATCH_SECS: f64 = 2.0;
@@ -172,6 +172,48 @@ async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
     let cluster = Kubernetes::start_with(&server, &rules).await;
     fails(&cluster, &[], &["does not let you", "launch-role.yaml"]);
     assert_eq!(valid_agent_tokens(&server).await, before, "no token was made");
+    drop(cluster);
+    server.stop().await;
+}
+
+/// Other than by a pod that is evicted, Kubernetes learns of this one's end from nobody.
+#[tokio::test]
+async fn a_dead_node_s_pod_is_replaced_once_kubernetes_is_told_and_the_launch_says_how() {
+    let _turn = turn().await;
+    let server = server().await;
+    let cluster = Kubernetes::start(&server).await;
+    let id = submit(&server, &endless("node-died", 2)).await;
+    let following = Following::start(&server, cluster.launch(&server, &id, &["--nodes", "2"]));
+    let at = number(&trains_past(&server, &id, 1, 60).await["step"]);
+    let names = async || {
+        let pods = cluster.objects("Pod").await;
+        pods.iter().map(|pod| pod["metadata"]["name"].to_string()).collect::<BTreeSet<_>>()
+    };
+    let first = names().await;
+    cluster.act("node-dies", json!({"node": "node-1"})).await;
+    following.says(&server, "never does on a node that is lost: if node-1 is").await;
+    following.says(&server, "kubectl taint nodes node-1 node.kubernetes.io/out-of-service").await;
+    let attempts = format!("/jobs/{id}/attempts");
+    server
+        .until("its attempt is over", async |server: &Server| {
+            server.get(&attempts).await["attempts"][0]["ended_at"].is_string()
+        })
+        .await;
+    server
+        .until("it waits for slots", async |server: &Server| {
+            server.get("/queue").await["jobs"][0]["reason"]["words"].to_string().contains("2 slots")
+        })
+        .await;
+    assert_eq!(names().await, first, "nothing replaces it");
+    cluster.act("out-of-service", json!({"node": "node-1"})).await;
+    let job = trains_past(&server, &id, 2, at).await;
+    assert_eq!(job["attempt"], 2, "{job:#}");
+    let all = server.get(&attempts).await;
+    assert!(all["attempts"][1]["checkpoint"].is_string(), "it does not begin from the start: {all:#}");
+    assert_eq!(names().await.difference(&first).count(), 1, "one other pod");
+    let job = cluster.objects("Job").await.remove(0);
+    assert_eq!(job["status"]["failed"], 0, "{job:#}");
+    cancel(&server, &cluster, &id, following).await;
     drop(cluster);
     server.stop().await;
 }

@@ -9,6 +9,8 @@ pub struct Join {
     pub own_url: String,
     /// The port that it listens on.
     pub port: u16,
+    /// A name that no machine has yet, to be replaced by the machine's.
+    pub name: String,
     /// Agents need a token.
     pub with_token: bool,
     /// The server's certificate is of its own authority, which others do not know yet.
@@ -17,8 +19,6 @@ pub struct Join {
     pub data_dir: Option<String>,
 }
 
-/// The name in the commands, to be replaced by the machine's.
-const NAME: &str = "node-1";
 const CA: &str = "lockstep-ca.crt";
 
 /// A word as a shell reads it back.
@@ -41,9 +41,9 @@ impl Join {
         }
         if self.with_token {
             let ca = if self.with_ca { format!(" --ca-file {CA}") } else { String::new() };
-            let server = &self.own_url;
+            let (server, name) = (&self.own_url, &self.name);
             commands.push(format!(
-                "lockstep token create --scope agent --agent {NAME} --server {server}{ca}{} > {NAME}.token",
+                "lockstep token create --scope agent --agent {name} --server {server}{ca}{} --out {name}.token",
                 data_dir()
             ));
         }
@@ -52,7 +52,7 @@ impl Join {
 
     /// Files that the commands there need.
     pub(super) fn files(&self) -> String {
-        let token = format!("{NAME}.token");
+        let token = format!("{}.token", self.name);
         let files = [(self.with_ca, CA), (self.with_token, token.as_str())];
         let files: Vec<_> = files.into_iter().filter(|(needed, _)| *needed).map(|(_, name)| name).collect();
         files.join(" and ")
@@ -72,9 +72,14 @@ impl Join {
             command.push_str(&format!(" --ca-file {CA}"));
         }
         if self.with_token {
-            command.push_str(&format!(" --token-file {NAME}.token"));
+            command.push_str(&format!(" --token-file {}.token", self.name));
         }
-        command + &format!(" --name {NAME}")
+        command.push_str(&format!(" --name {}", self.name));
+        // The usual folder is that of the server's own agent.
+        if self.server_url.is_none() {
+            command.push_str(&format!(" --data-dir {}", self.name));
+        }
+        command
     }
 
     /// Starts the server so that others reach it.
@@ -89,7 +94,9 @@ mod tests {
 
     #[test]
     fn commands_have_what_the_server_asks_for_and_no_more() {
-        let open = Join { server_url: Some("http://10.0.0.1:7070".into()), ..Join::default() };
+        let name = "node-1".to_owned();
+        let open =
+            Join { server_url: Some("http://10.0.0.1:7070".into()), name: name.clone(), ..Join::default() };
         assert_eq!(open.here(), [""; 0]);
         assert_eq!(
             open.there(),
@@ -99,6 +106,7 @@ mod tests {
             server_url: Some("https://gpu:7070".into()),
             own_url: "https://127.0.0.1:7070".into(),
             port: 7070,
+            name,
             with_token: true,
             with_ca: true,
             data_dir: Some("/a b/it's".into()),
@@ -107,13 +115,18 @@ mod tests {
             closed.here(),
             [
                 r"lockstep ca show --data-dir '/a b/it'\''s' > lockstep-ca.crt",
-                r"lockstep token create --scope agent --agent node-1 --server https://127.0.0.1:7070 --ca-file lockstep-ca.crt --data-dir '/a b/it'\''s' > node-1.token",
+                r"lockstep token create --scope agent --agent node-1 --server https://127.0.0.1:7070 --ca-file lockstep-ca.crt --data-dir '/a b/it'\''s' --out node-1.token",
             ]
         );
         assert_eq!(closed.files(), "lockstep-ca.crt and node-1.token");
         assert_eq!(
             closed.there(),
             "lockstep agent --server https://gpu:7070 --ca-file lockstep-ca.crt --token-file node-1.token --name node-1"
+        );
+        let alone = Join { server_url: None, with_ca: false, with_token: false, ..closed };
+        assert_eq!(
+            alone.there(),
+            "lockstep agent --server https://127.0.0.1:7070 --name node-1 --data-dir node-1"
         );
     }
 }

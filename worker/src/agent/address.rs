@@ -173,6 +173,11 @@ impl Address {
         (uri.host().unwrap_or_default().trim_matches(['[', ']']), uri.port_u16().unwrap_or(usual))
     }
 
+    /// Whether the agent shows a certificate.
+    pub(super) fn has_certificate(&self) -> bool {
+        self.identity.is_some()
+    }
+
     /// The accounts that listen where the server is to be, when that is this machine's loopback; none where nobody does, or
     /// the server is elsewhere.
     pub(super) fn listeners(&self) -> Vec<u32> {

@@ -13,8 +13,19 @@ use std::{
 /// The requests so far: method, and path behind the attempt.
 pub(super) type Asked = Arc<Mutex<Vec<String>>>;
 
+/// What it answers to a method: status and body.
+type Answers = fn(method: &str) -> (&'static str, &'static str);
+
 /// A server, as an agent knows it.
 pub(super) fn server() -> (Remote, Asked) {
+    server_that(|method| match method {
+        "GET" => ("404 Not Found", r#"{"code":"not_found","detail":"nothing is here"}"#),
+        _ => ("204 No Content", ""),
+    })
+}
+
+/// As [`server`], with other answers.
+pub(super) fn server_that(answers: Answers) -> (Remote, Asked) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let asked = Asked::default();
@@ -22,14 +33,14 @@ pub(super) fn server() -> (Remote, Asked) {
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             // One that is broken off was no request.
-            let _ = answer(stream.unwrap(), &noted);
+            let _ = answer(stream.unwrap(), &noted, answers);
         }
     });
     let address = Arc::new(address::parse(&options(&url)).unwrap());
     (Remote { address, agent_id: "id-a".into(), name: "a".into() }, asked)
 }
 
-fn answer(mut stream: TcpStream, asked: &Asked) -> std::io::Result<()> {
+fn answer(mut stream: TcpStream, asked: &Asked, answers: Answers) -> std::io::Result<()> {
     let mut from = BufReader::new(stream.try_clone()?);
     let (mut first, mut length) = (String::new(), 0);
     from.read_line(&mut first)?;
@@ -50,10 +61,7 @@ fn answer(mut stream: TcpStream, asked: &Asked) -> std::io::Result<()> {
     // /api/v1/agent/attempts/<job>/<attempt>
     let behind: Vec<_> = path.split('/').skip(7).collect();
     asked.lock().unwrap().push(format!("{method} {}", behind.join("/")));
-    let (status, body) = match method {
-        "GET" => ("404 Not Found", r#"{"code":"not_found","detail":"nothing is here"}"#),
-        _ => ("204 No Content", ""),
-    };
+    let (status, body) = answers(method);
     let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };
     write!(stream, "HTTP/1.1 {status}\r\n{length}connection: close\r\n\r\n{body}")
 }

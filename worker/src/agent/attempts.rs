@@ -11,11 +11,24 @@ use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     job::JobId,
     reason::{Facts, Reason, ReasonCode},
+    spec::RecoverySpec,
 };
 use std::time::{Duration, Instant};
 
 /// How often the spool is measured.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
+/// How long an agent that serves one job waits for its next attempt, at least: longer than the server's longest pause before one (60 s).
+const NEXT_ATTEMPT: Duration = Duration::from_secs(90);
+
+/// How long an agent whose one job may have another attempt looks for a server that is away.
+const SERVER_AWAY: Duration = Duration::from_secs(3600);
+
+/// How long after an attempt the next one may begin here: with `min_ranks`, the server first waits for a place for all ranks. Ranks that were
+/// stopped may have been stopped because another machine went.
+fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
+    let wait_seconds = recovery.min_ranks.map_or(0, |_| recovery.wait_seconds);
+    NEXT_ATTEMPT + Duration::from_secs(wait_seconds.into())
+}
 
 impl Agent {
     pub(super) fn take(&mut self, attempt: Attempt) {
@@ -75,6 +88,8 @@ impl Agent {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
+        // It was retried while its last checkpoint was uploaded.
+        self.only_job_is_final = None;
         self.take(Attempt::start(stored, refusal, context));
     }
 
@@ -102,14 +117,40 @@ impl Agent {
         }
     }
 
-    /// Drops an attempt that is over, once the server has all of its records or refuses them.
-    pub(super) fn forget(&mut self, attempt: &AttemptRef) {
+    /// How long after the last attempt of the one job that is served another one is waited for.
+    pub(super) fn patience(&self, connected: bool) -> Duration {
+        let may_follow = self.only_job_patience > Duration::ZERO;
+        if may_follow && !connected {
+            self.only_job_patience.max(SERVER_AWAY)
+        } else {
+            self.only_job_patience
+        }
+    }
+
+    /// Connected again: a server that was away does not start the next attempt of the job before that. An hour after the wait for it could have
+    /// ended no more: a line that breaks every minute must not keep the agent for ever.
+    pub(super) fn wait_anew(&mut self) {
+        let limit = self.only_job_patience + SERVER_AWAY;
+        let is_late = self.last_attempt_over.is_none_or(|over| over.elapsed() > limit);
+        if self.only_job_patience > Duration::ZERO && !is_late {
+            self.only_job_over = self.only_job_over.map(|_| Instant::now());
+        }
+    }
+
+    /// Drops an attempt that is over, once the server has all of its records or refuses them; `is_taken`: because it has given the attempt up.
+    pub(super) fn forget(&mut self, attempt: &AttemptRef, is_taken: bool) {
         let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
+                let start = &attempt.stored().start;
                 self.only_job_failed = attempt.has_failed();
-                self.only_job_is_shared = attempt.stored().start.is_shared();
+                // Another one may follow an attempt that has failed, that was stopped because another machine's part of it failed, or whose
+                // lease ran out while this agent was away.
+                let may_follow = self.only_job_failed || start.is_shared() || is_taken;
+                self.only_job_patience =
+                    if may_follow { next_attempt_within(&start.spec.recovery) } else { Duration::ZERO };
                 self.only_job_over = Some(Instant::now());
+                self.last_attempt_over = self.only_job_over;
             }
             self.state_dir.forget(attempt.attempt());
         }
@@ -136,5 +177,17 @@ impl Agent {
                 attempt.order(Order::Full(reason.clone()));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_of_one_job_waits_for_longer_than_the_server_does_before_it_takes_fewer_ranks() {
+        let with = |min_ranks| RecoverySpec { min_ranks, wait_seconds: 300, ..RecoverySpec::default() };
+        assert_eq!(next_attempt_within(&with(None)).as_secs(), 90);
+        assert_eq!(next_attempt_within(&with(Some(1))).as_secs(), 390);
     }
 }

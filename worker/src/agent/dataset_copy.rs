@@ -8,6 +8,7 @@ mod size;
 pub(super) use cache::Copies;
 
 use super::{
+    AgentError, Options,
     preflight::Refusal,
     remote::{Failed, Remote},
     state_dir::StoredAttempt,
@@ -19,6 +20,7 @@ use reqwest::StatusCode;
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -31,6 +33,24 @@ const MOST_WITHOUT_PROGRESS: u32 = 10;
 /// How a user says where a machine has a dataset.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
+
+/// Copies of datasets, where any are made.
+///
+/// # Errors
+/// The folder cannot be used.
+pub(super) fn open(
+    options: &Options,
+    state_dir: &Path,
+    adopted: &[StoredAttempt],
+) -> Result<Option<Arc<Copies>>, AgentError> {
+    if options.dataset_cache_bytes == 0 {
+        return Ok(None);
+    }
+    let dir = options.dataset_cache.clone().unwrap_or_else(|| state_dir.join("datasets"));
+    let live: Vec<_> = adopted.iter().map(|stored| &stored.start.attempt).collect();
+    let copies = Copies::open(&dir, options.dataset_cache_bytes, &live);
+    copies.map(|copies| Some(Arc::new(copies))).map_err(|error| AgentError::Wrong(error.to_string()))
+}
 
 /// Why a try to copy has failed.
 #[derive(Debug)]

@@ -33,7 +33,6 @@ pub use place::Datasets;
 use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
 use address::{Address, same_account};
 use attempt::{Attempt, AttemptContext};
-use dataset_copy::Copies;
 use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot},
@@ -44,7 +43,8 @@ use remote::Remote;
 use session::{Outcome, Session};
 use signals::Signals;
 use slots::{nvlink_groups, slots};
-use state_dir::{StateDir, StateDirError, StoredAttempt};
+use socket::{NoSession, jittered};
+use state_dir::{StateDir, StateDirError};
 use std::{
     collections::BTreeMap,
     sync::Arc,
@@ -55,6 +55,8 @@ use uploads::Progress;
 
 /// First pause before connecting again, and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
+/// For one attempt to connect, which has limits of its own for each part.
+const CONNECTING: Duration = Duration::from_secs(60);
 /// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// Time to upload the last checkpoint from a disk of its own during an orderly stop; the next agent on the folder uploads the rest.
@@ -89,7 +91,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     });
     let uploaded = Arc::new(Progress::default());
     let adopted = state_dir.stored_attempts();
-    let copies = dataset_copies(&options, &state_dir, &adopted)?;
+    let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
     let context = AttemptContext {
         program: options.program.clone().map_or_else(host::own_program, Ok)?,
         lease: lease.clone(),
@@ -125,10 +127,11 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
         only_job_failed: false,
         only_job_over: None,
+        last_attempt_over: None,
         datasets: options.datasets.clone(),
         uploaded,
         only_job_is_final: None,
-        only_job_is_shared: false,
+        only_job_patience: Duration::ZERO,
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
@@ -138,21 +141,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     fencing.abort();
     uploading.abort();
     result
-}
-
-/// Copies of datasets, where any are made.
-fn dataset_copies(
-    options: &Options,
-    state_dir: &StateDir,
-    adopted: &[StoredAttempt],
-) -> Result<Option<Arc<Copies>>, AgentError> {
-    if options.dataset_cache_bytes == 0 {
-        return Ok(None);
-    }
-    let dir = options.dataset_cache.clone().unwrap_or_else(|| state_dir.dir().join("datasets"));
-    let live: Vec<_> = adopted.iter().map(|stored| &stored.start.attempt).collect();
-    let copies = Copies::open(&dir, options.dataset_cache_bytes, &live);
-    copies.map(|copies| Some(Arc::new(copies))).map_err(|error| AgentError::Wrong(error.to_string()))
 }
 
 /// Distinct reasons for a failed connection that are logged until the next connection.
@@ -187,15 +175,17 @@ struct Agent {
     /// The parent process, if this agent ends with it.
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,
-    /// Since when the one job that is served has no attempt here.
+    /// Since when another attempt of the one job that is served is waited for.
     only_job_over: Option<Instant>,
+    /// When its last attempt here was over.
+    last_attempt_over: Option<Instant>,
     datasets: Datasets,
     /// How far checkpoints on a disk of this agent's own have been uploaded.
     uploaded: Arc<Progress>,
     /// Since when the server has said that the job is over.
     only_job_is_final: Option<Instant>,
-    /// Its last attempt had ranks on other machines, too.
-    only_job_is_shared: bool,
+    /// How long another attempt is waited for after the last one.
+    only_job_patience: Duration,
 }
 
 type AttemptKey = (JobId, u32);
@@ -235,8 +225,12 @@ impl Agent {
                 is_safe(&listeners)?;
                 Session::connect(request, stream).await
             };
+            // What is left to report at the end is worth no longer wait.
+            let limit = if self.leaving.is_some() { FAREWELL } else { CONNECTING };
             let session = tokio::select! {
-                session = connecting => session,
+                session = tokio::time::timeout(limit, connecting) => {
+                    session.unwrap_or_else(|_| Err("it does not answer".to_owned().into()))
+                }
                 let_go = signals.next() => {
                     if self.signalled(let_go) == LoopControl::End {
                         return self.result();
@@ -268,13 +262,20 @@ impl Agent {
                         }
                     }
                 }
+                // Its launch has revoked its token, or the token's time is over: it would try for ever. A certificate may be replaced, and
+                // is read again each time.
+                Err(NoSession::Unauthorized(reason))
+                    if self.only_job.is_some() && self.attempts.is_empty() && !request.has_certificate() =>
+                {
+                    return Err(AgentError::Refused { server: server.to_owned(), reason });
+                }
                 Err(reason) => {
                     // A server that is gone cannot have given the work to others, and its next one grants a whole
                     // lease first. One that cannot be reached can: then the lease runs on.
                     if self.state_dir.server_is_gone() {
                         self.context.lease.renew(asked);
                     }
-                    reason
+                    reason.to_string()
                 }
             };
             if complaints.len() < COMPLAINTS && !complaints.contains(&lost) {
@@ -356,7 +357,9 @@ impl Agent {
             let is_reported = self.attempts.is_empty() && leaving.announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { UPLOAD_FAREWELL } else { FAREWELL };
-            if is_uploaded || !connected || since.elapsed() > patience {
+            // A server that could not keep a report has ended the connection for the agent to begin again.
+            let is_cut_off = !connected && self.attempts.is_empty();
+            if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return LoopControl::End;
             }
             return LoopControl::Continue;
@@ -372,9 +375,7 @@ impl Agent {
             tracing::info!("the job is over");
             return LoopControl::End;
         }
-        // A failed attempt may be followed by another one, and one that was stopped because another machine's part of it failed.
-        let may_follow = self.only_job_failed || self.only_job_is_shared;
-        let patience = if may_follow { Duration::from_secs(60) } else { Duration::ZERO };
+        let patience = self.patience(connected);
         match self.only_job_over {
             Some(since)
                 if !self.until_final
@@ -387,10 +388,4 @@ impl Agent {
             _ => LoopControl::Continue,
         }
     }
-}
-
-/// Between half of `pause` and all of it, so that many agents do not reconnect at the same moment.
-fn jittered(pause: Duration) -> Duration {
-    let random = uuid::Uuid::new_v4().as_u128() as u16;
-    pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u16::MAX))
 }

@@ -7,7 +7,7 @@ use super::{
     findings, machine,
     outbox::Outbox,
     sampling,
-    socket::{CONNECT_TIMEOUT, Socket, detail, receive, send},
+    socket::{CONNECT_TIMEOUT, NoSession, Socket, receive, send},
 };
 use crate::{inspect, tls};
 use futures_util::SinkExt;
@@ -61,20 +61,17 @@ pub(super) struct Session {
 impl Session {
     /// # Errors
     /// Why there is no connection.
-    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, String> {
+    pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, NoSession> {
         let connector = Some(address.connector()?);
         let local = stream.local_addr().ok().map(|address| address.ip());
         let request = address.request().clone();
         let connecting = tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector);
         match time::timeout(CONNECT_TIMEOUT, connecting).await {
-            Err(_) => Err("it does not answer".into()),
+            Err(_) => Err("it does not answer".to_owned().into()),
             Ok(Ok((socket, _))) => Ok(Self { socket, local }),
-            Ok(Err(tungstenite::Error::Http(answer))) => {
-                let body = answer.body().as_deref().unwrap_or_default();
-                Err(format!("it answered {} {}", answer.status(), detail(body)))
-            }
+            Ok(Err(tungstenite::Error::Http(answer))) => Err(NoSession::answered(&answer)),
             Ok(Err(error)) => {
-                Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()))
+                Err(tls::in_words(&error, address.server()).unwrap_or_else(|| error.to_string()).into())
             }
         }
     }
@@ -114,6 +111,7 @@ impl Session {
                 agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
                 agent.context.lease.renew(sent);
+                agent.wait_anew();
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,
@@ -260,7 +258,7 @@ impl Connected {
             let over = attempt.is_over();
             if self.unwanted.contains(name) {
                 if over {
-                    done.push(name.clone());
+                    done.push((name.clone(), true));
                 }
                 continue;
             }
@@ -269,20 +267,20 @@ impl Connected {
                 .entry(name.clone())
                 .or_insert_with(|| Outbox::new(attempt.stored(), &self.stored));
             outbox.fill(attempt.stored(), over, Instant::now(), &mut reports);
-            let refused = || self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
-            if over && (outbox.is_delivered() || refused()) {
-                done.push(name.clone());
+            let is_refused = self.stopped_late.get(name).is_some_and(|at| at.elapsed() > CROSSING);
+            if over && (outbox.is_delivered() || is_refused) {
+                done.push((name.clone(), !outbox.is_delivered()));
             }
         }
         for report in reports {
             self.send(&report).await?;
         }
-        for attempt in done {
+        for (attempt, is_taken) in done {
             self.outboxes.remove(&attempt);
             self.unwanted.remove(&attempt);
             self.stopped_late.remove(&attempt);
             self.told_ready.remove(&attempt);
-            agent.forget(&attempt);
+            agent.forget(&attempt, is_taken);
         }
         if agent.poll(true) == LoopControl::End { Err(Outcome::End) } else { Ok(()) }
     }

@@ -8,12 +8,21 @@ use lockstep_protocol::{
 };
 use std::time::Duration;
 use tokio::{net::TcpStream, time};
-use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, tungstenite::Message};
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream,
+    tungstenite::{self, Message},
+};
 
 /// For the connection, the handshake and the `Welcome`.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
+
+/// Between half of `pause` and all of it, so that many agents do not reconnect at the same moment.
+pub(super) fn jittered(pause: Duration) -> Duration {
+    let random = uuid::Uuid::new_v4().as_u128() as u16;
+    pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u16::MAX))
+}
 
 /// A connection to the server over which nothing was sent.
 ///
@@ -30,8 +39,43 @@ pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
     }
 }
 
+/// Why there is no connection.
+#[derive(Debug)]
+pub(super) enum NoSession {
+    /// The server itself answers that the agent's token is not valid.
+    Unauthorized(String),
+    /// Anything else, which may pass.
+    Other(String),
+}
+
+impl NoSession {
+    pub(super) fn answered(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
+        let body = answer.body().as_deref().unwrap_or_default();
+        let words = format!("it answered {} {}", answer.status(), detail(body));
+        // Whoever answers without a code of ours is something in between.
+        let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
+        match problem.get("code").and_then(serde_json::Value::as_str) {
+            Some("unauthorized") => Self::Unauthorized(words),
+            _ => Self::Other(words),
+        }
+    }
+}
+
+impl From<String> for NoSession {
+    fn from(words: String) -> Self {
+        Self::Other(words)
+    }
+}
+
+impl std::fmt::Display for NoSession {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Self::Unauthorized(words) | Self::Other(words)) = self;
+        f.write_str(words)
+    }
+}
+
 /// What a problem (RFC 9457) says; the body itself when it is none.
-pub(super) fn detail(body: &[u8]) -> String {
+fn detail(body: &[u8]) -> String {
     let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     match problem.get("detail").and_then(serde_json::Value::as_str) {
         Some(detail) => detail.to_owned(),

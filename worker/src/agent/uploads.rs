@@ -8,7 +8,7 @@ use super::{
     place::OwnDiskNote,
     remote::{AttemptClient, Failed, Remote},
 };
-use crate::checkpoint::{self, MANIFEST, Manifest, OWN_DISK_NOTE};
+use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
 use lockstep_protocol::JobId;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
@@ -226,7 +226,19 @@ async fn upload(
             client.piece(name, file, 0, Vec::new()).await.map_err(later)?;
         }
     }
-    client.upload_done(name).await.map_err(later)?;
+    if let Err(failed) = client.upload_done(name).await {
+        return if is_refused(&failed) && is_damaged(folder.to_owned()).await {
+            tracing::error!(
+                checkpoint = name,
+                why = failed.words(),
+                "it is damaged on this disk and is not uploaded"
+            );
+            Ok(Sent::Done)
+        } else {
+            // It may have been damaged on its way, or replaced meanwhile.
+            Err(later(failed))
+        };
+    }
     tracing::info!(checkpoint = name, secs = began.elapsed().as_secs_f64(), "uploaded");
     Ok(Sent::Done)
 }
@@ -244,6 +256,16 @@ fn refused(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Fa
         }
         failed => Err(failed),
     }
+}
+
+fn is_refused(failed: &Failed) -> bool {
+    matches!(failed, Failed::Never(..))
+}
+
+/// Whether files of a checkpoint differ from its manifest here. One whose files cannot be read now may be whole.
+async fn is_damaged(folder: PathBuf) -> bool {
+    let checked = tokio::task::spawn_blocking(move || checkpoint::validate(&folder)).await;
+    matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
 /// Whatever keeps the server from taking a piece: the next round asks what it has.
@@ -295,6 +317,44 @@ mod tests {
             let is_done = uploads.round().await;
             assert_eq!(*asked.lock().unwrap(), ["GET uploads/1-10"]);
             assert_eq!(is_done, !has_rank_0, "of an earlier attempt no report is on its way");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_damaged_on_this_disk_is_sent_once_and_what_was_damaged_on_its_way_again() {
+        for damaged_here in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let (remote, asked) = super::super::asked::server_that(|method| match method {
+                "GET" => ("200 OK", r#"{"received":{},"keep":true}"#),
+                "POST" => {
+                    ("422 Unprocessable Entity", r#"{"code":"checkpoint_damaged","detail":"it differs"}"#)
+                }
+                _ => ("204 No Content", ""),
+            });
+            let attempt =
+                AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: FencingToken::NONE };
+            let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
+            let folder = job_dir.join("checkpoints/1-10");
+            fs::create_dir_all(&folder).unwrap();
+            let entry = format!(r#"{{"size_bytes":3,"sha256":"{}"}}"#, hexadecimal(b"abc"));
+            let names = ["model.safetensors", "optimizer.safetensors", "state.json"];
+            for name in names {
+                fs::write(folder.join(name), "abc").unwrap();
+            }
+            if damaged_here {
+                fs::write(folder.join(names[0]), "abd").unwrap();
+            }
+            let files = names.map(|name| format!(r#""{name}":{entry}"#)).join(",");
+            let manifest = format!(r#"{{"version":1,"epoch":1,"step":10,"files":{{{files}}}}}"#);
+            fs::write(folder.join(MANIFEST), manifest).unwrap();
+            let note = serde_json::to_vec(&OwnDiskNote { attempt, has_rank_0: true }).unwrap();
+            fs::write(job_dir.join(OWN_DISK_NOTE), note).unwrap();
+            let mut uploads =
+                Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
+            uploads.round().await;
+            let job = uploads.jobs.values().next().unwrap();
+            assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
+            assert_eq!(job.wait.is_none(), damaged_here, "tried again after a pause");
         }
     }
 

@@ -274,12 +274,15 @@ fn host() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::rendezvous::{Store, free_port, tests::rendezvous_config};
+    use crate::comm::rendezvous::{
+        Store,
+        tests::{rendezvous_config, unused_port},
+    };
 
     /// Where a machine has GPUs two ranks on one of them must not share memory either.
     #[test]
     fn ranks_that_cannot_share_all_learn_why() {
-        let port = free_port("127.0.0.1").unwrap();
+        let port = unused_port();
         let reasons: Vec<String> = std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..2)
                 .map(|rank| {

@@ -5,7 +5,10 @@ mod split;
 
 use super::*;
 use half::{bf16, f16};
-use rendezvous::{Store, free_port, tests::rendezvous_config};
+use rendezvous::{
+    Store,
+    tests::{rendezvous_config, unused_port},
+};
 use ring::Ring;
 use shm::ShmProcessGroup;
 
@@ -45,7 +48,7 @@ pub(super) fn on_connected_ranks<G, T: Send>(
     connect: impl Fn(&Store, Arc<Ring>) -> G + Sync,
     body: impl Fn(G) -> T + Sync,
 ) -> Vec<T> {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     std::thread::scope(|scope| {
         let (connect, body) = (&connect, &body);
         let rank = |rank| {

@@ -248,14 +248,14 @@ impl PostedSteps {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::rendezvous::{free_port, tests::rendezvous_config};
+    use crate::comm::rendezvous::tests::{rendezvous_config, unused_port};
     use std::sync::mpsc;
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[test]
     fn the_rank_behind_is_named_by_those_that_wait_for_it() {
-        let port = free_port("127.0.0.1").unwrap();
+        let port = unused_port();
         let (sender, receiver) = mpsc::channel();
         let store = |rank| Arc::new(Store::join(rendezvous_config(port, rank, 3)).unwrap());
         let stores: Vec<_> = std::thread::scope(|scope| {

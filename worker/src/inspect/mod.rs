@@ -266,13 +266,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let answering = |body: &str| {
             let program = dir.path().join("program");
-            // Written by another process: nobody here holds it open for writing when it is started.
-            let text = format!("#!/bin/sh\n{body}\n");
-            let made = std::process::Command::new("sh")
-                .args(["-c", "rm -f \"$1\"; printf %s \"$0\" > \"$1\"; chmod +x \"$1\"", &text])
-                .arg(&program)
-                .status();
-            assert!(made.unwrap().success());
+            crate::host::write_script(&program, body);
             let (tell, reported) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
                 let asked = AgentRequest::Fingerprint { path: "/data".into(), known: false };

@@ -125,10 +125,8 @@ mod tests {
 
     /// A program that takes a rank's place: `rank <file> --job ...` as shell script.
     fn program(dir: &Path, script: &str) -> PathBuf {
-        use std::os::unix::fs::PermissionsExt;
         let path = dir.join("program");
-        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        crate::host::write_script(&path, script);
         path
     }
 

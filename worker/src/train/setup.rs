@@ -13,6 +13,7 @@ use crate::{
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
+use lockstep_protocol::throughput::Throughput;
 use std::{collections::BTreeMap, sync::Arc};
 
 /// Broken files that are named in the log.
@@ -24,6 +25,7 @@ pub(super) struct Plan {
     pub(super) batch_size: usize,
     pub(super) accumulate: usize,
     pub(super) global_batch_size: u64,
+    throughput: Throughput,
     pub(super) steps_per_epoch: u64,
     pub(super) total_steps: u64,
     /// Threads that prepare pictures: known once the engine has said in which format it takes batches.
@@ -59,6 +61,7 @@ impl Plan {
             batch_size: spec.micro_batch_size() as usize,
             accumulate: spec.train.accumulate.max(1) as usize,
             global_batch_size,
+            throughput: Throughput::new(spec, shape.train_samples),
             steps_per_epoch,
             total_steps: spec.total_steps(shape.train_samples),
             data_threads: 1,
@@ -71,6 +74,11 @@ impl Plan {
     /// The epoch, from 1, that step number `step` (from 1) is in.
     pub(super) fn epoch_of(&self, step: u64) -> u32 {
         (step.saturating_sub(1) / self.steps_per_epoch + 1) as u32
+    }
+
+    /// Pictures of a step, over all ranks: the last one of an epoch may have fewer than the others.
+    pub(super) fn pictures_of(&self, step: u64) -> u64 {
+        self.throughput.pictures_of(step)
     }
 
     pub(super) fn checkpoint_after_step(&self, step: u64) -> bool {

@@ -120,7 +120,7 @@ impl Run<'_> {
                 observer.metric("loss_scale", step, scale);
                 observer.metric("skipped_steps", step, self.skipped.total as f32);
             }
-            observer.metric("images_per_second", step, (plan.global_batch_size as f64 / secs) as f32);
+            observer.metric("images_per_second", step, (plan.pictures_of(step) as f64 / secs) as f32);
         }
         self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
     }

@@ -8,7 +8,7 @@ use crate::{
     checkpoint::{self, State},
     comm::{
         ProcessGroup, SingleRank,
-        rendezvous::{RendezvousConfig, free_port},
+        rendezvous::{RendezvousConfig, tests::unused_port},
         ring::Ring,
     },
     engine::registry,
@@ -99,7 +99,7 @@ impl Bench {
 
     /// Trains on all ranks. Only the last rank is asked to stop.
     fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
-        let port = free_port("127.0.0.1").unwrap();
+        let port = unused_port();
         let ranks: Vec<_> = std::thread::scope(|scope| {
             let rank = |rank| scope.spawn(move || self.rank(rank, port, overflow, stop_in, resume));
             let threads: Vec<_> = (0..self.ranks).map(rank).collect();

@@ -234,3 +234,47 @@ fn gpus_that_nvlink_joins_are_taken_together() {
     assert_eq!(slots(1, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [4, 5, 6, 7]);
     assert_eq!(slots(3, &[], 3), [3, 4, 5], "where nothing is known, in their order");
 }
+
+#[test]
+fn of_machines_with_room_those_with_the_faster_links_come_before_the_fullest() {
+    const GPU: &str = "GPU A";
+    let given = [
+        ("a", Some("10.0.0.1"), 8, 0, GPU),
+        ("b", Some("10.0.0.2"), 8, 0, GPU),
+        ("c", Some("10.0.0.3"), 8, 2, GPU),
+        ("d", Some("10.0.0.4"), 8, 6, GPU),
+    ];
+    let candidates = linked(&given, |name| {
+        let groups = match name {
+            "a" => vec![(0..8).collect()],
+            // Two of its pairs are broken: slots 0 and 1 are in use.
+            "c" => vec![vec![0, 4], vec![1, 5], vec![2, 6], vec![3, 7]],
+            _ => Vec::new(),
+        };
+        (None, groups)
+    });
+    let one = |ranks, reserved: &[&str]| {
+        let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
+        let (c, slots) = choose(&candidates, ranks, &reserved).unwrap().remove(0);
+        (candidates[c].agent.row.name.clone(), slots)
+    };
+    assert_eq!(one(1, &[]), ("d".into(), vec![6]), "a single rank has no links: the fullest");
+    assert_eq!(one(2, &[]), ("c".into(), vec![2, 6]), "of two with NVLink the fuller one");
+    assert_eq!(one(2, &["c"]), ("a".into(), vec![0, 1]), "rather than one without that is fuller");
+    assert_eq!(one(4, &[]), ("a".into(), vec![0, 1, 2, 3]), "four of one group rather than two pairs");
+    assert_eq!(one(4, &["a"]), ("c".into(), vec![2, 6, 3, 7]), "two pairs rather than none");
+    assert_eq!(one(2, &["a", "c"]), ("d".into(), vec![6, 7]), "the fullest where links are the same");
+}
+
+#[test]
+fn slots_that_nvlink_does_not_join_go_to_jobs_that_need_no_link() {
+    const GPU: &str = "GPU A";
+    let groups: Vec<Vec<u32>> = vec![vec![0, 1], vec![2, 3, 4, 5]];
+    let candidates = linked(&[("a", Some("10.0.0.1"), 7, 0, GPU)], |_| (None, groups.clone()));
+    let slots = |ranks| choose(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1;
+    assert_eq!(slots(1), [6], "the pair stays whole");
+    assert_eq!(slots(2), [0, 1]);
+    assert_eq!(slots(3), [2, 3, 4]);
+    assert_eq!(slots(5), [2, 3, 4, 5, 6], "and the pair stays whole again");
+    assert_eq!(slots(6), [2, 3, 4, 5, 0, 1]);
+}

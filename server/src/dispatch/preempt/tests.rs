@@ -142,7 +142,7 @@ fn nobody_is_named_while_slots_are_becoming_free_that_the_round_does_not_know_of
         let attempt = AttemptRef { job: job.clone(), attempt: 1, fencing_token: FencingToken::NONE };
         let place =
             Place { agent_id: format!("id-{agent}"), agent: agent.to_owned(), ranks: vec![(0, slot)] };
-        leases.hold(attempt, vec![place]);
+        leases.hold(attempt, vec![place], true);
         job
     };
     let (first, second, elsewhere) = (hold("a", 0), hold("a", 1), hold("b", 0));

@@ -44,6 +44,13 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
             "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
         ));
     }
+    // It is a part of addresses.
+    let in_id = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    if !agent_id.bytes().all(in_id) {
+        return Err(
+            "an agent's id has letters (a to z, A to Z), digits, - and _; without the file agent_id in its folder it gets another".into(),
+        );
+    }
     if slots.len() > SLOTS {
         let count = slots.len();
         return Err(format!("this agent has {count} slots, and {SLOTS} are the most: give it fewer"));
@@ -116,6 +123,21 @@ mod tests {
                 .collect(),
             attempts: vec![one; attempts],
             only_job: None,
+        }
+    }
+
+    #[test]
+    fn an_id_is_no_address_of_something_else() {
+        let hello = |id: &str| {
+            let mut said = hello_of("node", 2, 0, 1);
+            if let FromAgent::Hello { agent_id, .. } = &mut said {
+                *agent_id = id.into();
+            }
+            introduction(said)
+        };
+        assert!(hello("0af3-ID_a").is_ok());
+        for id in [".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "a b", "ä"] {
+            assert!(hello(id).err().unwrap().contains("an agent's id has letters"), "{id}");
         }
     }
 

@@ -155,10 +155,27 @@ pub(super) async fn check_with(
         (Some(spec), Some(dataset)) if errors.is_empty() => {
             let mut warnings = submission::warnings(&spec, &dataset);
             warnings.extend(not_checked);
+            warnings.extend(best_without_checkpoint(&spec, &dataset));
             Ok(Checked { spec, dataset, warnings })
         }
         _ => Err(Error::Invalid(errors)),
     }
+}
+
+/// A warning where networks are validated for which no checkpoint is written: the best of them is not kept.
+fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+    let every = spec.checkpoint.every_steps.filter(|every| *every > 0)?;
+    let samples = training_samples(spec, dataset);
+    let validated = spec.steps_per_epoch(samples) * u64::from(spec.evaluate.every_epochs);
+    let is_kept = validated.is_multiple_of(every) || spec.total_steps(samples) <= validated;
+    let is_validated = validated > 0 && spec.data.validation != Validation::Split("none".into());
+    if !is_validated || is_kept || spec.checkpoint.keep_best == "none" {
+        return None;
+    }
+    Some(format!(
+        "the network is validated every {validated} steps and written every {every}: the best one is kept only where both fall on the same \
+         step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
+    ))
 }
 
 /// Pointers of a document's own mistakes. Their keys have other values in the specification that is checked than its writer meant.
@@ -193,7 +210,11 @@ pub(in crate::handlers) fn no_dataset(name: &str, datasets: &[Dataset]) -> Strin
         (Some(near), _) => format!("did you mean {near:?}?"),
         (None, _) => format!("there are {}", names.join(", ")),
     };
-    format!("no dataset is called {:?}; {known}", shortened(name))
+    let fetched = match name {
+        "cifar10" | "cifar100" | "fashion-mnist" => format!("; `lockstep dataset get {name}` fetches it"),
+        _ => String::new(),
+    };
+    format!("no dataset is called {:?}; {known}{fetched}", shortened(name))
 }
 
 fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {

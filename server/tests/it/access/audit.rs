@@ -1,6 +1,9 @@
 //! Who did what.
 
-use crate::test_server::{DEADLINE, TestServer, client};
+use crate::{
+    agent::Agent,
+    test_server::{DEADLINE, TestServer, client, client_without_redirects},
+};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -41,7 +44,7 @@ async fn everything_that_may_change_something_is_written_down() {
     let expected = [
         done("DELETE /api/v1/datasets/{name}", "/api/v1/datasets/none", 404),
         done("POST /api/v1/jobs", "/api/v1/jobs?x=1", 400),
-        done("POST /api/v1/tokens", "/api/v1/tokens", 201),
+        done("POST /api/v1/tokens", &format!("/api/v1/tokens: read {id} \"reader\""), 201),
     ];
     assert_eq!(seen, expected, "newest first");
     assert_eq!((&found[1]["request_id"], &found[0]["request_id"]), (&json!("mine-1.a_b"), &json!(named)));
@@ -50,6 +53,24 @@ async fn everything_that_may_change_something_is_written_down() {
     assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
     let (status, page) = server.text("/audit").await;
     assert!(status == 200 && page.contains("DELETE /api/v1/tokens/{id}") && page.contains("this machine"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_request_has_created_is_named() {
+    let server = TestServer::new().await;
+    let _agent = Agent::with_pictures(&server, 2).await;
+    let job = server.submit(|s| s["name"] = json!("a job")).await.id.to_string();
+    let form = client_without_redirects(&server.token).post(server.url("/jobs/new"));
+    let form = form.header("content-type", "application/x-www-form-urlencoded");
+    let answer = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
+    assert_eq!(answer.status(), 303, "{}", answer.text().await.unwrap());
+    let page = answer.headers()["location"].to_str().unwrap();
+    let found: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
+    let by_form = page.strip_prefix("/jobs/").unwrap();
+    let expected = [format!("/jobs/new: {by_form}"), format!("/api/v1/jobs: {job}")];
+    assert_eq!(found[..2], expected.map(Value::from), "newest first");
+    assert!(found[2..].contains(&json!("/api/v1/datasets: pictures")), "{found:?}");
     server.stop().await;
 }
 

@@ -89,6 +89,27 @@ async fn the_end_of_the_last_agent_is_said_also_where_the_server_does_not_answer
     assert!(count.load(Ordering::SeqCst) > 3, "after those that failed");
 }
 
+/// The other agent would wait, with nobody to share the job with.
+#[tokio::test]
+async fn an_agent_that_does_not_start_ends_the_launch_until_an_attempt_has_begun_since() {
+    let dir = tempfile::tempdir().unwrap();
+    for (began, now, ends) in [(0, 0, true), (1, 1, true), (1, 2, false)] {
+        let (url, _) = server(0, &job_in("restarting", now));
+        let launch = launch_at(&url, &job_in("restarting", began));
+        let mut sleep = Command::new("sleep");
+        sleep.arg("60");
+        let other = Launched::start("other", sleep, &[], &dir.path().join("other")).unwrap();
+        let mut launched = [broken_ssh(dir.path()), other];
+        let patience = if ends { DEADLINE } else { POLL * 5 };
+        let failure = tokio::time::timeout(patience, first_failure(&launch, &mut launched, said)).await;
+        launched[1].child.kill().unwrap();
+        launched[1].child.wait().unwrap();
+        let failure = failure.ok().map(|error| error.to_string());
+        assert_eq!(failure.is_some(), ends, "{began}, {now}: {failure:?}");
+        assert!(failure.is_none_or(|failure| failure.contains("the connection broke")));
+    }
+}
+
 #[tokio::test]
 async fn agents_that_start_while_the_server_is_restarted_are_waited_for() {
     let dir = tempfile::tempdir().unwrap();

@@ -90,6 +90,8 @@ impl Plan<'_> {
                 "suspend": true,
                 // For lost machines. Ranks that fail do not end a pod: the server counts them (`max_restarts`).
                 "backoffLimit": (3 * pods).max(6),
+                // The only one that Kubernetes takes with a podFailurePolicy. Two pods of an index would be the same agent, and the first
+                // one still uploads its checkpoint when it is asked to end.
                 "podReplacementPolicy": "Failed",
                 "podFailurePolicy": {"rules": [
                     // Preempted, evicted, its node drained: the next pod continues.

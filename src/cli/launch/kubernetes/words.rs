@@ -40,6 +40,18 @@ fn reason(of: &Value) -> String {
     said.chars().take(MOST_CHARS).collect()
 }
 
+/// When another pod is started for one that has to leave its node. A node that is lost ends no pod, and Kubernetes waits for that.
+fn successor(pod: &Value, why: &Value) -> String {
+    let node = text(&pod["spec"], "nodeName");
+    if why["reason"] != "DeletionByTaintManager" || node.is_empty() {
+        return "another one is started".into();
+    }
+    format!(
+        "another one is started when it has ended, which it never does on a node that is lost: if {node} is, \
+         `kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute` says so to Kubernetes"
+    )
+}
+
 /// What is wrong with a pod and what to do about it; `None` if nothing is.
 pub(super) fn of_pod(pod: &Value) -> Option<String> {
     let name = text(&pod["metadata"], "name");
@@ -52,7 +64,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
         ));
     }
     if let Some(why) = condition(pod, "DisruptionTarget", "True") {
-        return Some(format!("pod {name} has to leave its node ({}); another one is started", reason(why)));
+        return Some(format!("pod {name} has to leave its node ({}); {}", reason(why), successor(pod, why)));
     }
     let containers = items(status, "initContainerStatuses").iter().chain(items(status, "containerStatuses"));
     for container in containers {
@@ -151,11 +163,23 @@ mod tests {
         let with = |kind: &str, status: &str| json!({"conditions": [{"type": kind, "status": status, "reason": "Why", "message": "because"}]});
         assert!(said(with("PodScheduled", "False")).contains("waits for a node: Why: because"));
         assert_eq!(said(with("PodScheduled", "True")), "");
-        assert!(said(with("DisruptionTarget", "True")).contains("has to leave its node (Why: because)"));
+        assert!(
+            said(with("DisruptionTarget", "True"))
+                .ends_with("has to leave its node (Why: because); another one is started")
+        );
         let evicted =
             json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"});
         assert!(said(evicted).contains("was evicted from its node: The node was low on memory"));
         assert!(said(waiting("ErrImagePull").with_a_long_message()).chars().count() < MOST_CHARS + 100);
+    }
+
+    #[test]
+    fn a_pod_of_a_node_that_may_be_lost_says_what_to_do() {
+        let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
+        let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
+        let said = of_pod(&pod("gpu-7")).unwrap();
+        assert!(said.contains("never does on a node that is lost: if gpu-7 is"), "{said}");
+        assert!(said.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{said}");
     }
 
     trait Long {

@@ -17,8 +17,9 @@ import threading
 import time
 import urllib.parse
 
+import admission
 import discovery
-from nodes import control, inner
+from nodes import collect, control, inner, lose
 from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, changed, create, delete, forget
 
 
@@ -133,6 +134,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             kind = f"{KINDS[resource]}List"
             return 200, {"kind": kind, "apiVersion": "v1", "metadata": {"resourceVersion": str(STATE["version"])}, "items": items}
         if verb == "create":
+            admission.check(resource, namespace, body)
             if resource == "secrets":
                 body["test-data"] = body.pop("stringData")
             if resource == "jobs":
@@ -207,6 +209,21 @@ def evict(body):
         pod["status"].update(reason="Evicted", message="The node was low on resource: memory.")
         pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": ""})
         delete(("pods", pod["metadata"]["namespace"], pod["metadata"]["name"]))
+    return {}
+
+
+def node_dies(body):
+    """The power of a pod's node is cut, and once its tolerations are over, the pod is to leave. Its kubelet says nothing any more."""
+    with LOCK:
+        pod = next(p for p in find({}) if p["spec"]["nodeName"] == body["node"])
+        lose(pod)
+    return {}
+
+
+def out_of_service(body):
+    """Somebody says that a node is lost for good (taint out-of-service, or its Node is deleted)."""
+    with LOCK:
+        collect(body["node"])
     return {}
 
 
@@ -288,7 +305,7 @@ def state(body):
     return {}
 
 
-ACTIONS = {"annotate": annotate, "drop": drop, "evict": evict, "oom": out_of_memory, "away": away, "suspend": suspend, "objects": objects, "put": put, "state": state}
+ACTIONS = {"annotate": annotate, "drop": drop, "evict": evict, "node-dies": node_dies, "out-of-service": out_of_service, "oom": out_of_memory, "away": away, "suspend": suspend, "objects": objects, "put": put, "state": state}
 
 
 class Server(http.server.ThreadingHTTPServer):

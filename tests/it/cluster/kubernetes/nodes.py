@@ -67,6 +67,7 @@ def start_pod(key, pod):
         command = ["unshare", *user, "-m", "-p", "--fork", "--mount-proc", "--kill-child", "sh", "-c", text, "sh", *container["command"]]
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=FOLDER, start_new_session=True)
         PROCESSES[key] = process
+        pod["spec"]["nodeName"] = "node-" + pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"]
         status.update(phase="Running", startTime="2026-01-01T00:00:00Z")
         status["conditions"] = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}]
         status["containerStatuses"] = [{"name": container["name"], "ready": True, "state": {"running": {}}}]
@@ -80,6 +81,8 @@ def wait_pod(key, pod, process):
     with LOCK:
         PROCESSES.pop(key, None)
         status = pod["status"]
+        if status.get("test-lost"):
+            return
         status["phase"] = "Succeeded" if code == 0 else "Failed"
         reason = status.pop("test-reason", "Completed" if code == 0 else "Error")
         status["containerStatuses"] = [{"name": pod["spec"]["containers"][0]["name"], "ready": False, "state": {"terminated": {"exitCode": code, "reason": reason}}}]
@@ -92,6 +95,25 @@ def inner(process):
     """The first process of a pod: the child of unshare."""
     text = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(text[0]) if text else None
+
+
+def lose(pod):
+    """A node dies; the taint of an unreachable node has its pod deleted, which no kubelet answers."""
+    pod["status"]["test-lost"] = True
+    PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])].kill()
+    pod["status"]["conditions"] = [c for c in pod["status"]["conditions"] if c["type"] != "Ready"]
+    pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager", "message": "Taint manager: deleting due to NoExecute taint"})
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
+    changed("pods", pod)
+
+
+def collect(node):
+    """The garbage collector of pods: those of a node that is gone have failed, and go."""
+    for key, pod in list(STORE.items()):
+        if key[0] == "pods" and pod["spec"].get("nodeName") == node and pod["status"].get("test-lost"):
+            pod["status"]["phase"] = "Failed"
+            count(pod)
+            forget(key)
 
 
 def end_pod(key, pod):
@@ -141,7 +163,8 @@ def count(pod):
         if index not in status["test-done"]:
             status["test-done"].append(index)
         return
-    code = pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+    # None where the kubelet has not seen its end.
+    code = pod["status"]["containerStatuses"][0]["state"].get("terminated", {}).get("exitCode")
     for rule in job["spec"].get("podFailurePolicy", {}).get("rules", []):
         conditions = [(c["type"], c["status"]) for c in pod["status"]["conditions"]]
         matches = code in rule.get("onExitCodes", {}).get("values", []) or any((c["type"], c["status"]) in conditions for c in rule.get("onPodConditions", []))
@@ -164,6 +187,9 @@ def reconcile(key, job):
         if pod["status"]["phase"] in ("Succeeded", "Failed") and not pod["status"].get("counted"):
             count(pod)
     active = {k: p for k, p in own.items() if p["status"]["phase"] in ("Pending", "Running")}
+    # With `Failed`, a pod that is to end keeps its place until it has ended.
+    policy = spec.get("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed")
+    placed = [p for p in active.values() if policy == "Failed" or "deletionTimestamp" not in p["metadata"]]
     if "deletionTimestamp" in meta:
         for pod in own:
             delete(pod)
@@ -177,7 +203,7 @@ def reconcile(key, job):
         for pod in active:
             delete(pod)
     else:
-        busy = {p["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] for p in active.values()}
+        busy = {p["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] for p in placed}
         for index in range(spec["completions"]):
             if index not in status["test-done"] and str(index) not in busy:
                 create("pods", key[1], make_pod(job, index))

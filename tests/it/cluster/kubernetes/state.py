@@ -68,6 +68,7 @@ def delete(key, options=None):
     if wanted and wanted != item["metadata"]["uid"]:
         raise Refused(409, "Conflict", "the UID in the precondition does not match")
     if key[0] == "pods":
+        # That of a node that is lost stays, also where its deletion is forced: the Job's finalizer goes once it has failed.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
             changed("pods", item)

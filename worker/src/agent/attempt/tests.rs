@@ -13,7 +13,6 @@ use lockstep_protocol::{
 use rustix::process::Signal;
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
     time::{Duration, Instant},
 };
 
@@ -27,8 +26,7 @@ struct Place {
 fn place(ranks: u32, script: &str) -> Place {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
-    fs::write(&program, format!("#!/bin/sh\nR=$8\n{script}\n")).unwrap();
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    crate::host::write_script(&program, &format!("R=$8\n{script}"));
     let start = StartAttempt {
         attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
         spec: JobSpec::default(),
@@ -144,14 +142,18 @@ async fn a_rank_that_ignores_term_is_killed() {
 async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_being_written() {
     for writing in [false, true] {
         // Rank 0 hears nothing, as one does that waits for its GPU.
-        let script =
-            "trap '' TERM; echo up; [ $R = 1 ] && sleep 0.5 && kill -9 $$; while :; do sleep 0.05; done";
+        let script = "trap '' TERM; echo up; [ $R = 1 ] && while [ ! -e ${0%/*}/job/go ]; do sleep 0.02; done && kill -9 $$; while :; do sleep 0.05; done";
         let place = place(2, script);
         if writing {
             fs::create_dir_all(place.stored.job_dir.join("checkpoints/.tmp-1-40")).unwrap();
         }
-        let began = Instant::now();
         let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
+        let stderr = rank_file(&place.stored.attempt_dir(), 0, "stderr");
+        while fs::read_to_string(&stderr).unwrap_or_default().is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let began = Instant::now();
+        fs::write(place.stored.job_dir.join("go"), "").unwrap();
         assert!(reason(place.end_of(&attempt).await).starts_with("rank 1 was killed by signal 9"));
         assert_eq!(began.elapsed() >= GRACE, writing, "{:?}", began.elapsed());
     }
@@ -239,10 +241,10 @@ async fn what_a_rank_started_ends_with_it() {
 #[tokio::test]
 async fn a_suspended_rank_is_found_out() {
     let mut place = place(2, "[ $R = 1 ] && kill -STOP $$; while :; do :; done");
-    place.stored.start.spec.recovery.stall_timeout_secs = 1;
+    place.stored.start.spec.recovery.stall_timeout_secs = 5;
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     let reason = reason(place.end_of(&attempt).await);
-    assert!(reason.starts_with("rank 1 made no progress for 1 s at step 0"), "{reason}");
+    assert!(reason.starts_with("rank 1 made no progress for 5 s at step 0"), "{reason}");
     assert!(reason.contains("suspended"), "{reason}");
 }
 

@@ -1,14 +1,17 @@
 use super::*;
 use crate::comm::{ProcessGroup, Reduction, ValuesMut, ring::Ring};
 use crate::{
-    comm::rendezvous::{Store, free_port, tests::rendezvous_config},
+    comm::rendezvous::{
+        Store,
+        tests::{rendezvous_config, unused_port},
+    },
     doctor::gather::gather,
 };
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_group_of_one_gathers_and_is_aborted() {
-    let store = Store::join(rendezvous_config(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
+    let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
     let found = gather(&store, 0).unwrap();
     assert_eq!(found.values, [0.0]);
     let patience = Duration::from_secs(60);
@@ -26,7 +29,7 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
 #[ignore = "needs a GPU"]
 fn gpu_an_abort_while_other_threads_ask_for_errors() {
     for round in 0..5 {
-        let store = Store::join(rendezvous_config(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
+        let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
         let nccl = Nccl::connect(Exchange::Store(&store), "asked", 0, Duration::from_secs(60)).unwrap();
         std::thread::scope(|scope| {
             let asking: Vec<_> = (0..4)
@@ -56,7 +59,7 @@ fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
     if libraries::ready(&[Library::Driver, Library::Nccl]).is_ok() {
         return;
     }
-    let store = Store::join(rendezvous_config(free_port("127.0.0.1").unwrap(), 0, 1)).unwrap();
+    let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
     let error =
         Nccl::connect(Exchange::Store(&store), "none", 0, Duration::from_secs(5)).unwrap_err().to_string();
     assert!(error.contains("not found") || error.contains("cannot be loaded"), "{error}");
@@ -64,7 +67,7 @@ fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
 
 /// Runs `body` on a rank for each of `size` GPUs.
 fn on_gpus(size: u32, body: impl Fn(Arc<NcclProcessGroup>) + Sync) {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     std::thread::scope(|scope| {
         let body = &body;
         for rank in 0..size {

@@ -1,5 +1,8 @@
 use super::*;
-use std::{sync::atomic::Ordering, time::Instant};
+use std::{
+    sync::atomic::{AtomicU16, Ordering},
+    time::Instant,
+};
 
 pub(crate) fn rendezvous_config(port: u16, rank: u32, world_size: u32) -> RendezvousConfig {
     RendezvousConfig {
@@ -13,9 +16,21 @@ pub(crate) fn rendezvous_config(port: u16, rank: u32, world_size: u32) -> Rendez
     }
 }
 
+/// A port that nothing listens on, outside the range from which the system gives ports to clients: other tests have many of those.
+pub(crate) fn unused_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = std::process::id() % 10_000;
+    let ports = (0..10_000u16).map(|_| {
+        let next = u32::from(NEXT.fetch_add(1, Ordering::Relaxed));
+        21_000 + ((first + next) % 10_000) as u16
+    });
+    let mut unused = ports.filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    unused.next().expect("one of 10,000 ports is free")
+}
+
 #[test]
 fn ranks_exchange_values_and_count() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let all = |rank| {
         let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
         let values = store.exchange("names", format!("rank {rank}").as_bytes()).unwrap();
@@ -41,7 +56,7 @@ fn ranks_exchange_values_and_count() {
 
 #[test]
 fn who_does_not_come_is_named() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let store =
         Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
             .unwrap();
@@ -52,7 +67,7 @@ fn who_does_not_come_is_named() {
 
 #[test]
 fn another_secret_is_refused_at_once() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let _store = Store::join(rendezvous_config(port, 0, 2)).unwrap();
     let began = Instant::now();
     let error =
@@ -72,7 +87,7 @@ fn a_taken_port_is_said_so() {
 
 #[test]
 fn told_to_stop_a_waiting_rank_gives_up() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let store =
         Store::join(RendezvousConfig { timeout: Duration::from_secs(600), ..rendezvous_config(port, 0, 2) })
             .unwrap();
@@ -82,7 +97,7 @@ fn told_to_stop_a_waiting_rank_gives_up() {
 
 #[test]
 fn once_stops_are_voted_on_a_rank_that_is_told_to_stop_waits_for_the_others() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let short = Duration::from_millis(300);
     let store = Store::join(RendezvousConfig { timeout: short, ..rendezvous_config(port, 0, 2) }).unwrap();
     store.leave_stops_to_votes();

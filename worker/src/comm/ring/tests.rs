@@ -4,7 +4,10 @@ use super::header::HEADER;
 use super::*;
 use crate::comm::{
     ProcessGroup, Reduction,
-    rendezvous::{RendezvousConfig, Store, free_port, tests::rendezvous_config},
+    rendezvous::{
+        RendezvousConfig, Store,
+        tests::{rendezvous_config, unused_port},
+    },
     tests::{on_connected_ranks, values},
 };
 use std::time::Instant;
@@ -284,13 +287,13 @@ fn speed() {
 
 #[test]
 fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let rank_0 = Store::join(rendezvous_config(port, 0, 2)).unwrap();
     let stranger = RendezvousConfig { secret: b"guessed".to_vec(), ..rendezvous_config(port, 1, 2) };
     assert!(Store::join(stranger).is_err());
     let short = RendezvousConfig { timeout: Duration::from_millis(50), ..rank_0.config().clone() };
     drop(rank_0);
-    let short = Store::join(RendezvousConfig { port: free_port("127.0.0.1").unwrap(), ..short }).unwrap();
+    let short = Store::join(RendezvousConfig { port: unused_port(), ..short }).unwrap();
     let error = Ring::connect(&short, TIMEOUT).unwrap_err();
     assert!(error.to_string().contains("rank 1 has not arrived"), "{error}");
 }

@@ -3,7 +3,10 @@
 use super::*;
 use crate::comm::{
     ProcessGroup, Reduction,
-    rendezvous::{Store, free_port, tests::rendezvous_config},
+    rendezvous::{
+        Store,
+        tests::{rendezvous_config, unused_port},
+    },
     ring::Ring,
     tests::on_connected_ranks,
 };
@@ -78,9 +81,10 @@ fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
             unsafe { (memory.view(0, 3), second.view(8, 2)) };
         assert!(others.iter().all(|n| n.load(Ordering::Acquire) == 0), "memory of its own, zeroed");
         let rank = group.rank() as usize;
+        group.barrier().unwrap();
         if rank == 0 {
             // The others are asleep by then.
-            std::thread::sleep(Duration::from_millis(30));
+            std::thread::sleep(Duration::from_millis(300));
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
         memory.notify_all();
@@ -167,7 +171,7 @@ fn abort_ends_a_wait_from_another_thread() {
 
 #[test]
 fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let why = "it runs on another machine than rank 0";
     std::thread::scope(|scope| {
         for rank in 0..3 {

@@ -137,7 +137,7 @@ fn a_part_that_fails_does_not_end_the_whole() {
 
 #[test]
 fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {
@@ -162,7 +162,7 @@ fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
 
 #[test]
 fn a_group_of_all_ranks_meets_at_the_store_and_any_other_over_itself() {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {

@@ -4,7 +4,10 @@ use super::super::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, unfuse
 use crate::{
     comm::{
         ProcessGroup,
-        rendezvous::{Store, free_port, tests::rendezvous_config},
+        rendezvous::{
+            Store,
+            tests::{rendezvous_config, unused_port},
+        },
         ring::Ring,
     },
     data::loader::Batch,
@@ -53,7 +56,7 @@ impl Rank {
 
 /// What two ranks come to.
 fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [T; 2] {
-    let port = free_port("127.0.0.1").unwrap();
+    let port = unused_port();
     let rank = |number| {
         let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
         let ring = Ring::connect(&store, TIMEOUT).unwrap();

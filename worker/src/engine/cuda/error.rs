@@ -33,8 +33,8 @@ pub(super) enum CudaError {
     #[error("{0}")]
     Missing(String),
     /// The kernels' results did not come back in time.
-    #[error("the GPU has not finished a step for {secs:.0} s")]
-    Hung { secs: f64 },
+    #[error("the GPU has not finished {what} for {secs:.0} s")]
+    Hung { secs: f64, what: &'static str },
 }
 
 impl CudaError {
@@ -115,7 +115,7 @@ mod tests {
         let passing = CudnnError::EXECUTION;
         assert!(is_retried(CudaError::cudnn("a step".into(), passing, String::new())));
         assert!(!is_retried(CudaError::cudnn("a step".into(), CudnnError::UNSUPPORTED, String::new())));
-        assert!(is_retried(CudaError::Hung { secs: 600.0 }));
+        assert!(is_retried(CudaError::Hung { secs: 600.0, what: "a step" }));
         assert!(!is_retried(CudaError::OutOfMemory { needed_mb: 1, free_mb: 0, total_mb: 1 }));
         assert!(!is_retried(CudaError::Missing("cuDNN was not found".into())));
         for (error, retried) in [

@@ -3,7 +3,7 @@
 //! Nothing ends that waiting. A collective that is aborted leaves garbage, not only here: NCCL sends it on to ranks that have not been
 //! aborted yet, and these would take it for gradients. What is needed is read past what waits, by copies on a stream of its own:
 //!
-//! 1. The host writes `held` into the GPU's memory: no update begins any more. One thread of the step looks at it, so all of the update's
+//! 1. The host sets `held` in its own memory: no update begins any more. One thread of the step looks at it, so all of the update's
 //!    kernels agree.
 //! 2. It waits until `updating` is not set. The step sets it, in the kernel before the one that looks at `held`. So either that one finds
 //!    the weights held, or the host finds it updating. An update waits for no other rank, and its end is the step's record.
@@ -19,7 +19,8 @@ use super::{
 use crate::engine::{EngineError, StepResult};
 use bytemuck::{AnyBitPattern, Zeroable};
 use std::{
-    mem::{offset_of, size_of, take},
+    mem::{size_of, take},
+    sync::atomic::{Ordering, fence},
     time::{Duration, Instant},
 };
 
@@ -41,14 +42,6 @@ impl Bypass {
         Ok(Self { stream: OwnedStream::new(true)?, words: Pinned::new(bytes.max(size_of::<Scaling>()))? })
     }
 
-    /// Has no update begin any more, by the state's `scaling`.
-    fn hold(&mut self, scaling: &Buffer, until: Instant) -> Result<(), CudaError> {
-        let offset = offset_of!(Scaling, held);
-        self.words.write(offset, &[1u32]);
-        self.stream.0.upload(scaling, &self.words, offset, size_of::<u32>())?;
-        wait(until, || self.stream.0.is_idle())
-    }
-
     /// The first values of a buffer.
     fn read<T: AnyBitPattern + Zeroable + Copy>(
         &mut self,
@@ -57,16 +50,20 @@ impl Bypass {
         until: Instant,
     ) -> Result<Vec<T>, CudaError> {
         self.stream.0.download(&mut self.words, from, count * size_of::<T>())?;
-        wait(until, || self.stream.0.is_idle())?;
+        wait(until, "a copy from it", || self.stream.0.is_idle())?;
         Ok((0..count).map(|index| self.words.read(index * size_of::<T>())).collect())
     }
 }
 
 /// Waits until `is_so`.
-fn wait(until: Instant, mut is_so: impl FnMut() -> Result<bool, CudaError>) -> Result<(), CudaError> {
+fn wait(
+    until: Instant,
+    what: &'static str,
+    mut is_so: impl FnMut() -> Result<bool, CudaError>,
+) -> Result<(), CudaError> {
     while !is_so()? {
         if Instant::now() > until {
-            return Err(CudaError::Hung { secs: SETTLES_WITHIN.as_secs_f64() });
+            return Err(CudaError::Hung { secs: SETTLES_WITHIN.as_secs_f64(), what });
         }
         std::thread::sleep(LOOK_EVERY);
     }
@@ -78,8 +75,8 @@ impl CudaEngine {
     pub(super) fn settle(&mut self) -> Result<Vec<StepResult>, EngineError> {
         self.device.bind()?;
         let until = Instant::now() + SETTLES_WITHIN;
-        self.hold(until)?;
-        wait(until, || Ok(!self.is_updating(until)?))?;
+        self.hold();
+        wait(until, "an update", || Ok(!self.is_updating(until)?))?;
         let finished = self.finished(until)?;
         self.settle_statistics(finished, until)?;
         if self.averaged_from.is_some_and(|step| is_after(step, finished)) {
@@ -98,8 +95,11 @@ impl CudaEngine {
         }
     }
 
-    pub(super) fn hold(&mut self, until: Instant) -> Result<(), CudaError> {
-        self.bypass.hold(&self.program.state.scaling, until)
+    /// Has no update begin any more.
+    pub(super) fn hold(&mut self) {
+        self.program.state.held.write(0, &[1u32]);
+        // Before anything is read of the GPU: it reads this only after it has said that it may be updating.
+        fence(Ordering::SeqCst);
     }
 
     /// Whether an update may be under way. Once it is not and the weights are held, none will be.
@@ -117,10 +117,10 @@ impl CudaEngine {
     fn settle_statistics(&mut self, finished: u32, until: Instant) -> Result<(), CudaError> {
         if self.begun == finished {
             let main = self.program.main.0;
-            return wait(until, || main.is_idle());
+            return wait(until, "what it has begun", || main.is_idle());
         }
         // The next step's first kernel comes right behind what is finished, and waits for nobody.
-        wait(until, || {
+        wait(until, "the beginning of a step", || {
             let kept_of = &self.program.state.kept_of;
             let steps: Vec<u32> = self.bypass.read(kept_of, kept_of.bytes / size_of::<u32>(), until)?;
             Ok(steps.iter().all(|step| *step == finished))

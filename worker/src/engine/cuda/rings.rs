@@ -201,7 +201,7 @@ pub(super) fn wait_until<E: From<CudaError>>(
         if reads.is_multiple_of(256) {
             alive()?;
             if began.elapsed() > patience {
-                return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64() }.into());
+                return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64(), what: "a step" }.into());
             }
         }
     }

@@ -4,7 +4,7 @@
 
 use super::{
     command::{Kernel, Operand, Region, UPDATING},
-    device::{Buffer, Device, Ptr},
+    device::{Buffer, Device, Pinned, Ptr},
     dtype::DType,
     error::CudaError,
     layout::Layout,
@@ -26,16 +26,17 @@ pub(super) struct Scaling {
     pub(super) apply: u32,
     /// Updates that the optimizer has done.
     pub(super) updates: u32,
-    /// No update may begin any more.
-    pub(super) held: u32,
-    /// An update may be under way.
-    pub(super) updating: u32,
     /// The step that was done last has found the weights held.
     pub(super) refused: u32,
-    pub(super) pad: [u32; 2],
+    /// An update may be under way.
+    pub(super) updating: u32,
+    pub(super) pad: u32,
+    /// Where the GPU finds [`State::held`].
+    pub(super) held: Ptr,
 }
 
 const _: () = assert!(UPDATING.offset == offset_of!(Scaling, updating));
+const _: () = assert!(offset_of!(Scaling, held) == 40 && size_of::<Scaling>() == 48);
 
 // SAFETY: numbers without a gap between them.
 unsafe impl bytemuck::Zeroable for Scaling {}
@@ -63,6 +64,9 @@ pub(super) struct State {
     pub(super) is_unfinished: bool,
     running: Vec<Running>,
     pub(super) scaling: Buffer,
+    /// A `u32`: no update may begin any more. In the host's memory, which the GPU reads: while a collective waits for another machine, no copy
+    /// to the GPU ends (seen with NCCL 2.28 over sockets and driver 580), and copies from it do.
+    pub(super) held: Pinned,
     /// Running averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,
 }
@@ -81,7 +85,8 @@ impl State {
             DType::F32 => None,
             _ => Some(device.zeros(layout.matrices * dtype.size())?),
         };
-        let scaling = Scaling { scale: first_scale, ..bytemuck::Zeroable::zeroed() };
+        let held = Pinned::new(size_of::<u32>())?;
+        let scaling = Scaling { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
         Ok(Self {
             weights: device.zeros(4 * layout.len)?,
             optimizer,
@@ -97,6 +102,7 @@ impl State {
             is_unfinished: false,
             running,
             scaling: device.upload(&[scaling])?,
+            held,
             average: None,
             layout,
         })

@@ -34,9 +34,9 @@ impl Gradients {
 }
 
 /// Norm of the gradients and what follows from it, into the scaler:
-/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, held, updating, refused, 0, 0`, of which
-/// the host sets `scale` (1 without scaling) and zeros, `updates` of a run that continues, and `held` when no update may begin
-/// any more.
+/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`, of which
+/// the host sets `scale` (1 without scaling) and zeros, `updates` of a run that continues, and `held`: where in its memory a `u32` is that
+/// it sets when no update may begin any more, or 0.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) struct GradientNorm {
     pub(in crate::engine::cuda) gradients: Gradients,

@@ -201,7 +201,7 @@ fn gpu_an_update_that_has_begun_is_waited_for() {
     run.start();
     gate.reached.wait().unwrap();
     let until = Instant::now() + PATIENCE;
-    run.engine.hold(until).unwrap();
+    run.engine.hold();
     assert!(run.engine.is_updating(until).unwrap(), "its end is not there, and nothing may be read");
     gate.open();
     run.settled(FINISHED + 1, &whole);
@@ -224,7 +224,7 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     // Weights are held before steps begin.
     let mut run = fresh();
     run.results.extend(run.engine.finish_steps().unwrap());
-    run.engine.hold(Instant::now() + PATIENCE).unwrap();
+    run.engine.hold();
     run.start();
     run.start();
     run.settled(FINISHED, &whole);
@@ -241,7 +241,7 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     // An average that an unfinished step would have made is none.
     let mut run = Run::new(kind, precision, 2).starts(AVERAGED_FROM - 1);
     run.results.extend(run.engine.finish_steps().unwrap());
-    run.engine.hold(Instant::now() + PATIENCE).unwrap();
+    run.engine.hold();
     run.start();
     assert!(run.engine.has_average());
     assert!(run.settled(AVERAGED_FROM - 1, &whole).average.is_none());

@@ -1,0 +1,56 @@
+//! Checkpoints on the server's disk of which no agent has told.
+
+use crate::{
+    agent::{Agent, losses, running},
+    test_server::TestServer,
+    uploads::{FILES, checkpoint, manifest},
+};
+use lockstep_protocol::agent::{Ending, Source};
+use std::{fs, path::Path};
+
+fn write(checkpoints: &Path, step: u64, is_whole: bool) {
+    let folder = checkpoints.join(format!("1-{step}"));
+    fs::create_dir_all(&folder).unwrap();
+    for (name, bytes) in FILES.iter().skip(usize::from(!is_whole)) {
+        fs::write(folder.join(name), bytes).unwrap();
+    }
+    fs::write(folder.join("MANIFEST.json"), manifest(1, step)).unwrap();
+}
+
+/// The ranks of a server or an agent that is away go on, and remove old checkpoints.
+#[tokio::test]
+async fn a_job_continues_from_a_checkpoint_that_was_never_reported_and_begins_anew_with_a_word() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let first = agent.started().await.attempt;
+    agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), checkpoint(20)]).await;
+    let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
+    for (step, is_whole) in [(40, true), (60, true), (80, false)] {
+        write(&checkpoints, step, is_whole);
+    }
+    fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
+    let failed = || Ending::Failed { reason: "it was to".into(), retriable: true };
+    agent.end(&first, failed()).await;
+    let second = agent.started().await;
+    assert_eq!(second.resume.as_deref(), Some("1-60"));
+    let said = async |words: &str| {
+        let (_, log) = server.get(&format!("/jobs/{id}/logs?limit=1000")).await;
+        log.to_string().contains(words)
+    };
+    assert!(said("attempt 1 wrote checkpoint 1-60 and could not report it any more").await);
+    assert!(said("there are no points of steps 4 to 60").await);
+    let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
+    assert_eq!(steps, [60], "the one before is gone");
+
+    let words = "the checkpoints that are known are not on the server's disk any more";
+    assert!(!said(words).await);
+    for step in [40, 60, 80] {
+        fs::remove_dir_all(checkpoints.join(format!("1-{step}"))).unwrap();
+    }
+    agent.end(&second.attempt, failed()).await;
+    assert_eq!(agent.started().await.resume, None);
+    assert!(said(words).await);
+    server.stop().await;
+}

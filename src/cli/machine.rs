@@ -1,0 +1,275 @@
+//! `lockstep machine`: the machines whose agents have joined a server.
+
+use super::{
+    age::age,
+    api::{Api, ServerArgs, list},
+    block_on,
+    confirm::confirmed,
+    output, wrong,
+};
+use jiff::Timestamp;
+use lockstep_protocol::numbers::plural;
+use reqwest::Method;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// List, drain and remove the machines whose agents have joined the server
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Args)]
+struct Named {
+    /// The machine's name or id, as `machine list` shows them
+    #[arg(value_name = "NAME")]
+    machine: String,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// List machines with their slots, and what is not as it should be
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Let a machine take no new work: ranks that run there run to their end (admins only)
+    Drain(Named),
+    /// Let a machine take work again (admins only)
+    Undrain(Named),
+    /// Take a machine that is away off the list, with what it has measured (admins only)
+    Remove {
+        #[command(flatten)]
+        named: Named,
+        /// Do not ask for confirmation; needed where there is no terminal
+        #[arg(long, short)]
+        yes: bool,
+    },
+}
+
+/// What the commands read of a machine.
+#[derive(Deserialize)]
+struct Machine {
+    id: String,
+    name: String,
+    online: bool,
+    draining: bool,
+    last_seen_at: Timestamp,
+    warnings: Vec<Warning>,
+    slots: Vec<Slot>,
+}
+
+#[derive(Deserialize)]
+struct Warning {
+    text: String,
+}
+
+#[derive(Deserialize)]
+struct Slot {
+    name: String,
+    /// Of the job that holds it.
+    rank: Option<u32>,
+}
+
+/// Runs the action.
+///
+/// # Errors
+/// Exit status 2 when there is no such machine, or several; else the server's refusal.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    block_on(async {
+        match args.action {
+            Action::List { server } => show_all(&server).await,
+            Action::Drain(named) => drain(&named, true).await,
+            Action::Undrain(named) => drain(&named, false).await,
+            Action::Remove { named, yes } => remove(&named, yes).await,
+        }
+    })
+}
+
+async fn show_all(server: &ServerArgs) -> anyhow::Result<()> {
+    let all = server.api()?.all("/agents", "agents", &[], None).await?;
+    if server.json {
+        return output::json(&all);
+    }
+    let machines: Vec<Machine> = list(&Value::Array(all), "agents")?;
+    if machines.is_empty() {
+        return output::line(
+            "no machines; the page Machines of the server gives the command with which one joins",
+        );
+    }
+    let rows: Vec<_> = machines.iter().map(row).collect();
+    output::table_of_names(["NAME", "ID", "STATE", "BUSY", "SLOTS"], &["NAME"], &rows)?;
+    for machine in &machines {
+        for warning in &machine.warnings {
+            output::line(output::one_line(&format!("{}: {}", machine.name, warning.text)))?;
+        }
+    }
+    Ok(())
+}
+
+fn row(machine: &Machine) -> [String; 5] {
+    let mut state = match machine.online {
+        true => "online".to_owned(),
+        false => format!("last seen {} ago", age(machine.last_seen_at)),
+    };
+    if machine.draining {
+        state.push_str(", drained");
+    }
+    let busy = format!("{} of {}", machine.busy(), machine.slots.len());
+    [machine.name.clone(), machine.id.clone(), state, busy, kinds(&machine.slots)]
+}
+
+/// `8 x NVIDIA H200`.
+fn kinds(slots: &[Slot]) -> String {
+    let mut counts: Vec<(&str, usize)> = Vec::new();
+    for slot in slots {
+        match counts.iter_mut().find(|(name, _)| *name == slot.name) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((&slot.name, 1)),
+        }
+    }
+    let parts: Vec<_> = counts.iter().map(|(name, count)| format!("{count} x {name}")).collect();
+    parts.join(", ")
+}
+
+impl Machine {
+    fn busy(&self) -> usize {
+        self.slots.iter().filter(|slot| slot.rank.is_some()).count()
+    }
+}
+
+/// The machine of this name or id.
+///
+/// # Errors
+/// Exit status 2: none or several are called so.
+async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
+    let all = Value::Array(api.all("/agents", "agents", &[], None).await?);
+    chosen(list(&all, "agents")?, asked)
+}
+
+fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
+    machines.retain(|machine| machine.name == asked || machine.id == asked);
+    match machines.len() {
+        0 => {
+            Err(wrong(format!("no machine is called {asked}; `lockstep machine list` shows those there are")))
+        }
+        1 => Ok(machines.swap_remove(0)),
+        _ => {
+            let all: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
+            Err(wrong(output::one_line(&format!(
+                "{} have the name or the id {asked}: {}; give another of theirs, or use the page Machines",
+                plural(all.len() as u64, "machine"),
+                all.join(", ")
+            ))))
+        }
+    }
+}
+
+/// The address of a machine. An agent chooses its id: what is none must not become another address.
+fn path(machine: &Machine) -> anyhow::Result<String> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    if machine.id.is_empty() || !machine.id.bytes().all(is_plain) {
+        return Err(wrong(output::one_line(&format!(
+            "the id of {} is none that an agent of lockstep has: {:?}; use the page Machines",
+            machine.name, machine.id
+        ))));
+    }
+    Ok(format!("/agents/{}", machine.id))
+}
+
+async fn drain(named: &Named, draining: bool) -> anyhow::Result<()> {
+    let api = named.server.api()?;
+    let machine = find(&api, &named.machine).await?;
+    let action = if draining { "drain" } else { "undrain" };
+    api.request(Method::POST, &format!("{}/{action}", path(&machine)?), None::<&()>).await?;
+    if named.server.json {
+        return output::json(&json!({ "id": machine.id, "name": machine.name, "draining": draining }));
+    }
+    // With what was started there in the meantime.
+    let machine = find(&api, &machine.id).await?;
+    let name = &machine.name;
+    let words = match (draining, machine.busy()) {
+        (false, _) => format!("{name} takes work again"),
+        (true, 0) => format!("{name} takes no new work; no rank runs there now"),
+        (true, 1) => format!("{name} takes no new work; the rank that runs there runs to its end"),
+        (true, busy) => format!("{name} takes no new work; the {busy} ranks that run there run to their end"),
+    };
+    output::line(output::one_line(&words))
+}
+
+async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
+    let api = named.server.api()?;
+    let machine = find(&api, &named.machine).await?;
+    let path = path(&machine)?;
+    let Machine { id, name, .. } = machine;
+    let question = format!(
+        "Remove {name}? It is taken off the list, with what it has measured. An agent that starts there again joins again, unless its \
+         token or certificate is revoked."
+    );
+    confirmed(yes, question, format_args!("machine {name}"))?;
+    api.request(Method::DELETE, &path, None::<&()>).await?;
+    if named.server.json {
+        return output::json(&json!({ "removed": name, "id": id }));
+    }
+    output::line(output::one_line(&format!("{name} removed")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(id: &str, name: &str, ranks: &[Option<u32>]) -> Machine {
+        Machine {
+            id: id.into(),
+            name: name.into(),
+            online: true,
+            draining: false,
+            last_seen_at: Timestamp::now(),
+            warnings: Vec::new(),
+            slots: ranks.iter().map(|rank| Slot { name: "NVIDIA H200".into(), rank: *rank }).collect(),
+        }
+    }
+
+    #[test]
+    fn a_machine_is_found_by_a_name_or_an_id_that_no_other_has() {
+        let all = || {
+            vec![
+                machine("1", "a", &[]),
+                machine("2", "b", &[]),
+                machine("3", "b", &[]),
+                machine("a", "c", &[]),
+            ]
+        };
+        let found = |asked| chosen(all(), asked).map(|machine| machine.id).map_err(|e| e.to_string());
+        assert_eq!((found("3"), found("c")), (Ok("3".into()), Ok("a".into())));
+        let several = found("b").unwrap_err();
+        assert!(
+            several.starts_with("2 machines have the name or the id b: b (id 2), b (id 3); "),
+            "{several}"
+        );
+        // One that calls itself by another's name in its id takes nothing from it.
+        let several = found("a").unwrap_err();
+        assert!(several.contains("a (id 1), c (id a)"), "{several}");
+        assert!(found("d").unwrap_err().starts_with("no machine is called d; "));
+    }
+
+    #[test]
+    fn an_id_is_no_other_address() {
+        assert_eq!(path(&machine("0af3-id_a", "a", &[])).unwrap(), "/agents/0af3-id_a");
+        for id in ["", ".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "ä"] {
+            assert!(path(&machine(id, "a", &[])).is_err(), "{id}");
+        }
+    }
+
+    #[test]
+    fn a_row_counts_what_is_busy_and_names_the_slots() {
+        let mut machine = machine("1", "a", &[Some(0), None]);
+        machine.slots.push(Slot { name: "4 cores".into(), rank: None });
+        machine.draining = true;
+        let slots = "2 x NVIDIA H200, 1 x 4 cores";
+        assert_eq!(row(&machine), ["a", "1", "online, drained", "1 of 3", slots]);
+    }
+}

@@ -1,0 +1,87 @@
+// The form that registers a dataset: its folder is inspected while the path is typed.
+
+import { ask, byId, Problem, sentence, text } from "../page.js";
+import { count, plural } from "../numbers.js";
+
+const INSPECT_AFTER_MS = 600;
+const FIELDS = ["name", "path"];
+
+/** What is under way, and how far: a screen reader hears the first alone, and not every count. */
+function tell(words, far = "") {
+  text(byId("add-status"), words);
+  text(byId("add-count"), far);
+}
+
+function show(errors) {
+  for (const name of FIELDS) {
+    const node = byId(`d-${name}-error`);
+    const found = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
+    text(node, found);
+    node.closest(".field").classList.toggle("wrong", found !== "");
+  }
+  tell(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));
+}
+
+function refused(error) {
+  tell("");
+  if (error instanceof Problem && error.errors.length) show(error.errors); else tell(sentence(error));
+}
+
+/** What a folder holds, in a sentence. */
+function found({ info }) {
+  const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
+  const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
+  const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
+  const left = info.unlabelled?.length ? `; left out, as they have no labels: ${info.unlabelled.join(", ")}` : "";
+  return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
+}
+
+/** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */
+async function inspected(path, body, signal) {
+  for (;;) {
+    const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
+    if (answer.info) return answer;
+    tell("Inspecting its files …", answer.total ? `${count(answer.inspected)} of ${count(answer.total)}` : "");
+  }
+}
+
+/** Inspects what is typed, and registers without leaving the page. */
+export function offerForm(form) {
+  let timer = 0, inspecting = null;
+  form.path.addEventListener("input", () => {
+    clearTimeout(timer);
+    inspecting?.abort();
+    show([]);
+    const path = form.path.value.trim();
+    if (path.startsWith("/") && path.length > 1) timer = setTimeout(() => inspect(path), INSPECT_AFTER_MS);
+  });
+
+  async function inspect(path) {
+    const mine = inspecting = new AbortController();
+    tell("Inspecting its files …");
+    try {
+      const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal);
+      tell(found(answer));
+      if (!form.name.value.trim()) form.name.value = path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
+    } catch (error) {
+      if (!mine.signal.aborted) refused(error);
+    }
+  }
+
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    clearTimeout(timer);
+    inspecting?.abort();
+    const button = form.querySelector("button");
+    button.disabled = true;
+    show([]);
+    tell("Inspecting its files …");
+    try {
+      await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() });
+      location.reload();
+    } catch (error) {
+      button.disabled = false;
+      refused(error);
+    }
+  });
+}

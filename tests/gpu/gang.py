@@ -1,0 +1,102 @@
+"""One job over two agents, as over two machines: each has a GPU of its own, and NCCL goes over sockets. What stands for a machine is an
+agent with its ranks, so one that dies is an agent and its ranks that are killed."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+from test_server import TestServer, expect, gpu_memory, wait
+
+
+class Machine:
+    """An agent, in a process group of its own."""
+
+    def __init__(self, stage, server, number):
+        self.stage, self.server, self.number = stage, server, number
+        self.data = stage.folder.parent / f"agent-{number}"
+        self.log = open(stage.folder / f"agent-{number}.log", "ab")
+        name = f"machine-{number}"
+        self.token = stage.folder / f"{name}.token"
+        self.token.touch(mode=0o600)
+        self.token.write_text(server.request("POST", "/tokens", {"name": name, "scope": "agent", "agent": name})["secret"])
+        self.start()
+
+    def start(self):
+        slots = ["--cpu-slots", "1"]
+        # On CPU cores ranks that share memory keep nothing.
+        environment = dict(os.environ, LOCKSTEP_SHARED_MEMORY="0")
+        if self.stage.device == "cuda":
+            slots = []
+            environment |= {"CUDA_VISIBLE_DEVICES": str(self.number), "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        address = f"http://127.0.0.1:{self.server.port}"
+        self.process = subprocess.Popen(
+            [self.stage.program, "agent", "--server", address, "--token-file", self.token, "--name", f"machine-{self.number}", "--data-dir", self.data, *slots],
+            stdout=self.log, stderr=self.log, env=environment, start_new_session=True,
+        )
+
+    def die(self, ranks):
+        """Everything at once, without a word."""
+        self.process.kill()
+        for process in ranks:
+            os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def parents(process):
+    found = []
+    while process > 1:
+        found.append(process)
+        process = int(pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return found
+
+
+def gang(stage, tensors, begun, attempt_of):
+    """A job over two agents, of which first the one with the last rank dies and comes back, then the one with rank 0: the weights become those of an undisturbed job."""
+    server = TestServer(stage.program, stage.folder, stage.device, 0, local_agent=False)
+    machines = [Machine(stage, server, number) for number in range(2)]
+    kind = "cpu" if stage.device == "cpu" else "cuda"
+    wait(30, "both agents are online", lambda: len(server.free_slots(kind)) == 2)
+    server.cli("dataset", "add", "pictures", stage.dataset)
+    baseline = gpu_memory()
+
+    arch, side, steps = ("resnet50", 64, 300) if stage.device == "cuda" else ("resnet20", 28, 90)
+    spec = stage.spec("undisturbed", model={"arch": arch}, data={"image_size": side}, parallel={"ranks": 2})
+    spec["train"].update(steps=steps, deterministic=True)
+    spec["checkpoint"].update(every_steps=100 * steps)
+    spec["evaluate"] = {"every_epochs": 0}
+
+    def end_of(job):
+        job.succeeds()
+        return tensors(next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}")))
+
+    whole = end_of(server.submit(spec))
+    job = server.submit({**spec, "name": "gang"})
+    for attempt, victim in ((1, 1), (2, 0)):
+        job.until_step(steps * attempt // 3, attempt)
+        ranks = job.ranks(attempt)
+        owner = {rank: next(m for m in machines if m.process.pid in parents(process)) for rank, process in ranks.items()}
+        expect(len(set(owner.values())) == 2, f"not a rank on each agent: {ranks}")
+        machine = owner[victim]
+        machine.die([ranks[victim]])
+        killed = time.monotonic()
+        machine.start()
+        job.until(attempt_of(job, attempt + 1), f"attempt {attempt + 1} runs")
+        stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after the agent of rank {victim} was killed with it, and started again")
+    ended = end_of(job)
+    reported = job.losses()
+    for attempt, victim in ((1, 1), (2, 0)):
+        last = max(max(listed) for (rank, of), listed in reported.items() if of == attempt and rank != victim)
+        first = begun(job, attempt + 1)
+        stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
+        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
+    differ = [name for name in whole if ended.get(name) != whole[name]]
+    expect(not differ and len(ended) == len(whole), f"{len(differ)} of {len(whole)} tensors differ: {differ[:5]}")
+    stage.note(f"{len(whole)} tensors of step {steps} are those of the undisturbed job")
+    stage.memory_is_back(baseline)
+    for machine in machines:
+        machine.process.terminate()
+        machine.process.wait(30)
+        machine.log.close()
+    server.stop()

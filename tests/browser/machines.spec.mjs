@@ -2,12 +2,10 @@
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { readFile } from "node:fs/promises";
-import { createRequire } from "node:module";
 import { after, before, describe, test } from "node:test";
+import { clean } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
-const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const NAME = `a-job-with-${"a-very-".repeat(12)}long-name`;
 let server, browser, job;
 before(async () => {
@@ -61,10 +59,7 @@ describe("machines", () => {
         await until("a line is drawn", async () => (await page.locator('[data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
         const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
         assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
-        await page.evaluate(axe);
-        const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(listed, [], `${colorScheme}, ${width}`);
+        await clean(page, `${colorScheme}, ${width}`);
         if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/machines-${colorScheme}-${width}.png`, fullPage: true });
         await page.end();
       }

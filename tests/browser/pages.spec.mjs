@@ -1,12 +1,10 @@
 // Every page: on a phone, in both themes, with a keyboard, and the list and the charts at work.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
-import { createRequire } from "node:module";
 import { after, before, describe, test } from "node:test";
+import { clean } from "./looks.mjs";
 import { Browser, TestServer, losses, state, until } from "./test-server.mjs";
 
-const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 let server, browser, done;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
@@ -53,10 +51,7 @@ describe("every page", () => {
         if (path.startsWith("/jobs/j")) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
         if (path.includes("evaluation")) await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
         if (path.startsWith("/datasets")) { await page.getByText("Pictures", { exact: true }).click(); await until("pictures come", async () => (await page.locator("figure").count()) > 0); }
-        await page.evaluate(axe);
-        const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(listed, [], `${path}, ${colorScheme}`);
+        await clean(page, `${path}, ${colorScheme}`);
         await page.end();
       }
     }

@@ -3,12 +3,11 @@
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { createRequire } from "node:module";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
+import { clean } from "./looks.mjs";
 import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
-const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const STEPS = 60;
 let server, browser, agent, job, other;
 before(async () => {
@@ -260,9 +259,7 @@ describe("all of it", () => {
           const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
           assert.ok(over <= 0, `${width}, ${tab}: ${over} pixels too wide`);
           const check = async (what) => {
-            await page.evaluate(axe);
-            const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-            assert.deepEqual(violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`), [], `${what}, ${width}, ${colorScheme}`);
+            await clean(page, `${what}, ${width}, ${colorScheme}`);
           };
           await check(tab);
           await shot(page, `${tab}-${width}-${colorScheme}`);

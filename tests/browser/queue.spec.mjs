@@ -1,13 +1,11 @@
 // The page of the queue: what waits, for what, and what is kept for whom. The agent is made up, so nothing trains meanwhile.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
-import { createRequire } from "node:module";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
+import { clean } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
-const axe = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const LONG = `large-${"with-a-very-long-name-".repeat(4)}`;
 let server, browser, agent;
 const jobs = {};
@@ -88,10 +86,7 @@ describe("the queue", () => {
         assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
         const table = await page.locator(".queue").evaluate((node) => node.scrollWidth - node.clientWidth);
         assert.ok(table <= 0, `the table is ${table} pixels too wide at ${width}`);
-        await page.evaluate(axe);
-        const { violations } = await page.evaluate(() => window.axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"] }));
-        const listed = violations.map((v) => `${v.id}: ${v.help}: ${v.nodes.map((n) => n.target.join(" ")).join(", ")}`);
-        assert.deepEqual(listed, [], `${colorScheme}, ${width}`);
+        await clean(page, `${colorScheme}, ${width}`);
         await page.end();
       }
     }

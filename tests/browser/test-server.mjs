@@ -28,7 +28,8 @@ export async function until(what, check, patience = PATIENCE_MS) {
   }
 }
 
-let ports = process.pid;
+// Files are tested at the same time, by processes whose numbers are neighbours.
+let ports = process.pid * 101;
 /** A port that nothing listens on, outside the range from which the system gives ports to clients: a server that is started again has it still. */
 export const freePort = () => new Promise((done, failed) => {
   const attempt = (left) => {

@@ -3,7 +3,7 @@
 
 use crate::{
     pictures,
-    server::{Server, turn},
+    server::{Server, turn_alone},
     socket::{Socket, is_metric},
     specs,
 };
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 #[tokio::test]
 async fn the_first_loss_is_soon_on_the_stream() {
-    let _turn = turn().await;
+    let _turn = turn_alone().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::bundled()).await;
     let mut seconds = Vec::new();

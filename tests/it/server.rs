@@ -12,7 +12,7 @@ use std::{
     sync::atomic::{AtomicU16, Ordering},
     time::{Duration, Instant},
 };
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 // Named in full, as `tests/faults` takes this file from its own folder.
 #[path = "server/answers.rs"]
@@ -35,11 +35,19 @@ pub(crate) const SOON: Duration = Duration::from_secs(30);
 /// Longest wait for a job of these tests to end.
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
-static TURN: Mutex<()> = Mutex::const_new(());
+/// Tests that train at the same time. Most of them wait for what is killed, stopped or slow for longer than they compute.
+const TURNS: u32 = 2;
 
-/// Held by a test that trains: one at a time.
-pub(crate) async fn turn() -> MutexGuard<'static, ()> {
-    TURN.lock().await
+static TURN: Semaphore = Semaphore::const_new(TURNS as usize);
+
+/// Held by a test that trains.
+pub(crate) async fn turn() -> SemaphorePermit<'static> {
+    TURN.acquire().await.expect("turns are never closed")
+}
+
+/// Held by a test that trains and measures time: no other trains beside it.
+pub(crate) async fn turn_alone() -> SemaphorePermit<'static> {
+    TURN.acquire_many(TURNS).await.expect("turns are never closed")
 }
 
 /// A port that nothing listens on, outside the range from which the system gives ports to clients.

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, signal, turn},
+    server::{Server, number, signal, turn_alone},
     socket::{Socket, is_metric, last_step},
     specs,
 };
@@ -101,7 +101,7 @@ fn cell(page: &str, id: &str, name: &str) -> String {
 
 #[tokio::test]
 async fn the_speed_of_a_job_is_one_number_wherever_it_is_said() {
-    let _turn = turn().await;
+    let _turn = turn_alone().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;
 

@@ -212,9 +212,19 @@ impl Agents {
         }
     }
 
-    /// Replaces the list of drained agents.
+    /// The drained agents, as they are stored when the server starts.
     pub(crate) fn set_draining(&self, agents: impl IntoIterator<Item = String>) {
         *lock(&self.draining) = agents.into_iter().collect();
+    }
+
+    /// Drains an agent, or lets it take work again.
+    pub(crate) fn drain(&self, id: &str, draining: bool) {
+        let mut all = lock(&self.draining);
+        if draining {
+            all.insert(id.to_owned());
+        } else {
+            all.remove(id);
+        }
     }
 
     /// Whether an agent is drained.

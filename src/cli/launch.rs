@@ -325,6 +325,11 @@ impl Launch {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
+    /// Whether the job may continue without some of this launch's agents.
+    fn may_lose_agents(&self, job: &Job) -> bool {
+        job.attempt > 0 && job.spec.recovery.min_ranks.is_some()
+    }
+
     /// The agents that run the job, if none of them is of this launch.
     fn elsewhere(&self, job: &Job) -> Option<String> {
         let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);

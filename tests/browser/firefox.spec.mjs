@@ -13,7 +13,7 @@ before(async () => {
   if (skip) return;
   [server, firefox] = await Promise.all([
     TestServer.open(),
-    puppeteer.launch({ browser: "firefox", executablePath: FIREFOX, headless: true, args: ["--no-remote"] }),
+    puppeteer.launch({ browser: "firefox", executablePath: FIREFOX, headless: true, timeout: 120_000, args: ["--no-remote"] }),
   ]);
   jobs = [await server.submit({ name: "first", tags: ["a"], train: { lr: 0.05 } }), await server.submit({ name: "second", tags: ["b"], train: { lr: 0.1 } })];
   for (const { id } of jobs) await until("it has trained", async () => (await server.job(id)).state === "succeeded");

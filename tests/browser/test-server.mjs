@@ -142,6 +142,8 @@ export class Browser {
       const { url } = await server.ask("/login-links", {});
       await context.request.get(url, { maxRedirects: 0 });
     }
+    // Ranks and another browser take both cores.
+    context.setDefaultTimeout(PATIENCE_MS);
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, server, expected);

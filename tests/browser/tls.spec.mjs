@@ -85,7 +85,7 @@ async function browserThatTrusts(authority, home) {
   execFileSync("bash", ["-c", `certutil -d sql:$HOME/.pki/nssdb -N --empty-password && ${command.replace("lockstep-ca.crt", `'${authority}'`)}`], { env, stdio: "pipe" });
   const browser = new Browser();
   browser.chromium = await chromium.launchPersistentContext(path(home, "profile"), {
-    executablePath: CHROMIUM, viewport: { width: 1440, height: 1000 }, env, args: [...CHROMIUM_ARGS, `--host-resolver-rules=MAP ${HOST} 127.0.0.1`],
+    executablePath: CHROMIUM, timeout: 120_000, viewport: { width: 1440, height: 1000 }, env, args: [...CHROMIUM_ARGS, `--host-resolver-rules=MAP ${HOST} 127.0.0.1`],
   });
   return browser;
 }

@@ -11,7 +11,7 @@ import { Browser, TestServer, losses, until as patiently } from "./test-server.m
 const until = (what, check) => patiently(what, check, 30_000);
 const STEPS = 400, TABLET = { viewport: { width: 1024, height: 900 }, hasTouch: true, isMobile: true };
 /** A finger rests longer than static/chart/hold.js wants. */
-const REST_MS = 600;
+const REST_MS = 1500;
 let server, browser;
 const made = [];
 before(async () => {

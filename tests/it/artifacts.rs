@@ -6,7 +6,7 @@ mod restored;
 
 use crate::{
     pictures, postgres,
-    server::{Agents, Finished, Folder, Server, free_port, lockstep, number, signal, turn},
+    server::{Agents, Finished, Folder, SOON, Server, free_port, lockstep, number, signal, turn},
     specs,
 };
 use bucket::{Bucket, Buckets, environment, files_below};
@@ -40,8 +40,9 @@ fn spec(name: &str, steps: u64) -> Value {
 }
 
 async fn all_stored(server: &Server, id: &str) {
+    // Two jobs may send a hundred megabytes each to a store that is one process of Python.
     server
-        .until("every checkpoint is in the object store", async |s: &Server| {
+        .until_within(4 * SOON, "every checkpoint is in the object store", async |s: &Server| {
             let all = s.checkpoints(id).await;
             !all.is_empty() && all.iter().all(|checkpoint| checkpoint["stored"] == "stored")
         })
@@ -124,7 +125,7 @@ async fn what_is_in_the_store_alone_can_be_forked_evaluated_and_classified_with(
     let answer = answer.send().await.expect("an answer");
     assert!(answer.status().is_success(), "{}", answer.text().await.unwrap_or_default());
     gone();
-    let evaluation = server.get(&format!("/jobs/{id}/evaluation?checkpoint={best}")).await;
+    let evaluation = server.evaluation(&id, &format!("?checkpoint={best}")).await;
     assert!(evaluation["accuracy"].is_number(), "{evaluation}");
     gone();
     let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 30}})).await;

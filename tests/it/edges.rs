@@ -64,10 +64,7 @@ async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
     server.cli(&["download", &id, "--weights", "ema", "-o", place]).ok();
     assert!(fs::read(place).expect("it is there") == average);
 
-    let loss = async |weights: &str| {
-        let path = format!("/jobs/{id}/evaluation{weights}");
-        server.request(Method::GET, &path, None).await.json()["loss"].as_f64().expect("a loss")
-    };
+    let loss = async |weights: &str| server.evaluation(&id, weights).await["loss"].as_f64().expect("a loss");
     let all = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];
     assert!(all[0] == all[1] && all[0] != all[2], "{all:?}");
     server.request(Method::GET, &format!("/jobs/{id}/evaluation?weights=both"), None).await.problem(400);

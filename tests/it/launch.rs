@@ -313,6 +313,38 @@ async fn an_agent_of_one_job_that_comes_back_after_its_lease_runs_the_next_attem
 }
 
 #[tokio::test]
+async fn a_job_that_may_have_fewer_ranks_continues_on_the_machine_that_can_be_reached() {
+    let _turn = turn().await;
+    let server = server().await;
+    let sshd = Sshd::start(server.folder().path());
+    let fewer = json!({"recovery": {"min_ranks": 1, "wait_seconds": 1}});
+    let id = submit(&server, &specs::with(batch::endless("fewer"), fewer)).await;
+    let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:2"];
+    let mut first =
+        launch(&server, &hosts, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");
+    batch::trains_past(&server, &id, 1, 20).await;
+    // As a power cut.
+    for process in server.processes().iter().filter(|p| p.command() == "agent" && p.option("--job").is_some())
+    {
+        signal(process.pid, Signal::KILL);
+    }
+    server.ranks(&id).iter().for_each(|(_, rank)| signal(rank.pid, Signal::KILL));
+    first.wait().expect("it ends");
+    server.job_when(&id, "its lease has run out", |job| job["state"] == "restarting").await;
+    // Nobody listens at the second address.
+    let hosts = [id.as_str(), "--with", "ssh", "-H", "127.0.0.1:1,127.0.0.2:1"];
+    let mut second = launch(&server, &hosts, &sshd.options(sshd.port));
+    let second = tokio::task::spawn_blocking(move || Finished::of(&mut second));
+    let job = batch::trains_past(&server, &id, 2, 60).await;
+    assert_eq!(job["ranks_now"], 1, "{job:#}");
+    server.cli(&["cancel", &id]).ok();
+    let said = second.await.expect("it ends").stderr;
+    assert!(said.contains("127.0.0.2 cannot be reached by ssh"), "{said}");
+    server.until("its agent ends", async |s: &Server| launched(s) == 0).await;
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_launch_that_fails_names_the_agent_that_runs_the_job_all_the_same() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;

@@ -176,7 +176,7 @@ async fn an_agent_with_a_certificate_joins_and_trains_until_it_is_revoked() {
     let revoked = Instant::now();
     ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
     agent(&serve, "node-a", |agent| !is_online(agent)).await;
-    assert!(revoked.elapsed() < Duration::from_secs(12), "{:?}", revoked.elapsed());
+    assert!(revoked.elapsed() < Duration::from_secs(30), "{:?}", revoked.elapsed());
     first.says("which was revoked there").await;
     soon("it tries again", || first.said().matches("revoked").count() >= 2, || first.said()).await;
     let of_revoked: Vec<_> =

@@ -4,7 +4,6 @@ use crate::{
     pictures,
     server::{Finished, Folder, Server, lockstep, turn},
 };
-use reqwest::Method;
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
@@ -109,13 +108,7 @@ async fn a_model_of_several_sizes_is_measured_and_asked_at_the_one_that_it_was_m
     // Evaluating the checkpoint gives what training measured.
     let checkpoint = &server.checkpoints(&id).await[0];
     let name = checkpoint["id"].as_str().expect("an id").to_owned();
-    let path = format!("/jobs/{id}/evaluation?checkpoint={name}");
-    server
-        .until("the evaluation is there", async |server: &Server| {
-            server.request(Method::GET, &path, None).await.status == 200
-        })
-        .await;
-    let looked: Value = server.get(&path).await;
+    let looked: Value = server.evaluation(&id, &format!("?checkpoint={name}")).await;
     let response = |value: &Value| value.as_f64().expect("a number");
     assert_eq!(response(&looked["accuracy"]), response(&checkpoint["val_accuracy"]), "{looked:#}");
     assert!((response(&looked["loss"]) - response(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");

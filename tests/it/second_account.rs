@@ -217,10 +217,10 @@ fn secrets(server: &Server) -> Vec<String> {
     secrets
 }
 
-/// Accepts connections on a port for six seconds and prints what it is sent.
+/// Accepts connections on a port for twenty seconds and prints what it is sent.
 const LISTEN: &str = r#"
 import socket, sys, time
-server = socket.create_server(("127.0.0.1", int(sys.argv[1]))); end = time.time() + 6
+server = socket.create_server(("127.0.0.1", int(sys.argv[1]))); end = time.time() + 20
 while time.time() < end:
     server.settimeout(max(0.01, end - time.time()))
     try: peer, _ = server.accept()

@@ -304,9 +304,18 @@ impl Server {
 
     /// Waits for a condition, polling often.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Server) -> bool) {
-        let deadline = Instant::now() + SOON;
+        self.until_within(SOON, what, condition).await;
+    }
+
+    pub(crate) async fn until_within(
+        &self,
+        limit: Duration,
+        what: &str,
+        condition: impl AsyncFn(&Server) -> bool,
+    ) {
+        let deadline = Instant::now() + limit;
         while !condition(self).await {
-            assert!(Instant::now() < deadline, "not within {SOON:?}: {what}");
+            assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }

@@ -104,8 +104,9 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
     assert!(String::from_utf8_lossy(&again.stderr).contains("--resume latest"));
 }
 
-#[test]
-fn a_run_that_continues_normalises_as_it_began() {
+#[tokio::test]
+async fn a_run_that_continues_normalises_as_it_began() {
+    let _turn = turn().await;
     let bench = Bench::new();
     succeeded(&bench.train("before", &[]).output().expect("it runs"));
     // Half of the pixels become white, as if other pictures could be read, or were read otherwise.

@@ -27,7 +27,7 @@ pub(super) enum Left {
 
 /// Removes the rows of checkpoints that the next attempt cannot have, before one of them is chosen to continue from: those whose folder is
 /// gone (a user removed it, or a rank died before it reported removing it), and those that were never uploaded from another machine
-/// than `agent`. Where none is left, one on this disk that nobody has told of is taken.
+/// than `agent`. Where the newest one is not left, a newer one on this disk that nobody has told of is taken.
 pub(super) async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<Left> {
     // No folder at all: this disk is not where they are. What an object store does not have either is nowhere.
     let checkpoints = app.job_dir(&job.id).join("checkpoints");
@@ -37,6 +37,8 @@ pub(super) async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<
     let mut missing = Vec::new();
     let rows = app.store.checkpoints(&job.id).await?;
     let (all, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
+    let newest = rows.iter().map(|row| row.info.step).max();
+    let mut left = BTreeSet::new();
     for row in rows {
         let holders = artifacts::on_its_way(app, &row);
         let is_missing = match holders.is_empty() {
@@ -51,24 +53,28 @@ pub(super) async fn forget_missing(app: &App, job: &Job, agent: &str) -> Result<
             missing.push((row.info.epoch, row.info.step));
             lost += usize::from(holders.is_empty());
             elsewhere.extend(holders.into_iter().map(|holder| holder.agent));
+        } else {
+            left.insert((row.info.step, row.info.epoch));
         }
     }
-    if missing.len() < all {
+    let newest_left = left.last().map(|(step, _)| *step);
+    if newest_left.is_some() && newest_left == newest {
         return forget(app, job, missing, Vec::new(), None).await;
     }
-    let found = unreported::find(checkpoints).await;
-    if let Some(newest) = found.last() {
+    let mut found = unreported::find(checkpoints).await;
+    found.retain(|one| !left.contains(&(one.step, one.epoch)));
+    if let Some(newest) = found.last().filter(|newest| Some(newest.step) > newest_left) {
         let mut text = format!(
-            "attempt {} wrote checkpoint {}-{} and could not report it any more: training continues from there",
-            job.attempt, newest.epoch, newest.step
+            "checkpoint {}-{} was written and never reported: training continues from there",
+            newest.epoch, newest.step
         );
         if newest.step > job.step {
             text += &format!("; there are no points of steps {} to {}", job.step + 1, newest.step);
         }
         return forget(app, job, missing, found, Some(text)).await;
     }
-    if missing.is_empty() {
-        return Ok(Left::Some);
+    if missing.len() < all || missing.is_empty() {
+        return forget(app, job, missing, Vec::new(), None).await;
     }
     // Their rows stay: what comes back, as a disk does that was not mounted, can be continued from.
     if app.artifact_store.is_some() && lost == all {

@@ -243,9 +243,12 @@ async fn complain(app: &App, attempt: &AttemptRef, name: &str, why: Refused) -> 
                 "checkpoint {name} cannot be stored on the server: {error}; training continues, and the upload is tried again"
             ),
         ),
-        Refused::Damaged(how) => {
-            ("damaged", format!("checkpoint {name} came damaged to the server ({how}); it is sent anew"))
-        }
+        Refused::Damaged(how) => (
+            "damaged",
+            format!(
+                "checkpoint {name} came damaged to the server ({how}); it is sent anew, unless it is damaged on its machine, too, whose agent says so then"
+            ),
+        ),
         Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
         Refused::Stored => {
             tracing::warn!(job = %attempt.job, attempt = attempt.attempt, name, "a stored checkpoint is not replaced by an attempt that is over");

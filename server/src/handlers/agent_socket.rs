@@ -253,8 +253,11 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         if let Some(reason) = leaving {
             dispatch::left(&app, online, reason, code == close_code::AGAIN).await;
         }
-        // It has ended with its job: as a machine that is away it would stay on the list for ever.
+        // It has ended with its job: as a machine that is away it would stay on the list for ever. One that was told to come again comes again,
+        // and a drained one stays drained.
         if let Some(job) = only_job
+            && !matches!(code, close_code::AGAIN | close_code::AWAY)
+            && !app.agents.is_draining(&id)
             && app.leases.of_agent(&id).is_empty()
             && is_over(&app, &job).await
             && !app.agents.is_connected(&id)

@@ -183,7 +183,7 @@ pub(crate) async fn remove(State(app): State<App>, Path(id): Path<String>) -> Re
 pub(super) async fn forget(app: &App, id: &str) -> crate::store::Result<()> {
     app.store.remove_agent(id).await?;
     app.machines.forget(id);
-    app.agents.set_draining(app.store.draining().await?);
+    app.agents.drain(id, false);
     // It is back.
     if let Some(online) = app.agents.online().into_iter().find(|online| online.row.id == id) {
         app.agent_rows.put(&*app.store, AgentRow::clone(&online.row)).await?;
@@ -197,7 +197,7 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
         return Err(Error::NotFound("no machine has this id".into()));
     }
     app.store.set_draining(id, draining).await?;
-    app.agents.set_draining(app.store.draining().await?);
+    app.agents.drain(id, draining);
     app.leases.poke();
     Ok(StatusCode::NO_CONTENT)
 }

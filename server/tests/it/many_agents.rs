@@ -23,7 +23,7 @@ use tokio::{
 const MACHINES: usize = 30;
 const SLOTS: u32 = 8;
 /// The whole queue takes several times as long as any of its steps.
-const PATIENCE: Duration = DEADLINE.saturating_mul(3);
+const PATIENCE: Duration = DEADLINE.saturating_mul(9);
 
 /// Starts that machines have heard, in the order of their fencing tokens: the attempt, all its ranks, and those that have been given out.
 type Heard = Arc<Mutex<BTreeMap<u64, (AttemptRef, u32, u32)>>>;
@@ -158,7 +158,7 @@ async fn two_hundred_jobs_on_thirty_machines_run_once_in_their_turn_and_across_a
         assert_eq!(agent.welcome.1, [], "none of its attempts was given away");
         machines.push(tokio::spawn(train(agent, held, ending.clone(), heard.clone())));
     }
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    assert!(began.elapsed() < DEADLINE, "{:?}", began.elapsed());
     let live = "SELECT count(*) FROM jobs WHERE attempt = 1 AND state IN ('starting', 'running')";
     assert_eq!(server.number(live).await, 30);
 

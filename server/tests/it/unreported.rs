@@ -17,6 +17,41 @@ fn write(checkpoints: &Path, step: u64, is_whole: bool) {
     fs::write(folder.join("MANIFEST.json"), manifest(1, step)).unwrap();
 }
 
+/// Ranks never remove the best one: where the newest that is known is gone, a newer one than what is left is as good as where all are gone.
+#[tokio::test]
+async fn a_job_of_which_only_an_old_checkpoint_is_left_continues_from_a_newer_one_that_was_never_reported() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let first = agent.started().await.attempt;
+    let known = [checkpoint(20), checkpoint(30)];
+    agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
+    let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
+    for step in [10, 20] {
+        write(&checkpoints, step, true);
+    }
+    let failed = || Ending::Failed { reason: "it was to".into(), retriable: true };
+    let listed = async || {
+        let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+        let all = listed["checkpoints"].as_array().unwrap().iter();
+        all.map(|one| one["step"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    agent.end(&first, failed()).await;
+    let second = agent.started().await;
+    assert_eq!(
+        second.resume.as_deref(),
+        Some("1-20"),
+        "an older one that nobody has told of is none to continue from"
+    );
+    assert_eq!(listed().await, [20]);
+    agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
+    write(&checkpoints, 60, true);
+    agent.end(&second.attempt, failed()).await;
+    assert_eq!(agent.started().await.resume.as_deref(), Some("1-60"));
+    assert_eq!(listed().await, [60, 20]);
+    server.stop().await;
+}
+
 /// The ranks of a server or an agent that is away go on, and remove old checkpoints.
 #[tokio::test]
 async fn a_job_continues_from_a_checkpoint_that_was_never_reported_and_begins_anew_with_a_word() {
@@ -38,7 +73,7 @@ async fn a_job_continues_from_a_checkpoint_that_was_never_reported_and_begins_an
         let (_, log) = server.get(&format!("/jobs/{id}/logs?limit=1000")).await;
         log.to_string().contains(words)
     };
-    assert!(said("attempt 1 wrote checkpoint 1-60 and could not report it any more").await);
+    assert!(said("checkpoint 1-60 was written and never reported").await);
     assert!(said("there are no points of steps 4 to 60").await);
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();

@@ -28,9 +28,11 @@ impl Launch {
             let body = json!({
                 "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
             });
-            let made: Value = self.api.post("/tokens", &body).await.context(
-                "a launch makes a token for each of its agents, for which it needs the scope admin",
-            )?;
+            let made: Value = self
+                .api
+                .post("/tokens", &body)
+                .await
+                .context("no token for an agent (which takes the scope admin)")?;
             let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
             self.tokens.push(text("/id"));
             self.bundle.nodes.push(Node {

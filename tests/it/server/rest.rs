@@ -22,6 +22,18 @@ impl Server {
         Answer::read(request.send().await.expect("an answer")).await
     }
 
+    /// An evaluation of a job; `parameters` begin with a question mark, or are none. The server answers 202 until it is there.
+    pub(crate) async fn evaluation(&self, id: &str, parameters: &str) -> Value {
+        let path = format!("/jobs/{id}/evaluation{parameters}");
+        self.until_within(JOB_END, "the evaluation is there", async |server: &Server| {
+            let answer = server.request(Method::GET, &path, None).await;
+            assert!(answer.status.is_success(), "GET {path}: {}", answer.text);
+            answer.status == StatusCode::OK
+        })
+        .await;
+        self.get(&path).await
+    }
+
     /// What a GET of a path that exists answers.
     pub(crate) async fn get(&self, path: &str) -> Value {
         let answer = self.request(Method::GET, path, None).await;

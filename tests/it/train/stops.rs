@@ -1,7 +1,10 @@
 //! Runs that are stopped or whose ranks die: what is saved, what is said, and what continues from it.
 
 use super::{Bench, succeeded};
-use crate::{pictures, server::turn};
+use crate::{
+    pictures,
+    server::{turn, turn_alone},
+};
 use std::{
     fs,
     io::{BufRead, BufReader},
@@ -101,7 +104,7 @@ async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
         }
         let (said, took) = interrupted(child);
         assert!(said.contains("stopped after step 12; --resume latest continues from there"), "{said}");
-        assert!(took < Duration::from_secs(10), "{took:?}");
+        assert!(took < Duration::from_secs(30), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
         assert!(log.contains("the evaluation after step 12 is broken off"), "{log}");
         assert!(!log.contains("validation accuracy"), "{log}");
@@ -149,7 +152,8 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
 
 #[tokio::test]
 async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
-    let _turn = turn().await;
+    // They have 30 s to meet, on two cores.
+    let _turn = turn_alone().await;
     let bench = Bench::new();
     // Large pictures, so that its 14 steps take a while.
     let sets = ["--ranks", "18", "--set", "train.global_batch_size=144", "--set", "train.epochs=7", "--set"];

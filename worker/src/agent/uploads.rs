@@ -13,7 +13,7 @@ use lockstep_protocol::JobId;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -56,6 +56,8 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 struct Known {
     /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
     done: HashMap<String, String>,
+    /// Checkpoints that are damaged on this disk. What is whole of them may be nowhere else.
+    damaged: BTreeSet<String>,
     /// After a failure: when to try again, and the pause after that.
     wait: Option<(Instant, Duration)>,
     asked: Option<Instant>,
@@ -84,6 +86,8 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progres
 enum Sent {
     /// The server has it, or has refused it for good.
     Done,
+    /// It is not what was written any more, and cannot be uploaded.
+    Damaged,
     /// The server has not got the report about it yet.
     NotYet,
 }
@@ -143,6 +147,7 @@ impl Uploads {
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
         let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
         known.done.retain(|name, _| names.contains(name));
+        known.damaged.retain(|name| names.contains(name));
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
@@ -158,9 +163,18 @@ impl Uploads {
             match upload(&client, &folder.join(name), name, &text, &sum, may_be_reported).await? {
                 Sent::Done => {
                     known.done.insert(name.clone(), sum);
+                    known.damaged.remove(name);
+                }
+                Sent::Damaged => {
+                    known.done.insert(name.clone(), sum);
+                    known.damaged.insert(name.clone());
                 }
                 Sent::NotYet => done = false,
             }
+        }
+        // Nobody removes what a person may still save.
+        if !known.damaged.is_empty() {
+            return Ok(done);
         }
         if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
             return Ok(done);
@@ -231,9 +245,10 @@ async fn upload(
             tracing::error!(
                 checkpoint = name,
                 why = failed.words(),
-                "it is damaged on this disk and is not uploaded"
+                folder = %folder.display(),
+                "it is damaged on this disk and is not uploaded; its job's folder stays here"
             );
-            Ok(Sent::Done)
+            Ok(Sent::Damaged)
         } else {
             // It may have been damaged on its way, or replaced meanwhile.
             Err(later(failed))
@@ -321,11 +336,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_damaged_on_this_disk_is_sent_once_and_what_was_damaged_on_its_way_again() {
+    async fn what_is_damaged_on_this_disk_is_sent_once_and_kept_and_what_was_damaged_on_its_way_again() {
         for damaged_here in [true, false] {
             let dir = tempfile::tempdir().unwrap();
             let (remote, asked) = super::super::asked::server_that(|method| match method {
-                "GET" => ("200 OK", r#"{"received":{},"keep":true}"#),
+                "GET" => ("200 OK", r#"{"received":{},"keep":false}"#),
                 "POST" => {
                     ("422 Unprocessable Entity", r#"{"code":"checkpoint_damaged","detail":"it differs"}"#)
                 }
@@ -355,6 +370,7 @@ mod tests {
             let job = uploads.jobs.values().next().unwrap();
             assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
             assert_eq!(job.wait.is_none(), damaged_here, "tried again after a pause");
+            assert!(folder.join(names[1]).exists(), "what is whole of it may be nowhere else");
         }
     }
 

@@ -302,6 +302,22 @@ impl Job {
         self.cause = reason;
     }
 
+    /// Whether the job's last attempt ended because something was lost: not on request, and not for a job of higher priority. Only then does
+    /// it take fewer ranks.
+    pub fn has_lost_attempt(&self) -> bool {
+        let left = |why: &Reason| {
+            matches!(
+                why.code(),
+                ReasonCode::AgentStopped | ReasonCode::AgentLeft | ReasonCode::AgentRestarted
+            )
+        };
+        match self.state {
+            JobState::Restarting => true,
+            JobState::Queued => self.attempt > 0 && self.cause.as_ref().is_some_and(left),
+            _ => false,
+        }
+    }
+
     /// Ranks of the attempt that runs, which may be fewer than the job's.
     pub fn ranks_now(&self) -> u32 {
         let fewer =

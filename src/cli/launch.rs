@@ -325,9 +325,9 @@ impl Launch {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
-    /// Whether the job may continue without some of this launch's agents.
-    fn may_lose_agents(&self, job: &Job) -> bool {
-        job.attempt > 0 && job.spec.recovery.min_ranks.is_some()
+    /// Whether the server gives the job fewer ranks, and as few as these slots.
+    fn has_enough(&self, job: &Job, slots: u32) -> bool {
+        job.has_lost_attempt() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
     }
 
     /// The agents that run the job, if none of them is of this launch.

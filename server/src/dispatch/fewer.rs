@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{app::App, store::JobRow};
 use lockstep_protocol::{
-    job::{Job, JobState},
+    job::Job,
     reason::{Facts, Reason, ReasonCode},
 };
 use std::collections::HashSet;
@@ -19,22 +19,10 @@ pub(super) struct Fewer {
     now: bool,
 }
 
-/// Whether the job's last attempt ended because something was lost: not on request, and not for a job of higher priority.
-fn has_lost_attempt(job: &Job) -> bool {
-    let left = |why: &Reason| {
-        matches!(why.code(), ReasonCode::AgentStopped | ReasonCode::AgentLeft | ReasonCode::AgentRestarted)
-    };
-    match job.state {
-        JobState::Restarting => true,
-        JobState::Queued => job.attempt > 0 && job.cause.as_ref().is_some_and(left),
-        _ => false,
-    }
-}
-
 impl Fewer {
     /// None where the job waits for all its ranks, however long that takes.
     pub(super) fn of(app: &App, row: &JobRow) -> Option<Self> {
-        let ranks = if has_lost_attempt(&row.job) { row.job.spec.fewer_ranks() } else { Vec::new() };
+        let ranks = if row.job.has_lost_attempt() { row.job.spec.fewer_ranks() } else { Vec::new() };
         if ranks.is_empty() {
             return None;
         }

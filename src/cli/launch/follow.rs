@@ -140,7 +140,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
             }
             let what = explain(&launched[at].label, status, &launched[at].last_line());
             let is_last = launched.iter().all(|one| one.status.is_some());
-            let suffices = !is_last && launch.may_lose_agents(&job);
+            let suffices = launch.has_enough(&job, slots_left(launch, launched));
             if !status.success() && launch.never_ran(&job) && !suffices {
                 return anyhow::anyhow!(what);
             }
@@ -202,7 +202,7 @@ async fn online(
     for at in 0..launched.len() {
         let Some(status) = launched[at].ended() else { continue };
         let what = explain(&launched[at].label, status, &launched[at].last_line());
-        if !launch.may_lose_agents(&job) || launched.iter().all(|one| one.status.is_some()) {
+        if !launch.has_enough(&job, slots_left(launch, launched)) {
             return Ok(Some(Err(anyhow::anyhow!(what))));
         }
         output::warn(what);
@@ -213,10 +213,20 @@ async fn online(
     let is_online = |name: &str| {
         agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
     };
-    // With SSH each agent has a process here, in the same order.
-    let has_ended = |at: usize| launched.len() == launch.bundle.nodes.len() && launched[at].status.is_some();
+    let has_ended = |at: usize| is_each(launch, launched) && launched[at].status.is_some();
     let mut nodes = launch.bundle.nodes.iter().enumerate();
     Ok(nodes.all(|(at, node)| has_ended(at) || is_online(&node.name)).then_some(Ok(())))
+}
+
+/// Whether each agent has a process here, in the same order: with SSH.
+fn is_each(launch: &Launch, launched: &[Launched]) -> bool {
+    launched.len() == launch.bundle.nodes.len()
+}
+
+/// Slots of the agents whose processes have not ended; none where one process stands for several agents.
+fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
+    let alive = launched.iter().zip(&launch.bundle.nodes).filter(|(one, _)| one.status.is_none());
+    if is_each(launch, launched) { alive.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
 /// Shows a job whose agents another system runs, until the job is over or `ended` returns because that system has ended them. Also

@@ -39,7 +39,7 @@ async fn an_api_server_that_is_away_and_forgets_is_followed_again() {
     server.until("Jobs are watched six times", async |_: &Server| watches().await.len() >= first + 6).await;
     let mut gaps: Vec<_> = watches().await[first..].windows(2).map(|two| two[1] - two[0]).collect();
     gaps.sort_by(f64::total_cmp);
-    assert!(gaps[gaps.len() / 2] < WATCH_SECS + 4.0, "no pause that grows: {gaps:?}");
+    assert!(gaps[gaps.len() - 2] < WATCH_SECS + 4.0, "no pause that grows: {gaps:?}");
     let before = times(away);
     cluster.act("away", json!({"secs": 5, "forget": true})).await;
     server.until("it is away", async |_: &Server| times(away) > before).await;

@@ -13,7 +13,7 @@ use lockstep_protocol::JobId;
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -29,6 +29,8 @@ const PIECE_BYTES: u64 = 4 << 20;
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// How often to ask the server whether a job's folder may be removed, when there is nothing to upload.
 const ASK_EVERY: Duration = Duration::from_secs(5);
+/// An empty file in the folder of a checkpoint that was found damaged: nobody removes what a person may still save.
+const DAMAGED: &str = "DAMAGED";
 
 /// When everything that was on the disk at some moment had been uploaded.
 #[derive(Debug, Default)]
@@ -56,8 +58,6 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 struct Known {
     /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
     done: HashMap<String, String>,
-    /// Checkpoints that are damaged on this disk. What is whole of them may be nowhere else.
-    damaged: BTreeSet<String>,
     /// After a failure: when to try again, and the pause after that.
     wait: Option<(Instant, Duration)>,
     asked: Option<Instant>,
@@ -147,7 +147,6 @@ impl Uploads {
         let names = checkpoint::list(&folder).map_err(|e| Failed::Later(e.to_string()))?;
         let names: Vec<_> = names.into_iter().map(|(e, s)| checkpoint::folder_name(e, s)).collect();
         known.done.retain(|name, _| names.contains(name));
-        known.damaged.retain(|name| names.contains(name));
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
@@ -163,17 +162,21 @@ impl Uploads {
             match upload(&client, &folder.join(name), name, &text, &sum, may_be_reported).await? {
                 Sent::Done => {
                     known.done.insert(name.clone(), sum);
-                    known.damaged.remove(name);
                 }
                 Sent::Damaged => {
+                    tracing::error!(
+                        folder = %folder.join(name).display(),
+                        "this checkpoint is damaged on this disk and is not uploaded; its job's folder stays here"
+                    );
+                    fs::write(folder.join(name).join(DAMAGED), "")
+                        .map_err(|e| Failed::Later(e.to_string()))?;
                     known.done.insert(name.clone(), sum);
-                    known.damaged.insert(name.clone());
                 }
                 Sent::NotYet => done = false,
             }
         }
-        // Nobody removes what a person may still save.
-        if !known.damaged.is_empty() {
+        // What is whole of it may be nowhere else.
+        if names.iter().any(|name| folder.join(name).join(DAMAGED).exists()) {
             return Ok(done);
         }
         if is_held || !done || known.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
@@ -219,7 +222,7 @@ async fn upload(
     if state.stored.as_deref() == Some(sum) {
         return Ok(Sent::Done);
     }
-    let Ok(manifest) = serde_json::from_slice::<Manifest>(text) else { return Ok(Sent::Done) };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(text) else { return Ok(Sent::Damaged) };
     let began = Instant::now();
     let mut received = state.received;
     if state.manifest.as_deref() != Some(sum) {
@@ -230,8 +233,12 @@ async fn upload(
         let mut offset = received.get(file).copied().unwrap_or(0);
         while offset < wanted.size_bytes {
             let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
-            // Removed by retention meanwhile, or replaced by a newer one of the same step: the next round checks again.
-            let Ok(piece) = read(&folder.join(file), offset, size).await else { return Ok(Sent::NotYet) };
+            let Ok(piece) = read(&folder.join(file), offset, size).await else {
+                // Removed by retention meanwhile, or replaced by a newer one of the same step: the next round checks again.
+                let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == text);
+                let is_damaged = is_same && is_damaged(folder.to_owned()).await;
+                return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
+            };
             client.piece(name, file, offset, piece).await.map_err(later)?;
             offset += size;
         }
@@ -242,12 +249,6 @@ async fn upload(
     }
     if let Err(failed) = client.upload_done(name).await {
         return if is_refused(&failed) && is_damaged(folder.to_owned()).await {
-            tracing::error!(
-                checkpoint = name,
-                why = failed.words(),
-                folder = %folder.display(),
-                "it is damaged on this disk and is not uploaded; its job's folder stays here"
-            );
             Ok(Sent::Damaged)
         } else {
             // It may have been damaged on its way, or replaced meanwhile.
@@ -337,7 +338,8 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_damaged_on_this_disk_is_sent_once_and_kept_and_what_was_damaged_on_its_way_again() {
-        for damaged_here in [true, false] {
+        for damage in [Some("abd"), Some("ab"), None] {
+            let damaged_here = damage.is_some();
             let dir = tempfile::tempdir().unwrap();
             let (remote, asked) = super::super::asked::server_that(|method| match method {
                 "GET" => ("200 OK", r#"{"received":{},"keep":false}"#),
@@ -356,8 +358,8 @@ mod tests {
             for name in names {
                 fs::write(folder.join(name), "abc").unwrap();
             }
-            if damaged_here {
-                fs::write(folder.join(names[0]), "abd").unwrap();
+            if let Some(bytes) = damage {
+                fs::write(folder.join(names[0]), bytes).unwrap();
             }
             let files = names.map(|name| format!(r#""{name}":{entry}"#)).join(",");
             let manifest = format!(r#"{{"version":1,"epoch":1,"step":10,"files":{{{files}}}}}"#);
@@ -370,7 +372,12 @@ mod tests {
             let job = uploads.jobs.values().next().unwrap();
             assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
             assert_eq!(job.wait.is_none(), damaged_here, "tried again after a pause");
-            assert!(folder.join(names[1]).exists(), "what is whole of it may be nowhere else");
+            // Also by an agent that is started anew.
+            for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
+                uploads.jobs = jobs;
+                uploads.round().await;
+                assert!(folder.join(names[1]).exists(), "what is whole of it may be nowhere else");
+            }
         }
     }
 

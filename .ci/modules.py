@@ -21,6 +21,7 @@ from pathlib import Path
 CRATES = {
     "protocol": "protocol/src/lib.rs",
     "web": "web/src/lib.rs",
+    "kernels": "worker/kernels/src/lib.rs",
     "worker": "worker/src/lib.rs",
     "server": "server/src/lib.rs",
     "lockstep": "src/main.rs",

@@ -2,7 +2,7 @@
 
 use crate::{
     elsewhere::{self, Machine},
-    hosts::Site,
+    full::hosts::Site,
     pictures,
     server::{Agents, Folder, Server, turn},
     specs,

@@ -2,7 +2,6 @@
 
 mod average;
 mod example;
-mod launchers;
 mod layers;
 mod refusals;
 mod stops;
@@ -15,12 +14,12 @@ use std::{
 };
 
 /// A folder with pictures and a job of 24 steps, 12 an epoch, on 2 ranks.
-struct Bench {
-    folder: tempfile::TempDir,
+pub(crate) struct Bench {
+    pub(crate) folder: tempfile::TempDir,
 }
 
 impl Bench {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = pictures::idx_dataset(folder.path(), 400, 100);
         let job = format!(
@@ -32,7 +31,7 @@ impl Bench {
         Self { folder }
     }
 
-    fn train(&self, out: &str, more: &[&str]) -> Command {
+    pub(crate) fn train(&self, out: &str, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
         command
             .arg("train")
@@ -45,7 +44,7 @@ impl Bench {
     }
 
     /// A line of docs/launchers.md, with this job in the folder where it is typed, and a folder of the test's to write to.
-    fn line(&self, line: &str, out: &str) -> Command {
+    pub(crate) fn line(&self, line: &str, out: &str) -> Command {
         assert!(line.contains(" job.toml ") && line.contains(" --out /shared/run"), "{line}");
         let out = self.out(out).display().to_string();
         let mut command = pages::shell(&line.replace("/shared/run", &out));
@@ -53,17 +52,17 @@ impl Bench {
         command
     }
 
-    fn out(&self, out: &str) -> PathBuf {
+    pub(crate) fn out(&self, out: &str) -> PathBuf {
         self.folder.path().join(out)
     }
 
-    fn model(&self, out: &str, checkpoint: &str) -> Vec<u8> {
+    pub(crate) fn model(&self, out: &str, checkpoint: &str) -> Vec<u8> {
         let path = self.out(out).join("checkpoints").join(checkpoint).join("model.safetensors");
         fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
     }
 }
 
-fn succeeded(output: &Output) -> String {
+pub(crate) fn succeeded(output: &Output) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)

@@ -23,7 +23,8 @@ pub mod rank;
 pub mod report;
 pub mod schedule;
 pub mod supervisor;
-pub mod synthetic;
 pub mod tensors;
 pub mod tls;
 pub mod train;
+
+pub use lockstep_kernels::synthetic;

@@ -25,8 +25,8 @@ mod tests;
 
 pub(super) use across_convolutions::{EXPANDED, REDUCED};
 
-use super::shape::ConvShape;
 use crate::net::{Network, Op, TensorId};
+use lockstep_kernels::conv::ConvShape;
 
 /// The fused kernels that an engine has. With none (the default) every operation runs by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -2,7 +2,6 @@
 //! Nothing above this folder and `comm/` knows which engine it is.
 
 mod backend;
-mod batch_norm;
 pub mod bench;
 mod check;
 pub mod cpu;
@@ -15,7 +14,6 @@ mod layers;
 mod optimizer;
 mod prologue;
 pub mod registry;
-mod shape;
 mod state_dict;
 #[cfg(test)]
 pub(crate) mod toy;

@@ -3,33 +3,10 @@
 //! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
 //! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
 
+use lockstep_kernels::TensorShape;
+
 /// Number of an activation in [`Network::tensors`].
 pub type TensorId = usize;
-
-/// Height, width and channels of one picture's activation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TensorShape {
-    pub height: usize,
-    pub width: usize,
-    pub channels: usize,
-}
-
-impl TensorShape {
-    /// Values of one picture.
-    pub fn len(self) -> usize {
-        self.height * self.width * self.channels
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(self) -> bool {
-        self.len() == 0
-    }
-
-    /// Pixels of one picture.
-    pub fn pixels(self) -> usize {
-        self.height * self.width
-    }
-}
 
 /// One operation. `name` is the module's name in torchvision; its parameters are `name.weight` and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,7 +6,8 @@ pub mod init;
 mod memory;
 pub mod resnet;
 
-pub use graph::{Network, Op, Parameter, Role, TensorId, TensorShape};
+pub use graph::{Network, Op, Parameter, Role, TensorId};
+pub use lockstep_kernels::TensorShape;
 
 use lockstep_protocol::spec::ModelSpec;
 

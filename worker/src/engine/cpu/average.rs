@@ -1,10 +1,7 @@
 //! The running average of weights and running statistics.
 
 use super::executor::Norm;
-use rayon::prelude::*;
-
-/// Values of a task.
-const CHUNK: usize = 1 << 14;
+use lockstep_kernels::sums;
 
 /// In the order of the engine's own.
 pub(super) struct Average {
@@ -21,15 +18,10 @@ impl Average {
 
     /// `average = decay average + (1 - decay) value`.
     pub(super) fn take(&mut self, decay: f64, weights: &[f32], norms: &[Norm]) {
-        let (decay, rest) = (decay as f32, (1.0 - decay) as f32);
-        let take = |average: &mut [f32], values: &[f32]| {
-            average.iter_mut().zip(values).for_each(|(a, v)| *a = decay * *a + rest * v);
-        };
-        let parts = self.weights.par_chunks_mut(CHUNK).zip(weights.par_chunks(CHUNK));
-        parts.for_each(|(average, values)| take(average, values));
+        sums::average(decay, &mut self.weights, weights);
         for ([mean, var], norm) in self.running.iter_mut().zip(norms) {
-            take(mean, &norm.running_mean);
-            take(var, &norm.running_var);
+            sums::average(decay, mean, &norm.running_mean);
+            sums::average(decay, var, &norm.running_var);
         }
     }
 }

@@ -15,6 +15,7 @@ use super::{
     executor::{Executor, MicroBatch},
     reduce::Bucket,
 };
+use lockstep_kernels::sums;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -46,7 +47,7 @@ impl Executor {
                     (_, false) => {
                         let mut part = self.pool.alloc(out.len());
                         compute(0..pictures, &mut part, &mut self.scratch);
-                        out.iter_mut().zip(&part).for_each(|(o, p)| *o += p);
+                        sums::add(out, &part);
                         self.pool.free(part);
                     }
                 }
@@ -70,7 +71,7 @@ impl Executor {
                     }
                     for part in parts.chunks_exact(len) {
                         let part = &part[chunk * CHUNK..][..out.len()];
-                        out.iter_mut().zip(part).for_each(|(o, p)| *o += f64::from(*p));
+                        sums::add_to_f64(out, part);
                     }
                 });
                 self.pool.free(parts);
@@ -80,13 +81,13 @@ impl Executor {
     }
 
     /// Adds a gradient that was summed in float64 already, one value per element of the parameter.
-    pub(super) fn add_sums(&mut self, slot: usize, micro_batch: MicroBatch, sums: &[f64]) {
+    pub(super) fn add_sums(&mut self, slot: usize, micro_batch: MicroBatch, added: &[f64]) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
         match self.state.gradient(bucket) {
-            Bucket::F32(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
+            Bucket::F32(values) => values[range].iter_mut().zip(added).for_each(|(o, s)| {
                 *o = if micro_batch.first { *s as f32 } else { *o + *s as f32 };
             }),
-            Bucket::F64(values) => values[range].iter_mut().zip(sums).for_each(|(o, s)| {
+            Bucket::F64(values) => values[range].iter_mut().zip(added).for_each(|(o, s)| {
                 *o = if micro_batch.first { *s } else { *o + *s };
             }),
         }

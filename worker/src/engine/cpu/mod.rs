@@ -4,42 +4,34 @@
 //! the same job on the same number of ranks gives the same bits. For networks of the CIFAR family the
 //! number of ranks does not matter either; see [`gradient`].
 
-#[cfg(test)]
-mod against_pytorch;
 mod average;
 mod backend;
 mod backward;
-mod batch_norm;
-pub mod conv;
-mod elementwise;
 mod executor;
 mod forward;
 mod gradient;
 #[cfg(test)]
 mod kept;
 mod layout;
-mod linear;
-mod loss;
-mod optimizer;
 mod pieces;
 #[cfg(test)]
 mod plain_graph;
-mod pool;
 mod reduce;
-mod simd;
 mod state;
 #[cfg(test)]
 mod undo;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors, OptimizerState,
-    StepResult, check, finite, fuse::Capabilities, layers::layer_times, unknown_size,
+    StepResult, check, finite, fuse::Capabilities, layers::layer_times, optimizer::state_shapes,
+    unknown_size,
 };
 use crate::{comm::ProcessGroup, data::loader::Batch, net::Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
 use executor::Executor;
+use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
 use std::{sync::Arc, time::Duration};
 
 /// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
@@ -208,7 +200,7 @@ impl Engine for CpuEngine {
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let optimizer = self.executor.config.optimizer;
-        check::check_shapes(&self.network, &to.slots, optimizer.state_shapes(&self.network))?;
+        check::check_shapes(&self.network, &to.slots, state_shapes(&optimizer, &self.network))?;
         let writes = self.writes();
         let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;

@@ -17,19 +17,15 @@ mod kept;
 
 use super::{
     layout::{Layout, Slot},
-    optimizer::{Lanes, Slots, Update},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
-    simd::with_simd,
 };
-use crate::{
-    comm::{
-        CommError, ProcessGroup,
-        shm::{SharedMemory, SharedSlice},
-    },
-    engine::optimizer::{Optimizer, ParameterPolicy},
+use crate::comm::{
+    CommError, ProcessGroup,
+    shm::{SharedMemory, SharedSlice},
 };
 use bucket_sum::{first, keep, sum};
+use lockstep_kernels::optimizer::{Lanes, Optimizer, ParameterPolicy, Slots, Update};
 use std::{
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
@@ -334,46 +330,41 @@ impl State {
             Work::Sum => (0.0, policy.decay),
             _ => self.update.rates(policy, || self.norms(piece.slot)),
         };
-        with_simd(
-            #[inline(always)]
-            || {
-                let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
-                let mut block = [0.0f32; BLOCK];
-                for from in (0..weights.len()).step_by(BLOCK) {
-                    let to = weights.len().min(from + BLOCK);
-                    let place = piece.in_bucket.start + from..piece.in_bucket.start + to;
-                    let gradient = &mut block[..to - from];
-                    if work == Work::Update {
-                        first(&self.gradients[0][piece.bucket], place.clone(), gradient);
-                    } else {
-                        sum(&self.gradients, piece.bucket, place.clone(), gradient);
-                        squares.add(gradient);
-                        if let Some(reduced) = reduced.get_mut(from..to) {
-                            reduced.copy_from_slice(gradient);
-                        }
-                    }
-                    let weights = &mut weights[from..to];
-                    // Those that the optimizer does not have are empty.
-                    let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
-                    if policy.frozen {
-                        // Its gradient is summed with its bucket's, and is zero.
-                    } else if work == Work::Sum {
-                        of_weights.add(weights);
-                        self.update.prepare(decay, weights, slots, gradient);
-                        of_prepared.add(gradient);
-                        // SAFETY: it takes the place of rank 0's own part of the sum.
-                        unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
-                    } else {
-                        self.update.apply(rate, decay, weights, slots, gradient);
-                    }
+        let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
+        let mut block = [0.0f32; BLOCK];
+        for from in (0..weights.len()).step_by(BLOCK) {
+            let to = weights.len().min(from + BLOCK);
+            let place = piece.in_bucket.start + from..piece.in_bucket.start + to;
+            let gradient = &mut block[..to - from];
+            if work == Work::Update {
+                first(&self.gradients[0][piece.bucket], place.clone(), gradient);
+            } else {
+                sum(&self.gradients, piece.bucket, place.clone(), gradient);
+                squares.add(gradient);
+                if let Some(reduced) = reduced.get_mut(from..to) {
+                    reduced.copy_from_slice(gradient);
                 }
-                if work != Work::Update {
-                    for (kept, lanes) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
-                        kept[index].store(lanes.sum().to_bits(), Ordering::Relaxed);
-                    }
-                }
-            },
-        );
+            }
+            let weights = &mut weights[from..to];
+            // Those that the optimizer does not have are empty.
+            let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
+            if policy.frozen {
+                // Its gradient is summed with its bucket's, and is zero.
+            } else if work == Work::Sum {
+                of_weights.add(weights);
+                self.update.prepare(decay, weights, slots, gradient);
+                of_prepared.add(gradient);
+                // SAFETY: it takes the place of rank 0's own part of the sum.
+                unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
+            } else {
+                self.update.apply(rate, decay, weights, slots, gradient);
+            }
+        }
+        if work != Work::Update {
+            for (kept, lanes) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
+                kept[index].store(lanes.sum().to_bits(), Ordering::Relaxed);
+            }
+        }
     }
 
     /// L2 norms of what is prepared of a parameter and of its weights, when all sums of its bucket are done.

@@ -148,7 +148,7 @@ impl Engine for CudaEngine {
     }
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
-        let wanted = self.config.optimizer.state_shapes(&self.network);
+        let wanted = crate::engine::optimizer::state_shapes(&self.config.optimizer, &self.network);
         check::check_shapes(&self.network, &to.slots, wanted)?;
         self.device.bind()?;
         self.device.synchronize()?;

@@ -4,10 +4,8 @@ use super::{
     Capabilities, Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, Shortcut,
     StatisticsIn, reads,
 };
-use crate::{
-    engine::shape::ConvShape,
-    net::{Network, Op, TensorId},
-};
+use crate::net::{Network, Op, TensorId};
+use lockstep_kernels::conv::ConvShape;
 
 /// The operations of `network`, each batch norm with what is fused with it.
 pub(super) fn fuse(network: &Network, capabilities: Capabilities) -> Vec<FusedOp> {

@@ -3,7 +3,6 @@
 use crate::{
     comm::peers::MAX_PEERS,
     engine::{
-        batch_norm::{EPSILON, MOMENTUM},
         cuda::{
             dtype::DType,
             ops::{LOSS_ROWS, NORM_PARTS, ROW_PADDING, SMALL_GROUPS, TILE_CHANNELS, TILE_ROWS, in_flight},
@@ -11,6 +10,7 @@ use crate::{
         fuse::{EXPANDED, REDUCED},
     },
 };
+use lockstep_kernels::batch_norm::{EPSILON, MOMENTUM};
 
 /// Names, and values as C++ has them, for kernels that compute in `dtype`.
 pub(super) fn of(dtype: DType) -> [(&'static str, String); 13] {

@@ -1,7 +1,7 @@
 //! Gradients over all ranks, and the optimizer's step.
 
 use super::*;
-use crate::engine::optimizer::LARS_TRUST;
+use lockstep_kernels::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
 impl GraphEmitter<'_> {

@@ -1,6 +1,6 @@
 //! Hosts with two network interfaces: the one that NCCL's variable names is the one by which ranks reach each other.
 
-use crate::{hosts::Site, pictures, server::turn};
+use crate::{full::hosts::Site, pictures, server::turn};
 use serde_json::json;
 
 /// In 200 steps each host sends more than so many bytes of gradients to its neighbour.

@@ -2,11 +2,11 @@
 
 /// What a batch's logits say.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Loss {
+pub struct Loss {
     /// Sum over the pictures.
-    pub(super) sum: f64,
+    pub sum: f64,
     /// Pictures whose largest logit (the first of equals) is their label's.
-    pub(super) correct: u64,
+    pub correct: u64,
 }
 
 /// Loss of `logits` `[labels, classes]`; with `gradient`, that of the logits times `scale` is written.
@@ -14,7 +14,7 @@ pub(super) struct Loss {
 /// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere,
 /// as PyTorch's. `mixed`: of those `1 - smoothing`, lambda on the label and the rest on another one, and a prediction is
 /// right that is the label with more. Labels are below `classes`.
-pub(super) fn cross_entropy(
+pub fn cross_entropy(
     logits: &[f32],
     labels: &[u32],
     mixed: Option<(&[u32], f32)>,

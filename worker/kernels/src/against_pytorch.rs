@@ -1,16 +1,13 @@
 //! Every operation forward and backward against `tests/pytorch/fixtures/operations.safetensors`
 //! (written by `make_fixtures.py` there, computed in float64).
 
-use super::{
+use crate::{
+    TensorShape,
     batch_norm::{self, Affine, Mask, Statistics},
     conv::{self, ConvShape, Scratch},
     linear, loss,
-    optimizer::Update,
+    optimizer::{Optimizer, Update},
     pool::{self, MaxPool},
-};
-use crate::engine::optimizer::Optimizer;
-use crate::{
-    net::TensorShape,
     synthetic::{labels, values},
 };
 use lockstep_protocol::spec::OptimizerKind;
@@ -27,7 +24,7 @@ fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
 }
 
 fn cases_in(file: &str, op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
-    let path = format!("{}/../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/../../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"));
     let bytes = std::fs::read(path).unwrap();
     let fixtures = Fixtures(SafeTensors::deserialize(&bytes).unwrap());
     let mut names: Vec<String> = fixtures
@@ -269,7 +266,7 @@ struct Implementation {
 
 #[test]
 fn adamw_and_lamb_step_by_step() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/optimizers.json");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/optimizers.json");
     let fixture: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let ways: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
     assert_eq!(ways.len(), 6);

@@ -1,7 +1,7 @@
 //! Hosts that are lost with all that runs on them, one and two at a time, and one that is cut off for longer than its lease.
 
 use crate::{
-    hosts::{MENDED, STEPS, Site},
+    full::hosts::{MENDED, STEPS, Site},
     server::{number, signal, turn_alone},
     world_size::weights,
 };

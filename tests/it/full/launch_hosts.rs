@@ -3,7 +3,7 @@
 
 use crate::{
     cluster::{Slurm, Sshd},
-    hosts::Site,
+    full::hosts::Site,
     network::{variable, words},
     pictures,
     server::{Finished, Folder, LOCKSTEP, lockstep, turn},

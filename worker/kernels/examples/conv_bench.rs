@@ -1,5 +1,5 @@
 //! GFLOP/s of every convolution in a network, and the time of all of them in a training step:
-//! `cargo run --release -p lockstep-worker --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`,
+//! `cargo run --release -p lockstep-kernels --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`,
 //! networks being resnet20, resnet18 (small stem), resnet50 and resnext50_32x4d (large stem; of the latter what is not
 //! resnet50's), on one thread unless told.
 //!
@@ -7,7 +7,7 @@
 
 #![allow(clippy::print_stdout)]
 
-use lockstep_worker::engine::cpu::conv::{ConvShape, Scratch, backward_input, backward_weight, forward};
+use lockstep_kernels::conv::{ConvShape, Scratch, backward_input, backward_weight, forward};
 use std::time::Instant;
 
 /// How often a step has the layer: `(count, [size, in_c, out_c, kernel, stride])`. Where the network has 32 groups, those

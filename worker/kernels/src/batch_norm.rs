@@ -5,29 +5,33 @@
 //! number of threads, accurate when a channel's mean is large against its spread, and to float32's
 //! last bit (but for about one value in 10^8) the same however a batch is cut over ranks.
 
-use super::{
+use crate::{
     elementwise::relu_of,
     simd::{LANES, with_simd},
 };
-use crate::engine::batch_norm::{EPSILON, MOMENTUM};
 use rayon::prelude::*;
+
+/// Added to the variance before its root is taken: PyTorch's default.
+pub const EPSILON: f64 = 1e-5;
+/// The share of a new batch in the running statistics: PyTorch's default.
+pub const MOMENTUM: f32 = 0.1;
 
 /// Values of a chunk, about: two or three operands of it fit a core's second-level cache.
 const CHUNK: usize = 1 << 14;
 
 /// Statistics that one forward pass leaves for backward, one value a channel.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Statistics {
-    pub(super) mean: Vec<f32>,
+pub struct Statistics {
+    pub mean: Vec<f32>,
     /// 1 / sqrt(variance + epsilon), biased variance.
-    pub(super) inv_std: Vec<f32>,
+    pub inv_std: Vec<f32>,
     /// Mean and variance before rounding, for the running statistics.
     in_f64: Vec<(f64, f64)>,
 }
 
 impl Statistics {
     /// From sums over `count` rows: first all channels' sums, then all channels' sums of squares.
-    pub(super) fn from_sums(sums: &[f64], count: f64) -> Self {
+    pub fn from_sums(sums: &[f64], count: f64) -> Self {
         let (sum, square) = sums.split_at(sums.len() / 2);
         let in_f64: Vec<(f64, f64)> = std::iter::zip(sum, square)
             .map(|(s, q)| {
@@ -45,13 +49,13 @@ impl Statistics {
     }
 
     /// The running statistics, for inference.
-    pub(super) fn from_running(mean: &[f32], var: &[f32]) -> Self {
+    pub fn from_running(mean: &[f32], var: &[f32]) -> Self {
         let inv_std = var.iter().map(|&v| (1.0 / (f64::from(v) + EPSILON).sqrt()) as f32).collect();
         Self { mean: mean.to_vec(), inv_std, in_f64: Vec::new() }
     }
 
     /// Moves the running statistics towards these, with the unbiased variance, as PyTorch does.
-    pub(super) fn update_running(&self, count: f64, mean: &mut [f32], var: &mut [f32]) {
+    pub fn update_running(&self, count: f64, mean: &mut [f32], var: &mut [f32]) {
         let unbias = count / (count - 1.0).max(1.0);
         for (&(m, v), (mean, var)) in self.in_f64.iter().zip(std::iter::zip(mean, var)) {
             *mean = (1.0 - MOMENTUM) * *mean + MOMENTUM * m as f32;
@@ -105,9 +109,7 @@ macro_rules! tiled {
 
 mod backward;
 
-pub(super) use backward::{
-    Mask, backward_input, backward_input_in_place, backward_sums, parameter_gradients,
-};
+pub use backward::{Mask, backward_input, backward_input_in_place, backward_sums, parameter_gradients};
 
 /// Adds the chunks' partial sums in order.
 fn combine(partials: &[f64], width: usize) -> Vec<f64> {
@@ -121,7 +123,7 @@ fn combine(partials: &[f64], width: usize) -> Vec<f64> {
 }
 
 /// Sums and sums of squares of each channel: `2 * channels` values.
-pub(super) fn sums(x: &[f32], channels: usize) -> Vec<f64> {
+pub fn sums(x: &[f32], channels: usize) -> Vec<f64> {
     let tiling = Tiling::new(channels);
     let mut partials = vec![0.0; x.len().div_ceil(tiling.chunk()) * 2 * channels];
     x.par_chunks(tiling.chunk())
@@ -162,10 +164,10 @@ fn sums_of_chunk<const W: usize>(tiling: Tiling, x: &[f32], out: &mut [f64]) {
 
 /// What a batch norm needs besides its input, one value a channel each.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Affine<'a> {
-    pub(super) statistics: &'a Statistics,
-    pub(super) gamma: &'a [f32],
-    pub(super) beta: &'a [f32],
+pub struct Affine<'a> {
+    pub statistics: &'a Statistics,
+    pub gamma: &'a [f32],
+    pub beta: &'a [f32],
 }
 
 /// [`Affine`] spread over the lanes of a stride.
@@ -196,7 +198,7 @@ fn lanes<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
 }
 
 /// y = relu(batch_norm(x) + shortcut), with the shortcut and the ReLU only as asked for.
-pub(super) fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bool, y: &mut [f32]) {
+pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bool, y: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
     let lanes = affine.lanes(tiling);
     let chunk = tiling.chunk();

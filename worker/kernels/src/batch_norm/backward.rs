@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 /// Which outputs the ReLU let through.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::engine::cpu) enum Mask<'a> {
+pub enum Mask<'a> {
     /// There was no ReLU.
     None,
     /// No shortcut either: the sign of the normalised input decides, which saves reading the output.
@@ -19,7 +19,7 @@ pub(in crate::engine::cpu) enum Mask<'a> {
 /// the gradient before the ReLU: `2 * channels` values.
 ///
 /// `dy` plus `more` is the gradient of the output. With `keep`, `dy` becomes g.
-pub(in crate::engine::cpu) fn backward_sums(
+pub fn backward_sums(
     x: &[f32],
     affine: Affine<'_>,
     dy: &mut [f32],
@@ -120,10 +120,7 @@ fn backward_sums_chunk<const W: usize>(
 }
 
 /// The gradients of gamma and beta from this rank's sums.
-pub(in crate::engine::cpu) fn parameter_gradients(
-    sums: &[f64],
-    statistics: &Statistics,
-) -> (Vec<f64>, Vec<f64>) {
+pub fn parameter_gradients(sums: &[f64], statistics: &Statistics) -> (Vec<f64>, Vec<f64>) {
     let (sum, product) = sums.split_at(sums.len() / 2);
     let gamma = std::iter::zip(product, &statistics.inv_std).map(|(p, s)| p * f64::from(*s));
     (gamma.collect(), sum.to_vec())
@@ -149,7 +146,7 @@ fn slopes(affine: Affine<'_>, tiling: Tiling, sums: &[f64], count: f64) -> Slope
 ///
 /// `sums` are those of [`backward_sums`] over `count` rows of the whole batch that the statistics
 /// are of. With `masked`, `g` still has to pass the ReLU ([`Mask::Input`]).
-pub(in crate::engine::cpu) fn backward_input_in_place(
+pub fn backward_input_in_place(
     x: &[f32],
     affine: Affine<'_>,
     sums: &[f64],
@@ -199,14 +196,7 @@ fn in_place_chunk<const W: usize>(
 }
 
 /// As [`backward_input_in_place`] without a mask, for a `g` that the shortcut still needs.
-pub(in crate::engine::cpu) fn backward_input(
-    x: &[f32],
-    affine: Affine<'_>,
-    sums: &[f64],
-    count: f64,
-    g: &[f32],
-    dx: &mut [f32],
-) {
+pub fn backward_input(x: &[f32], affine: Affine<'_>, sums: &[f64], count: f64, g: &[f32], dx: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
     let slopes = slopes(affine, tiling, sums, count);
     let chunk = tiling.chunk();

@@ -12,12 +12,13 @@ mod grouped;
 mod memory;
 mod pieces;
 mod product;
+mod shape;
 mod tile;
 mod vector;
 mod weight;
 
-pub use crate::engine::shape::ConvShape;
 pub use memory::Scratch;
+pub use shape::ConvShape;
 pub use tile::Instructions;
 
 /// Output channels in a block of weights: the floats in a 512-bit register.

@@ -7,19 +7,19 @@ const CHUNK: usize = 1 << 14;
 
 /// ReLU as PyTorch has it: NaN stays NaN, so that a diverged run shows. (`max` would make it zero.)
 #[inline(always)]
-pub(super) fn relu_of(v: f32) -> f32 {
+pub fn relu_of(v: f32) -> f32 {
     if v < 0.0 { 0.0 } else { v }
 }
 
 /// y = relu(x).
-pub(super) fn relu(x: &[f32], y: &mut [f32]) {
+pub fn relu(x: &[f32], y: &mut [f32]) {
     y.par_chunks_mut(CHUNK)
         .zip(x.par_chunks(CHUNK))
         .for_each(|(y, x)| y.iter_mut().zip(x).for_each(|(y, x)| *y = relu_of(*x)));
 }
 
 /// In `dy`, the gradient of `y` = relu(x): that of x.
-pub(super) fn relu_backward(y: &[f32], dy: &mut [f32]) {
+pub fn relu_backward(y: &[f32], dy: &mut [f32]) {
     dy.par_chunks_mut(CHUNK).zip(y.par_chunks(CHUNK)).for_each(|(dy, y)| {
         for (d, y) in dy.iter_mut().zip(y) {
             *d = if *y > 0.0 { *d } else { 0.0 };
@@ -28,7 +28,7 @@ pub(super) fn relu_backward(y: &[f32], dy: &mut [f32]) {
 }
 
 /// sum = a + b.
-pub(super) fn add(a: &[f32], b: &[f32], sum: &mut [f32]) {
+pub fn add(a: &[f32], b: &[f32], sum: &mut [f32]) {
     sum.par_chunks_mut(CHUNK).zip(a.par_chunks(CHUNK).zip(b.par_chunks(CHUNK))).for_each(|(sum, (a, b))| {
         for (s, (a, b)) in sum.iter_mut().zip(a.iter().zip(b)) {
             *s = a + b;

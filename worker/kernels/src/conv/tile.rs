@@ -216,7 +216,7 @@ macro_rules! tiles {
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
-            use crate::engine::cpu::conv::tile::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
+            use crate::conv::tile::{Outer, Pack, Product, Tiles, Vector, outer, pack, product};
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
                 // SAFETY: the caller's promise; the function has the instructions of its vectors.

@@ -1,19 +1,118 @@
-//! The optimizers' formulas over flat ranges: SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
+//! The optimizers: settings, and formulas over flat ranges. SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
+//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`) follow the formulas.
 
-use crate::engine::optimizer::{LARS_TRUST, MOST_SLOTS, Optimizer, ParameterPolicy};
-use lockstep_protocol::spec::OptimizerKind;
+use crate::simd::with_simd;
+use lockstep_protocol::spec::{OptimizerKind, TrainSpec};
+
+/// Trust coefficient eta of LARS: the value of You, Gitman and Ginsburg (2017), section 5.
+pub const LARS_TRUST: f32 = 0.001;
+
+/// Most slots that an optimizer has.
+pub const MOST_SLOTS: usize = 2;
+
+/// An optimizer's settings, which stay the same over a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Optimizer {
+    pub kind: OptimizerKind,
+    /// For SGD and LARS.
+    pub momentum: f32,
+    pub weight_decay: f32,
+    /// Whether batch norm's parameters and biases are decayed (never with LARS), and with LAMB adapted.
+    pub decay_norm_and_bias: bool,
+    /// For AdamW and LAMB. In float64 as in PyTorch: 1 - 0.999 has a relative error of 1e-5 in float32.
+    pub beta1: f64,
+    pub beta2: f64,
+    pub epsilon: f64,
+}
+
+/// How one parameter is treated.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ParameterPolicy {
+    /// Weight decay.
+    pub decay: f32,
+    /// Whether its learning rate follows from the norms of the parameter.
+    pub adapted: bool,
+    /// It is never changed, nor is what the optimizer keeps of it.
+    pub frozen: bool,
+}
+
+impl ParameterPolicy {
+    /// That of a parameter that stays as it is.
+    pub const FROZEN: Self = Self { decay: 0.0, adapted: false, frozen: true };
+}
+
+impl Default for Optimizer {
+    fn default() -> Self {
+        Self::from(&TrainSpec::default())
+    }
+}
+
+impl From<&TrainSpec> for Optimizer {
+    fn from(spec: &TrainSpec) -> Self {
+        Self {
+            kind: spec.optimizer,
+            momentum: spec.momentum,
+            weight_decay: spec.weight_decay,
+            decay_norm_and_bias: spec.decay_norm_and_bias,
+            beta1: spec.beta1,
+            beta2: spec.beta2,
+            epsilon: spec.epsilon,
+        }
+    }
+}
+
+impl Optimizer {
+    /// Names of what it keeps for each parameter: float32, zeros at first.
+    pub fn slots(&self) -> &'static [&'static str] {
+        slots(self.kind)
+    }
+
+    /// Whether a parameter's update needs the norms of all of it.
+    pub fn needs_norms(&self) -> bool {
+        matches!(self.kind, OptimizerKind::Lars | OptimizerKind::Lamb)
+    }
+
+    /// How a parameter is treated; `is_weight`: it is a weight of a convolution or linear layer, not of a batch norm, and
+    /// no bias.
+    pub fn policy(&self, is_weight: bool) -> ParameterPolicy {
+        let decayed = match self.kind {
+            OptimizerKind::Lars => is_weight,
+            _ => is_weight || self.decay_norm_and_bias,
+        };
+        ParameterPolicy {
+            decay: if decayed { self.weight_decay } else { 0.0 },
+            adapted: decayed && self.needs_norms(),
+            frozen: false,
+        }
+    }
+}
+
+/// [`Optimizer::slots`] of any optimizer of `kind`. Optimizers with equal slots can continue from each other's state.
+pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
+    match kind {
+        OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Lars => &["momentum"],
+        OptimizerKind::AdamW | OptimizerKind::Lamb => &["exp_avg", "exp_avg_sq"],
+    }
+}
 
 /// A sum of squares in double precision, in an order that depends on the number of values alone.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Lanes {
+pub struct Lanes {
     lanes: [f64; 16],
     rest: f64,
 }
 
 impl Lanes {
     /// Adds those of `values`: a multiple of 16, or the last ones.
+    pub fn add(&mut self, values: &[f32]) {
+        with_simd(
+            #[inline(always)]
+            || self.add_inline(values),
+        );
+    }
+
     #[inline(always)]
-    pub(super) fn add(&mut self, values: &[f32]) {
+    fn add_inline(&mut self, values: &[f32]) {
         let rows = values.chunks_exact(16);
         self.rest += rows.remainder().iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>();
         for row in rows {
@@ -23,20 +122,20 @@ impl Lanes {
         }
     }
 
-    pub(super) fn sum(&self) -> f64 {
+    pub fn sum(&self) -> f64 {
         self.lanes.iter().sum::<f64>() + self.rest
     }
 }
 
 /// One parameter's slots, in the order of [`Optimizer::slots`]; those that the optimizer does not have are empty.
-pub(super) type Slots<'a> = [&'a mut [f32]; MOST_SLOTS];
+pub type Slots<'a> = [&'a mut [f32]; MOST_SLOTS];
 
 /// One step's update.
 ///
 /// A rule of layer-wise rates ([`Optimizer::needs_norms`]) takes two passes over a parameter: [`Update::prepare`], then, when
 /// all of it is prepared and the norms are known, [`Update::apply`]. Others apply alone.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Update {
+pub struct Update {
     optimizer: Optimizer,
     lr: f32,
     adam: Adam,
@@ -83,7 +182,7 @@ impl Adam {
 
 impl Update {
     /// Update number `number` (from 1) at learning rate `lr`.
-    pub(super) fn new(optimizer: &Optimizer, lr: f32, number: u64) -> Self {
+    pub fn new(optimizer: &Optimizer, lr: f32, number: u64) -> Self {
         Self { optimizer: *optimizer, lr, adam: Adam::new(optimizer, number) }
     }
 
@@ -92,7 +191,7 @@ impl Update {
     ///
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
     /// - lamb: it is `lr |w| / |r|`
-    pub(super) fn rates(&self, policy: ParameterPolicy, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
+    pub fn rates(&self, policy: ParameterPolicy, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
         let ParameterPolicy { decay, adapted, .. } = policy;
         if !adapted {
             return (self.lr, decay);
@@ -111,8 +210,15 @@ impl Update {
     ///
     /// - lars: the gradient itself
     /// - lamb: moments as Adam's, `r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w`
+    pub fn prepare(&self, decay: f32, w: &[f32], slots: Slots<'_>, g: &mut [f32]) {
+        with_simd(
+            #[inline(always)]
+            || self.prepare_inline(decay, w, slots, g),
+        );
+    }
+
     #[inline(always)]
-    pub(super) fn prepare(&self, decay: f32, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
+    fn prepare_inline(&self, decay: f32, w: &[f32], [m, v]: Slots<'_>, g: &mut [f32]) {
         if self.optimizer.kind != OptimizerKind::Lamb {
             return;
         }
@@ -132,8 +238,15 @@ impl Update {
     /// - adamw: `m = beta1 m + (1 - beta1) g`, `v = beta2 v + (1 - beta2) g^2`, `w = (1 - lr d) w`,
     ///   `w -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)`
     /// - lamb: `w -= lr r`
+    pub fn apply(&self, rate: f32, decay: f32, w: &mut [f32], slots: Slots<'_>, g: &[f32]) {
+        with_simd(
+            #[inline(always)]
+            || self.apply_inline(rate, decay, w, slots, g),
+        );
+    }
+
     #[inline(always)]
-    pub(super) fn apply(&self, rate: f32, decay: f32, w: &mut [f32], [v, more]: Slots<'_>, g: &[f32]) {
+    fn apply_inline(&self, rate: f32, decay: f32, w: &mut [f32], [v, more]: Slots<'_>, g: &[f32]) {
         let m = self.optimizer.momentum;
         let values = w.iter_mut().zip(v.iter_mut()).zip(g);
         match self.optimizer.kind {
@@ -167,6 +280,25 @@ impl Update {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn batch_norms_and_biases_are_decayed_and_adapted_as_the_job_says() {
+        let treat = |kind, decay_norm_and_bias, is_weight| {
+            let optimizer =
+                Optimizer { kind, weight_decay: 0.1, decay_norm_and_bias, ..Optimizer::default() };
+            let ParameterPolicy { decay, adapted, .. } = optimizer.policy(is_weight);
+            (decay, adapted)
+        };
+        for (kind, _) in OptimizerKind::ALL {
+            let layer_wise = matches!(kind, OptimizerKind::Lars | OptimizerKind::Lamb);
+            for decay_norm_and_bias in [true, false] {
+                assert_eq!(treat(kind, decay_norm_and_bias, true), (0.1, layer_wise), "{kind:?}");
+            }
+            assert_eq!(treat(kind, false, false), (0.0, false), "{kind:?}");
+            let usual = if kind == OptimizerKind::Lars { (0.0, false) } else { (0.1, layer_wise) };
+            assert_eq!(treat(kind, true, false), usual, "{kind:?}");
+        }
+    }
 
     /// As an engine does it to a whole parameter, at learning rate 1 from slots of zeros.
     fn step(optimizer: Optimizer, is_weight: bool, w: &mut [f32], g: &[f32]) {

@@ -2,7 +2,7 @@
 
 use crate::{
     cluster::{Slurm, Sshd},
-    launch::{launch, server, submit},
+    full::launch::{launch, server, submit},
     server::{Finished, turn},
     specs,
 };

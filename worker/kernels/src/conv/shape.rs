@@ -40,12 +40,12 @@ impl ConvShape {
     }
 
     /// Input channels of a group.
-    pub(super) fn group_in_c(&self) -> usize {
+    pub fn group_in_c(&self) -> usize {
         self.in_c / self.groups
     }
 
     /// Output channels of a group.
-    pub(super) fn group_out_c(&self) -> usize {
+    pub fn group_out_c(&self) -> usize {
         self.out_c / self.groups
     }
 

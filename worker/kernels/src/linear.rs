@@ -67,7 +67,7 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
 const ROWS: usize = 8;
 
 /// `y` `[batch, out]` from `x` `[batch, in]`.
-pub(super) fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
+pub fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
     let outputs = bias.len();
     let inputs = weight.len() / outputs;
     let weight = Matrix::new(weight, outputs, inputs).transposed();
@@ -82,7 +82,7 @@ pub(super) fn forward(x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
 }
 
 /// Overwrites `dx` `[batch, in]`.
-pub(super) fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mut [f32]) {
+pub fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mut [f32]) {
     let inputs = weight.len() / outputs;
     let weight = Matrix::new(weight, outputs, inputs);
     for (dy, dx) in dy.chunks(ROWS * outputs).zip(dx.chunks_mut(ROWS * inputs)) {
@@ -91,14 +91,14 @@ pub(super) fn backward_input(dy: &[f32], weight: &[f32], outputs: usize, dx: &mu
 }
 
 /// Overwrites `dweight` `[out, in]`.
-pub(super) fn backward_weight(x: &[f32], dy: &[f32], outputs: usize, dweight: &mut [f32]) {
+pub fn backward_weight(x: &[f32], dy: &[f32], outputs: usize, dweight: &mut [f32]) {
     let batch = dy.len() / outputs;
     let inputs = dweight.len() / outputs;
     multiply(Matrix::new(dy, batch, outputs).transposed(), Matrix::new(x, batch, inputs), dweight);
 }
 
 /// Overwrites `dbias` `[out]`.
-pub(super) fn backward_bias(dy: &[f32], dbias: &mut [f32]) {
+pub fn backward_bias(dy: &[f32], dbias: &mut [f32]) {
     dbias.fill(0.0);
     for row in dy.chunks_exact(dbias.len()) {
         for (b, dy) in dbias.iter_mut().zip(row) {

@@ -1,12 +1,12 @@
 //! Ranks that torchrun, Open MPI, Slurm and MindSpore's variables start, or a rank table places: the same weights as on one machine. The
 //! lines are those of docs/launchers.md, but for the folder of the run.
 
-use super::{Bench, succeeded};
 use crate::{
     cluster::{Slurm, Sshd},
     network::Network,
     pages,
     server::{free_port, turn},
+    train::{Bench, succeeded},
 };
 use serde_json::json;
 use std::{

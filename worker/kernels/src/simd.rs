@@ -6,11 +6,11 @@
 use std::sync::LazyLock;
 
 /// Lanes that the channel loops work on at a time: two 512-bit vectors, four when summed in float64.
-pub(super) const LANES: usize = 32;
+pub(crate) const LANES: usize = 32;
 
 /// Runs `work` with everything inlined into it compiled for this processor's vectors.
 #[inline(always)]
-pub(super) fn with_simd<R>(work: impl FnOnce() -> R) -> R {
+pub(crate) fn with_simd<R>(work: impl FnOnce() -> R) -> R {
     static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
     ARCH.dispatch(work)
 }

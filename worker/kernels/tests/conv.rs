@@ -1,7 +1,7 @@
 //! The convolutions of the CPU engine against sums in float64 over the definition, and against themselves
 //! on other numbers of threads.
 
-use lockstep_worker::engine::cpu::conv::{
+use lockstep_kernels::conv::{
     ConvShape, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
     weight_from_oihw, weight_to_oihw,
 };

@@ -1,16 +1,16 @@
 //! Max pooling and the mean over all pixels. NHWC; a task is one picture.
 
-use crate::net::TensorShape;
+use crate::TensorShape;
 use rayon::prelude::*;
 
 /// A square max pooling.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct MaxPool {
-    pub(super) input: TensorShape,
-    pub(super) output: TensorShape,
-    pub(super) kernel: usize,
-    pub(super) stride: usize,
-    pub(super) padding: usize,
+pub struct MaxPool {
+    pub input: TensorShape,
+    pub output: TensorShape,
+    pub kernel: usize,
+    pub stride: usize,
+    pub padding: usize,
 }
 
 impl MaxPool {
@@ -33,7 +33,7 @@ impl MaxPool {
     }
 
     /// `argmax` gets, for each output, which position of the window won: the first of equals, as in PyTorch.
-    pub(super) fn forward(&self, x: &[f32], y: &mut [f32], argmax: &mut [u8]) {
+    pub fn forward(&self, x: &[f32], y: &mut [f32], argmax: &mut [u8]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
         y.par_chunks_mut(outputs).zip(argmax.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(
             |((y, argmax), x)| {
@@ -58,7 +58,7 @@ impl MaxPool {
     }
 
     /// Overwrites `dx`: each output's gradient goes to the input that won.
-    pub(super) fn backward(&self, dy: &[f32], argmax: &[u8], dx: &mut [f32]) {
+    pub fn backward(&self, dy: &[f32], argmax: &[u8], dx: &mut [f32]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
         dx.par_chunks_mut(inputs).zip(dy.par_chunks(outputs).zip(argmax.par_chunks(outputs))).for_each(
             |(dx, (dy, argmax))| {
@@ -81,7 +81,7 @@ impl MaxPool {
 }
 
 /// Mean over the pixels of each picture and channel.
-pub(super) fn global_average(x: &[f32], input: TensorShape, y: &mut [f32]) {
+pub fn global_average(x: &[f32], input: TensorShape, y: &mut [f32]) {
     let scale = 1.0 / input.pixels() as f32;
     y.par_chunks_mut(input.channels).zip(x.par_chunks(input.len())).for_each(|(y, x)| {
         y.fill(0.0);
@@ -97,7 +97,7 @@ pub(super) fn global_average(x: &[f32], input: TensorShape, y: &mut [f32]) {
 }
 
 /// Overwrites `dx`: a picture's gradient spread over its pixels.
-pub(super) fn global_average_backward(dy: &[f32], input: TensorShape, dx: &mut [f32]) {
+pub fn global_average_backward(dy: &[f32], input: TensorShape, dx: &mut [f32]) {
     let scale = 1.0 / input.pixels() as f32;
     dx.par_chunks_mut(input.len()).zip(dy.par_chunks(input.channels)).for_each(|(dx, dy)| {
         for pixel in dx.chunks_exact_mut(input.channels) {

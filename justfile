@@ -13,7 +13,7 @@ test:
 
 # The Rust tests whose name contains NAME.
 test-one NAME:
-    cargo test --release --workspace {{NAME}}
+    cargo test --workspace {{NAME}}
 
 fmt:
     cargo fmt --all
@@ -23,7 +23,7 @@ reference:
     cargo run -- reference
 
 lint:
-    cargo clippy --release --workspace --all-targets -- -D warnings
+    cargo clippy --workspace --all-targets -- -D warnings
     bash .ci/dependency-rule
 
 # Known vulnerabilities; needs the RustSec database from the network.

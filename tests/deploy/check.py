@@ -2,7 +2,7 @@
 """Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes`: Kubernetes' published schemas and the Compose
 specification, and that the commands in them, in their comments and in the pages are ones that the program has. Then it runs them. Run by tests/run, which installs what this imports (into target/schemas).
 
-    PYTHONPATH=target/schemas python3 tests/deploy/check.py target/release/lockstep
+    PYTHONPATH=target/schemas python3 tests/deploy/check.py target/debug/lockstep
 """
 
 import copy

@@ -5,7 +5,7 @@
 //! group's limit. They have names that begin with `root`:
 //!
 //! ```sh
-//! cargo test --release --test faults -- --ignored root
+//! cargo test --workspace --test faults -- --ignored root
 //! ```
 
 use crate::{

@@ -5,11 +5,11 @@
 //! are marked `ignored` and have commands of their own:
 //!
 //! ```sh
-//! cargo test --release --test faults -- --ignored slow       # minutes away, leases that run out
-//! cargo test --release --test faults -- --ignored kill_50    # kill -9 under load, 50 times each
-//! cargo test --release --test faults -- --ignored soak       # 200 jobs, a random fault every few seconds
-//! cargo test --release --test faults -- --ignored root       # what only root can do to a machine
-//! cargo test --release --test faults -- --ignored measure    # from a kill to training again, five times each
+//! cargo test --workspace --test faults -- --ignored slow       # minutes away, leases that run out
+//! cargo test --workspace --test faults -- --ignored kill_50    # kill -9 under load, 50 times each
+//! cargo test --workspace --test faults -- --ignored soak       # 200 jobs, a random fault every few seconds
+//! cargo test --workspace --test faults -- --ignored root       # what only root can do to a machine
+//! cargo test --workspace --test faults -- --ignored measure    # from a kill to training again, five times each
 //! ```
 //!
 //! With `LOCKSTEP_FAULTS_REPORT=FILE` every row appends what it measured as a line of JSON.

@@ -9,6 +9,7 @@
 mod against_pytorch;
 pub mod batch_norm;
 pub mod conv;
+pub mod draws;
 pub mod elementwise;
 pub mod linear;
 pub mod loss;

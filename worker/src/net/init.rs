@@ -1,15 +1,10 @@
 //! Initial weights from a seed, identical on every engine and machine.
 //!
-//! A value depends on (seed, parameter name, index) alone: SplitMix64's output function over a
-//! counter, whose key is hashed from seed and name. Logarithm and cosine come from the `libm`
-//! crate, because a system's own differ in the last bit.
+//! A value depends on (seed, parameter name, index) alone.
 
 use super::{Network, Parameter, Role};
 use crate::tensors::{HostTensor, NamedTensors};
-use rayon::prelude::*;
-
-/// Values a task makes; even, because normals come in pairs.
-const CHUNK: usize = 1 << 14;
+use lockstep_kernels::draws::{key, normal, uniform};
 
 /// He initialisation (fan-out, normal; of a grouped convolution fan-out counts the outputs of all groups, as in
 /// torchvision) for convolutions, ones and zeros for batch norm, PyTorch's
@@ -42,48 +37,6 @@ pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64
             (name, HostTensor { shape, values })
         })
         .collect()
-}
-
-/// SplitMix64's output function (Steele, Lea, Flood 2014).
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
-/// FNV-1a of the name, mixed with the seed.
-fn key(seed: u64, name: &str) -> u64 {
-    let hash = name
-        .bytes()
-        .fold(0xCBF2_9CE4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01B3));
-    mix(mix(seed.wrapping_add(0x9E37_79B9_7F4A_7C15)) ^ hash)
-}
-
-/// Value `index` of a stream, strictly between 0 and 1.
-fn unit(key: u64, index: u64) -> f64 {
-    let bits = mix(key.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15))) >> 11;
-    (bits as f64 + 0.5) / (1u64 << 53) as f64
-}
-
-fn uniform(key: u64, len: usize, bound: f64) -> Vec<f32> {
-    (0..len as u64).map(|i| ((2.0 * unit(key, i) - 1.0) * bound) as f32).collect()
-}
-
-/// Box and Muller's pairs.
-fn normal(key: u64, len: usize, std: f64) -> Vec<f32> {
-    let mut values = vec![0.0f32; len];
-    values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
-        for (pair, out) in values.chunks_mut(2).enumerate() {
-            let first = (chunk * CHUNK + 2 * pair) as u64;
-            let radius = std * (-2.0 * libm::log(unit(key, first))).sqrt();
-            let (sin, cos) = libm::sincos(std::f64::consts::TAU * unit(key, first + 1));
-            out[0] = (radius * cos) as f32;
-            if let Some(second) = out.get_mut(1) {
-                *second = (radius * sin) as f32;
-            }
-        }
-    });
-    values
 }
 
 #[cfg(test)]

@@ -5,13 +5,13 @@ import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
 import { mkdtemp, readdir, readFile, rm } from "node:fs/promises";
 import { createServer } from "node:net";
-import { tmpdir } from "node:os";
+import { setPriority, tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
 export const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
-export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
+export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/debug/lockstep");
 export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync"];
@@ -70,7 +70,16 @@ export class TestServer {
       this.token = (await readFile(join(this.dir, "token"), "utf8")).trim();
       this.headers = { authorization: `Bearer ${this.token}` };
     }
-    if (this.agent) await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+    if (this.agent) {
+      await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+      await this.yieldToBrowser();
+    }
+  }
+
+  /** Ranks take all cores, and inherit the priority of the agent's threads: pages and the server go first. */
+  async yieldToBrowser() {
+    const [agent] = (await readFile(`/proc/${this.process.pid}/task/${this.process.pid}/children`, "utf8")).trim().split(" ");
+    for (const thread of await readdir(`/proc/${agent}/task`)) setPriority(Number(thread), 5);
   }
 
   async ask(path, body) {
@@ -83,10 +92,12 @@ export class TestServer {
 
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
-  /** A small job: `train` and the rest are laid over it. */
+  /** A small job: `train` and the rest are laid over it. Its pictures are small too, so that it is soon over, unless it is to be watched. */
   spec({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
+    const isWatched = train.steps >= 1000;
     return {
-      name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02, ...data },
+      name, model: { arch: "resnet20" },
+      data: { dataset: "fashion-mnist", validation: 0.02, ...(isWatched ? {} : { image_size: 8 }), ...data },
       train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" }, ...rest,
     };
   }

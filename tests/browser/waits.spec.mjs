@@ -4,7 +4,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { clean, fits } from "./looks.mjs";
+import { fits } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
@@ -89,7 +89,6 @@ describe("a reason", () => {
       const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
       assert.deepEqual(await cut(), [], `at ${width}`);
       await fits(page, `at ${width}`);
-      await clean(page, `at ${width}`);
       const apart = await page.locator(`tr[data-id="${jobs.waits.id}"]`).evaluate((row) => {
         const box = (name) => row.querySelector(`[data-f=${name}]`).getBoundingClientRect(), reason = box("reason");
         return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
@@ -100,7 +99,6 @@ describe("a reason", () => {
         return tail[0].top >= head.at(-1).top - 1;
       });
       assert.ok(goesOn, `its end follows its beginning at ${width}`);
-      if (process.env.LOCKSTEP_PICTURES) await page.screenshot({ path: `${process.env.LOCKSTEP_PICTURES}/waits-${width}.png` });
       await page.end();
     }
   });

@@ -5,7 +5,7 @@ import { mkdtemp, readdir, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, store;
 before(async () => {

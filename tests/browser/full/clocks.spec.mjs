@@ -6,8 +6,8 @@ import { readdirSync } from "node:fs";
 import { connect, createServer } from "node:net";
 import { join as path } from "node:path";
 import { after, afterEach, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { BINARY, Browser, TestServer, losses, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const MINUTES = 60_000, RANKS = 2;
 let browser;

@@ -5,8 +5,8 @@ import { execFileSync } from "node:child_process";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {

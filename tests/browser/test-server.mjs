@@ -17,14 +17,15 @@ export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--
   "--disable-component-update", "--disable-sync"];
 const PATIENCE_MS = 120_000;
 
-/** Waits until `check` answers something true, and answers that; says what it waited for when it does not. */
+/** Waits until `check` answers something true, and answers that; says what it waited for when it does not. Asks less often the longer it takes. */
 export async function until(what, check, patience = PATIENCE_MS) {
   const end = Date.now() + patience;
-  let last;
+  let last, pause = 20;
   for (;;) {
     try { const found = await check(); if (found) return found; last = found; } catch (error) { last = error; }
     if (Date.now() > end) assert.fail(`${what}: not within ${patience / 1000} s; last: ${last?.stack ?? JSON.stringify(last)}`);
-    await new Promise((done) => setTimeout(done, 50));
+    await new Promise((done) => setTimeout(done, pause));
+    pause = Math.min(pause * 1.3, 200);
   }
 }
 

@@ -196,7 +196,7 @@ describe("a page that stays open", () => {
       assert.deepEqual(await page.evaluate(() => window.told), once);
       // The line breaks, and the list is read again.
       await page.evaluate(() => dispatchEvent(new Event("online")));
-      await until("it has been read", async () => (await state.count()) === 0 || (await state.textContent()) === "succeeded");
+      await until("it has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
       assert.deepEqual(await page.evaluate(() => window.told), once);
       await page.end();
     }

@@ -154,8 +154,9 @@ export class Browser {
       const { url } = await server.ask("/login-links", {});
       await context.request.get(url, { maxRedirects: 0 });
     }
-    // Ranks and another browser take both cores.
-    context.setDefaultTimeout(PATIENCE_MS);
+    // Another browser or a compiler may take both cores. An element that has gone is looked for less long than `until` waits, which asks again.
+    context.setDefaultTimeout(PATIENCE_MS / 4);
+    context.setDefaultNavigationTimeout(PATIENCE_MS);
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, server, expected);

@@ -1,10 +1,9 @@
 // Every page at every width in both themes, crowded and empty. With LOCKSTEP_PICTURES set to a folder, pictures of the pages are kept there.
 
-import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { MORE_PAGES, PAGES, crowd } from "../crowded.mjs";
-import { fits, isSound, look } from "../looks.mjs";
-import { Browser, TestServer, until } from "../test-server.mjs";
+import { PAGES, crowd } from "../crowded.mjs";
+import { look } from "../looks.mjs";
+import { Browser, TestServer } from "../test-server.mjs";
 
 let server, empty, browser, jobs;
 const made = { dataset: false, agent: false };
@@ -15,41 +14,9 @@ before(async () => {
 after(async () => { await browser?.close(); await Promise.all([server?.close(), empty?.close()]); });
 
 describe("a page of a crowded server fits, is readable and accessible:", () => {
-  for (const [name, path, ready] of [...PAGES, ...MORE_PAGES]) test(name, () => look(browser, server, path(jobs), name, { ready }));
-
-  test("the list with a menu open", async () => {
-    const page = await browser.page(server, "/jobs?where=train.lr%3E%3D0.01&sort=-loss&columns=loss,train.lr", { reducedMotion: "reduce" });
-    await until("it is listed", async () => (await page.locator("#rows tr").count()) >= 5);
-    for (const menu of [".narrow", ".saved-views", "#columns", ".grouping"]) {
-      await page.locator(`${menu} > summary`).click();
-      await isSound(page, menu);
-      await page.locator(`${menu} > summary`).click();
-    }
-    await page.end();
-  });
-
-  test("a phone of 360 pixels", async () => {
-    const page = await browser.page(server, "/docs", { viewport: { width: 360, height: 740 }, expected: [/404|422/] });
-    for (const [name, path, ready] of [...PAGES, ...MORE_PAGES]) {
-      await page.goto(server.url + path(jobs));
-      if (ready) await until(`${name} is there`, () => ready(page));
-      for (const control of ["h1", "#theme", "#keys"]) assert.ok(await page.locator(control).first().isVisible(), `${control} on ${name}`);
-      await fits(page, name);
-    }
-    await page.end();
-  });
+  for (const [name, path, ready] of PAGES) test(name, () => look(browser, server, path(jobs), name, { ready }));
 });
 
 describe("a page of an empty server fits, is readable and accessible:", () => {
   for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit"]) test(path, () => look(browser, empty, path, `empty${path.replaceAll("/", "-")}`));
-});
-
-describe("the list on a phone", () => {
-  test("is sorted by its buttons", async () => {
-    const page = await browser.page(server, "/jobs", { viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true });
-    await page.getByRole("button", { name: "Images/s" }).tap();
-    await until("the fastest comes first", async () => (await page.locator("#rows tr").first().getAttribute("data-id")) === jobs.running);
-    assert.equal(new URL(page.url()).searchParams.get("sort"), "-speed");
-    await page.end();
-  });
 });

@@ -32,7 +32,7 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
     for (const [name, path, ready] of [...PAGES, ...MORE_PAGES]) {
       await page.goto(server.url + path(jobs));
       if (ready) await until(`${name} is there`, () => ready(page));
-      for (const control of ["h1", "#theme", "#keys"]) assert.ok(await page.locator(control).first().isVisible(), `${control} on ${name}`);
+      for (const control of ["h1", "#theme", "#keys"]) await until(`${control} is on ${name}`, () => page.locator(control).first().isVisible());
       await fits(page, name);
     }
     await page.end();

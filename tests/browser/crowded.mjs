@@ -77,5 +77,5 @@ export const MORE_PAGES = [
   ["job-done", (jobs) => `/jobs/${jobs.done}`, drawn],
   ["compare-groups", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss&group=train.lr`, compared],
   ["compare-none", () => "/compare"],
-  ...["team", "reference/job-file", "reference/command-line", "reference/rest"].map((page) => [`docs-${page.replace("/", "-")}`, () => `/docs/${page}`]),
+  ...["team", "reference/job-file"].map((page) => [`docs-${page.replace("/", "-")}`, () => `/docs/${page}`]),
 ];

@@ -27,6 +27,14 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
     await page.end();
   });
 
+  for (const path of ["/docs/reference/command-line", "/docs/reference/rest"]) {
+    test(`${path}, which is long`, async () => {
+      const page = await browser.page(server, path, { reducedMotion: "reduce" });
+      await isSound(page, path);
+      await page.end();
+    });
+  }
+
   test("a phone of 360 pixels", async () => {
     const page = await browser.page(server, "/docs", { viewport: { width: 360, height: 740 }, expected: [/404|422/] });
     for (const [name, path, ready] of [...PAGES, ...MORE_PAGES]) {

@@ -110,10 +110,10 @@ function inPage() {
       else if (message.type === "ack") { this.#stored.set(key(message.attempt, message.source), message.records); this.#waiting.splice(0).forEach((tell) => tell()); }
     }
 
-    /** The attempt of a job, once the server has started it. */
-    async attempt(job) {
+    /** Attempt number `n` of a job, once the server has started it. */
+    async attempt(job, n = 1) {
       for (;;) {
-        const found = this.started.find((s) => s.attempt.job === job);
+        const found = this.started.filter((s) => s.attempt.job === job)[n - 1];
         if (found) return found.attempt;
         await new Promise((done) => setTimeout(done, 20));
       }

@@ -5,7 +5,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { clean, fits, picture } from "./looks.mjs";
+import { isSound } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
@@ -101,16 +101,6 @@ describe("charts", () => {
     await page.locator("button[data-metric=val_loss]").click();
     assert.equal(await page.locator("#curves .curve").count(), 1);
     assert.equal(await listeners(), before);
-    await page.end();
-  });
-
-  test("are saved each by itself", async () => {
-    const page = await browser.page(server, where("&metric=loss,val_loss"));
-    await drawn(page);
-    const card = page.locator(".curve[data-metric=val_loss]");
-    await card.locator("summary", { hasText: "Save" }).click();
-    const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-    assert.match(await readFile(await file.path(), "utf8"), />validation loss \(cross-entropy\)<\/text>/);
     await page.end();
   });
 });
@@ -218,18 +208,20 @@ describe("groups", () => {
 
 describe("a file of groups", () => {
   test("has a column that is named after the axis", async () => {
+    const page = await browser.page(server, where("&group=train.lr"));
+    await drawn(page);
+    const card = page.locator(".curve[data-metric=loss]");
     for (const [axis, column, first] of [["step", "step", 1], ["epoch", "epoch", 1 / 50], ["time", "time_secs", 0.0205]]) {
-      const page = await browser.page(server, where(`&group=train.lr&axis=${axis}`));
-      await drawn(page);
-      const card = page.locator(".curve[data-metric=loss]");
-      await until("it is along the axis", async () => Math.abs(await page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]) - first) < 1e-6, 20_000);
+      await page.locator(`button[data-axis=${axis}]`).click();
+      const drawnFrom = () => page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]);
+      await until(`it is along ${axis}`, async () => Math.abs(await drawnFrom() - first) < 1e-6, 20_000);
       await card.locator("summary", { hasText: "Save" }).click();
       const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "CSV", exact: true }).click()]);
       const [head, row] = (await readFile(await file.path(), "utf8")).split("\n");
       assert.equal(head, `line,attempt,${column},points,min,max,mean`);
       assert.ok(Math.abs(Number(row.split(",")[2]) - first) < 1e-6, row);
-      await page.end();
     }
+    await page.end();
   });
 });
 
@@ -365,35 +357,15 @@ describe("results", () => {
 });
 
 describe("on a phone and a screen", () => {
-  test("long names push nothing apart, all fits, and axe finds nothing", async () => {
-    for (const width of [390, 1024, 1440, 1920]) {
-      for (const colorScheme of ["dark", "light"]) {
-        for (const more of ["&metric=loss,val_loss,lr", "&metric=loss&group=train.lr"]) {
-          const page = await browser.page(server, where(more), { colorScheme, viewport: { width, height: 900 } });
-          await drawn(page);
-          await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-          await fits(page, `${more} at ${width}`);
-          const wide = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
-          assert.ok(wide <= (width < 1920 ? 360 : 400), `a name is ${wide} wide at ${width}`);
-          await page.evaluate(() => { const { selection, jobs } = window.lockstep; selection.brushes.set("train.lr", { from: 0.3, to: 1 }); selection.dispatchEvent(new Event("change")); return jobs().length; });
-          if (width === 390 || width === 1440) await clean(page, `${more} at ${width}, ${colorScheme}`);
-          await fits(page, `${more} at ${width}, with a selection`);
-          await picture(page, `compare-${more.includes("group") ? "groups" : "charts"}-${width}-${colorScheme}`);
-          await page.end();
-        }
-      }
-    }
-  });
-});
-
-test("a server without jobs says so and offers the form", async () => {
-  const empty = await TestServer.open({ dataset: false, agent: false });
-  try {
-    // The form says that there is no dataset either.
-    const page = await browser.page(empty, "/compare", { expected: [/422/] });
-    await page.getByText("No job has been submitted to this server yet.").waitFor();
-    await page.getByRole("link", { name: "Submit one" }).click();
-    assert.ok(page.url().startsWith(`${empty.url}/jobs/new`), page.url());
-    await page.end();
-  } finally { await empty.close(); }
+  for (const [what, more] of [["charts", "&metric=loss,val_loss,lr"], ["groups", "&metric=loss&group=train.lr"]]) {
+    test(`${what} with long names and a selection fit, and axe finds nothing`, async () => {
+      const page = await browser.page(server, where(more), { reducedMotion: "reduce" });
+      await drawn(page);
+      await page.evaluate(() => { const { selection } = window.lockstep; selection.brushes.set("train.lr", { from: 0.3, to: 1 }); selection.dispatchEvent(new Event("change")); });
+      await isSound(page, what);
+      const widest = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
+      assert.ok(widest <= 360, `a name is ${widest} wide`);
+      await page.end();
+    });
+  }
 });

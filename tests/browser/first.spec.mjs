@@ -1,4 +1,4 @@
-// The first minutes of somebody new: no dataset, a job file with a mistake, a phone, no wish for shortcuts.
+// The first minutes of somebody new: no job, no dataset, a job file with a mistake, no wish for shortcuts.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -10,6 +10,15 @@ before(async () => { [server, browser] = await Promise.all([TestServer.open({ da
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a new server", () => {
+  test("says on Compare that there is no job, and offers the form", async () => {
+    // The form says that there is no dataset either.
+    const page = await browser.page(server, "/compare", { expected: [/422/] });
+    await page.getByText("No job has been submitted to this server yet.").waitFor();
+    await page.getByRole("link", { name: "Submit one" }).click();
+    await page.waitForURL(`${server.url}/jobs/new*`);
+    await page.end();
+  });
+
   test("offers its bundled pictures on the page of the datasets", async () => {
     const page = await browser.page(server, "/datasets");
     assert.equal(await page.locator("[data-dataset]").count(), 0);
@@ -78,26 +87,6 @@ describe("mistakes", () => {
     const error = page.locator("#fork-error");
     await until("both keys are named", async () => /train\.lr: /.test(await error.textContent()) && /parallel\.ranks: /.test(await error.textContent()));
     await page.end();
-  });
-});
-
-describe("a phone", () => {
-  test("has theme and help, and nothing is cut at 390 pixels", async () => {
-    const { jobs: [job] } = await server.ask("/jobs");
-    for (const path of ["/jobs", "/jobs/new", `/jobs/${job.id}`, `/jobs/${job.id}?tab=history`, `/compare?jobs=${job.id}`, "/datasets", "/machines"]) {
-      const page = await browser.page(server, path, { viewport: { width: 390, height: 844 } });
-      await until("it is drawn", () => page.locator("h1").first().isVisible());
-      await new Promise((done) => setTimeout(done, 400));
-      assert.ok(await page.locator("#theme").isVisible() && await page.locator("#keys").isVisible(), `theme and help on ${path}`);
-      assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), `${path} is wider than the phone`);
-      const cut = await page.evaluate(() => [...document.querySelectorAll("button, a.button, select, input")].filter((n) => {
-        const box = n.getBoundingClientRect();
-        // What lies in a box that scrolls by itself is reached by that.
-        return box.width && n.checkVisibility() && !n.closest(".sr, .scroll, dialog, .jobs thead") && (box.right > innerWidth + 1 || box.left < -1);
-      }).map((n) => n.id || n.textContent));
-      assert.deepEqual(cut, [], `cut on ${path}`);
-      await page.end();
-    }
   });
 });
 

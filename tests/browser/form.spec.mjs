@@ -129,14 +129,4 @@ describe("the form", () => {
     assert.equal((await server.ask("/jobs")).jobs.filter(({ name }) => name === "two mistakes").length, 0);
     await page.end();
   });
-
-  test("registers a dataset, and says what is wrong with one that is none", async () => {
-    const page = await browser.page(server, "/datasets", { expected: [/422/] });
-    assert.ok(await page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
-    await page.getByLabel("Name", { exact: true }).fill("nothing");
-    await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
-    await page.getByRole("button", { name: "Add", exact: true }).click();
-    await until("the folder is named as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
-    await page.end();
-  });
 });

@@ -150,12 +150,13 @@ db.commit()`, join(server.dir, "lockstep.db"), id]);
   });
 
   test("survives the server's death under the page: no point missing, none twice", async () => {
-    const { id } = await server.submit({ name: "survivor", train: { steps: 400 } });
+    const { id } = await server.submit({ name: "survivor", train: { steps: 400 }, data: { image_size: 16 } });
     const page = await browser.page(server, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
     await until("both ranks train", async () => {
       const found = await losses(page);
       return found["rank 0"]?.points > 5 && found["rank 1"]?.points > 5;
     });
+    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     await server.crash();
     await until("the page says so", async () => (await page.locator("#live").textContent()) === "reconnecting");
     const before = (await losses(page))["rank 0"].points;

@@ -1,18 +1,18 @@
-// The list of jobs: sorted by its heads, filtered by settings, days and text, kept as views, and ten thousand jobs long.
+// The list of jobs: sorted by its heads, filtered by settings, days and text, and kept as views; its
+// columns of any metric, setting or tag, long names, and what a waiting job says.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { spec } from "./agent.mjs";
-import { clean } from "./looks.mjs";
-import { address, fiveJobs, head, listed, names, sql } from "./five-jobs.mjs";
+import { isSound } from "./looks.mjs";
+import { address, fiveJobs, head, listed, names, remove, sql } from "./five-jobs.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
-const MANY = 10_000;
-let server, browser;
+let server, browser, agent;
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  await fiveJobs(server, browser);
+  agent = await fiveJobs(server, browser);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -151,6 +151,8 @@ describe("the filters", () => {
     await listed(page, "anna,berta,carl,holder");
     await page.locator(".narrow summary").click();
     await page.locator("#project option[value=vision]").waitFor({ state: "attached" });
+    await isSound(page, "the filters");
+    await page.setViewportSize({ width: 1440, height: 1000 });
     assert.deepEqual(await page.locator("#project option").allTextContents(), ["any", "vision (2)", "audio (2)", "default (1)"], "those with the most jobs first");
     await page.locator("#project").selectOption("vision");
     await listed(page, "anna,berta");
@@ -218,25 +220,6 @@ describe("views", () => {
   });
 });
 
-describe("on a phone and a screen", () => {
-  test("menus, chips and heads pass axe in both themes and fit", async () => {
-    for (const width of [390, 1440]) {
-      for (const colorScheme of ["dark", "light"]) {
-        const page = await browser.page(server, "/jobs?where=train.lr%3E%3D0.01&owner=&sort=-loss&columns=loss,train.lr", { colorScheme, viewport: { width, height: 900 } });
-        await until("it is listed", async () => (await page.locator("#rows tr").count()) >= 5 && (await page.locator("#live").textContent()) === "live");
-        for (const open of ["", ".narrow", ".saved-views", "#columns"]) {
-          if (open) await page.locator(`${open} > summary`).click();
-          const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
-          assert.ok(over <= 0, `${open} at ${width} is ${over} pixels too wide`);
-          await clean(page, `${open} at ${width}, ${colorScheme}`);
-          if (open) await page.locator(`${open} > summary`).click();
-        }
-        await page.end();
-      }
-    }
-  });
-});
-
 describe("several jobs at once", () => {
   test("stay chosen where they were refused, with the reason, and nothing is done twice", async () => {
     const page = await browser.page(server, "/jobs", { expected: [/409/] }), { jobs } = await server.ask("/jobs?fields=id,name"), asked = [];
@@ -270,118 +253,198 @@ describe("several jobs at once", () => {
   });
 });
 
-describe("ten thousand jobs", () => {
-  test("are scrolled to the last with few rows laid out, and sorted by a setting", async () => {
-    sql(server, `WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ${MANY})
-      INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, created_at, finished_at, last_seq)
-      SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, project, json_set(spec, '$.train.lr', (i * 7919 % 10007) / 10007.0), ranks,
-        json_set(last, '$.loss', (i * 31 % 1009) / 1009.0), created_at - i * 1000, created_at, 1 FROM jobs, n WHERE jobs.name = 'anna'`);
-    const { total } = await server.ask("/jobs?q=many&limit=1&count=true");
-    assert.equal(total, MANY);
-    const times = [];
-    for (let n = 0; n < 15; n++) {
-      const from = performance.now();
-      await server.ask(`/jobs?sort=${n % 2 ? "-" : ""}spec.train.lr&limit=50`);
-      times.push(performance.now() - from);
-    }
-    times.sort((a, b) => a - b);
-    console.log(`# request sorted by a setting, n = ${times.length}: median ${times[7].toFixed(0)} ms, most ${times.at(-1).toFixed(0)} ms`);
-    // Fifty times what an idle machine needs: it would be another order of work.
-    assert.ok(times[7] < 5000, `half of the requests took more than ${times[7].toFixed(0)} ms`);
-    const page = await browser.page(server, "/jobs?q=many&columns=loss,train.lr");
-    const shown = () => page.locator("#rows tr:not([hidden])").count(), count = () => page.locator("#rows tr").count();
-    await until("they are listed", async () => (await count()) >= 50);
-    const clicks = [];
-    for (let n = 0; n < 9; n++) {
-      clicks.push(await page.evaluate(() => new Promise((done) => {
-        const rows = document.getElementById("rows"), first = rows.firstElementChild, from = performance.now();
-        new MutationObserver((_, watch) => { if (rows.firstElementChild === first) return; watch.disconnect(); requestAnimationFrame(() => done(performance.now() - from)); }).observe(rows, { childList: true });
-        document.querySelector("th[data-key='train.lr'] button").click();
-      })));
-    }
-    clicks.sort((a, b) => a - b);
-    console.log(`# page sorted by a setting, n = ${clicks.length}: median ${clicks[4].toFixed(0)} ms, most ${clicks.at(-1).toFixed(0)} ms`);
-    // To the very end, as fast as pages come, and the frames that this takes.
-    const frames = await page.evaluate(async (many) => {
-      const rows = document.getElementById("rows"), took = [], end = performance.now() + 600_000;
-      let last = performance.now();
-      while (rows.childElementCount < many && performance.now() < end) {
-        scrollTo(0, document.documentElement.scrollHeight);
-        await new Promise(requestAnimationFrame);
-        took.push(performance.now() - last);
-        last = performance.now();
-      }
-      return { rows: rows.childElementCount, took: took.sort((a, b) => a - b) };
-    }, MANY);
-    const at = (took, share) => took[Math.floor(took.length * share)]?.toFixed(0);
-    console.log(`# frames while all are loaded, n = ${frames.took.length}: median ${at(frames.took, 0.5)} ms, p95 ${at(frames.took, 0.95)} ms, most ${at(frames.took, 0.9999)} ms`);
-    assert.equal(frames.rows, MANY);
-    assert.ok((await shown()) < 200, `${await shown()} rows are laid out`);
-    await scrolls(page);
-    const last = page.locator("#rows tr").last();
-    await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight));
-    await until("the last one is in sight", () => last.isVisible());
-    // Then up and down through all of them.
-    const scrolled = await page.evaluate(async () => {
-      const took = [], height = document.documentElement.scrollHeight;
-      let last = performance.now();
-      for (let n = 0; n < 200; n++) {
-        scrollTo(0, Math.abs(height - 2 * height * n / 200));
-        await new Promise(requestAnimationFrame);
-        took.push(performance.now() - last);
-        last = performance.now();
-      }
-      return took.sort((a, b) => a - b);
-    });
-    console.log(`# frames of a scroll through ${MANY} rows, n = ${scrolled.length}: median ${at(scrolled, 0.5)} ms, p95 ${at(scrolled, 0.95)} ms, most ${at(scrolled, 0.9999)} ms`);
-    await page.evaluate(() => scrollTo(0, 5000 * 58));
-    await until("rows in the middle are in sight", () => page.evaluate(() => { const row = document.elementFromPoint(600, 500)?.closest("#rows tr"); return row && Math.abs([...row.parentElement.children].indexOf(row) - 5000) < 60; }));
+describe("columns", () => {
+  test("show the newest value of any metric, sort by it, and refuse one that is none", async () => {
+    const { jobs: [{ id }] } = await server.ask("/jobs?q=holder&fields=id");
+    await agent.evaluate(async (id) => {
+      const attempt = await window.it.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
+      await window.it.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
+    }, id);
+    const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expected: [/400/] });
+    const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
+    await until("both are there", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
+    assert.equal((await names(page))[0], "holder");
+    await page.locator("#columns > summary").click();
+    const add = async (key) => { await page.locator("#column-add").fill(key); await page.keyboard.press("Enter"); };
+    await add("cpu_utilization");
+    await until("one that is added is read", async () => (await cell("cpu_utilization")) === "25 %");
+    await add("grad_nrom");
+    await until("what is none is refused", async () => /no metric “grad_nrom”.*no setting/.test(await page.locator("#columns .error").textContent()));
+    await add("train.lrr");
+    await until("with what was meant", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
+    assert.equal(await page.locator("thead .c-extra").count(), 3);
+    // What comes next is shown as it comes.
+    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
+    await until("the newest is shown", async () => (await cell("grad_norm")) === "0.7500");
+    await page.end();
+    const refused = await fetch(`${server.url}/api/v1/jobs?metrics=grad_nrom`);
+    assert.equal(refused.status, 400);
+    assert.match((await refused.json()).detail, /no metric "grad_nrom" here; did you mean "grad_norm"\?/);
+  });
+
+  test("are none where the reader hides them all, now and at the next visit", async () => {
+    const page = await browser.page(server, "/jobs"), heads = () => page.locator("#jobs thead th:visible").evaluateAll((all) => all.map((th) => th.innerText.trim()).filter(Boolean).join());
+    await page.locator("#columns > summary").click();
+    for (const box of await page.locator("#own-columns input").all()) await box.uncheck();
+    assert.equal(address(page).get("columns"), "none");
+    await page.reload();
+    await until("the state and the name are left", async () => (await heads()) === "State,Job");
+    // As kept by an older page.
+    await page.evaluate(() => localStorage.setItem("columns", "none,loss"));
+    await page.goto(`${server.url}/jobs`);
+    await until("what is kept has no such column", async () => (await heads()) === "State,Job,Loss");
     await page.end();
   });
 
-  test("let one that is further down come into its place whenever what it is sorted by has changed", async () => {
-    const sorted = "/jobs?q=many&sort=-tag:first", { jobs } = await server.ask(`${sorted}&fields=id,name&limit=60`), { id, name } = jobs.at(-1), page = await browser.page(server, sorted);
-    const tag = async (tags) => assert.ok((await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ tags }) })).ok);
-    await until("a part is listed", async () => (await page.locator("#live").textContent()) === "live" && (await names(page)).length === 50);
-    const again = page.waitForResponse(/\/api\/v1\/jobs\?.*sort=-tag/);
-    await tag(["other"]);
-    await again;
-    assert.ok(!(await names(page)).includes(name), "it is not among the first ones");
-    await tag(["first"]);
-    await until("it is the first", async () => (await names(page))[0] === name, 20_000);
-    await tag([]);
-    await page.end();
-  });
-
-  test("are cards of a phone that scroll as well", async () => {
-    const page = await browser.page(server, "/jobs?q=many%201", { viewport: { width: 390, height: 844 } });
-    // 1, 10 to 19, 100 to 199, 1000 to 1999 and 10000.
-    await until("all are here", async () => { await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight)); return (await page.locator("#rows tr").count()) === 1112; });
-    const shown = await page.locator("#rows tr:not([hidden])").count();
-    assert.ok(shown < 200, `${shown} cards are laid out`);
-    await scrolls(page);
+  test("of tags and of settings with several values sort, too", async () => {
+    const page = await browser.page(server, "/jobs?columns=loss,tag:warm up,train.milestones&sort=name");
+    await listed(page, "anna,berta,carl,dora,holder");
+    await head(page, "#warm up").click();
+    await until("those with the tag come first", async () => (await names(page))[0] === "berta");
+    assert.equal(address(page).get("sort"), "-tag:warm up");
+    await head(page, "#warm up").click();
+    await until("and last", async () => (await names(page)).at(-1) === "berta");
+    const ids = [];
+    for (const [name, milestones] of [["two", [2, 3]], ["one", [1, 9]]]) {
+      const body = spec(name, 1, 100);
+      Object.assign(body.train, { schedule: "step", milestones });
+      delete body.train.steps;
+      const { id } = await server.ask("/jobs", { ...body, train: { ...body.train, epochs: 10 } });
+      await server.ask(`/jobs/${id}/cancel`, {});
+      ids.push(id);
+    }
+    await head(page, "train.milestones").click();
+    await until("lists are in the order of their text", async () => { const now = await names(page); return now.indexOf("one") < now.indexOf("two") || Promise.reject(new Error(now.join())); });
+    assert.equal(address(page).get("sort"), "spec.train.milestones");
+    for (const id of ids) await remove(server, id);
     await page.end();
   });
 });
 
-/** Jumps to all places of a long list: wherever a reader comes there are rows, and the page is as long as before. */
-async function scrolls(page) {
-  const { blank, heights } = await page.evaluate(async () => {
-    const heights = [], blank = [], frames = async () => { for (let n = 0; n < 3; n++) await new Promise(requestAnimationFrame); };
-    for (let n = 0; n <= 24; n++) {
-      scrollTo(0, (document.documentElement.scrollHeight - innerHeight) * ((n * 7) % 25) / 24);
-      await frames();
-      heights.push(document.documentElement.scrollHeight);
-      const list = document.getElementById("jobs").getBoundingClientRect();
-      for (const share of [0.2, 0.4, 0.6, 0.8, 0.95]) {
-        const y = innerHeight * share;
-        // A point between two cards is on neither.
-        const there = [0, 12].some((more) => document.elementFromPoint(innerWidth / 2, y + more)?.closest("#rows tr:not(.pad)"));
-        if (y > list.top + 60 && y < list.bottom - 60 && !there) blank.push([n, share]);
+describe("reasons", () => {
+  test("are one text over a phone's width, and a few words are never cut", async () => {
+    const waits = (await server.ask("/jobs", spec("waits", 1, 100))).id, over = (await server.ask("/jobs", { ...spec("over", 1, 100), tags: ["a-tag-that-is-long-enough-to-take-all"] })).id;
+    await server.ask(`/jobs/${over}/cancel`, {});
+    const page = await browser.page(server, "/jobs", { viewport: { width: 320, height: 800 } }), reason = (id) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
+    await until("they say why", async () => /place \d/.test(await reason(waits).textContent()) && /cancelled on request/.test(await reason(over).textContent()));
+    const ends = await reason(waits).evaluate((node) => [".cut-head", ".cut-tail"].map((part) => { const boxes = node.querySelector(part).getClientRects(); return { lines: boxes.length, top: boxes[0].top }; }));
+    assert.ok(ends[0].lines > 1 && ends[1].top > ends[0].top, `the end stands in the last line, not beside the first: ${JSON.stringify(ends)}`);
+    await page.setViewportSize({ width: 1024, height: 800 });
+    assert.ok(await reason(over).evaluate((node) => node.scrollWidth <= node.clientWidth), "cancelled on request");
+    await page.end();
+    for (const id of [waits, over]) await remove(server, id);
+  });
+});
+
+describe("long names", () => {
+  test("are cut between two words, with the whole in the tooltip, and rows keep one height", async () => {
+    const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", `${"a sentence of words ".repeat(7)}and its end`, "x".repeat(120)], ids = [];
+    for (const name of names) ids.push((await server.ask("/jobs", spec(name, 1, 100))).id);
+    const page = await browser.page(server, "/jobs"), link = (n) => page.locator(`tr[data-id="${ids[n]}"] [data-f=name]`);
+    await until("they are listed", async () => (await link(2).count()) === 1);
+    assert.equal(await link(0).locator(".cut-tail").textContent(), "-3.take-two");
+    assert.equal(await link(1).locator(".cut-tail").textContent(), "and its end");
+    assert.equal(await link(2).locator(".cut-tail").textContent(), "x".repeat(12));
+    for (const [n, name] of names.entries()) {
+      assert.equal(await link(n).textContent(), name);
+      assert.equal(await link(n).getAttribute("title"), name);
+    }
+    const heights = await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.getBoundingClientRect().height));
+    assert.ok(Math.max(...heights) - Math.min(...heights) < 1, heights.join());
+    await page.end();
+    // On a job's page the name goes on in the next line, between two words of its own.
+    const phone = await browser.page(server, `/jobs/${ids[0]}`, { viewport: { width: 390, height: 844 } });
+    const starts = await until("its lines", () => phone.locator("#name").evaluate((name) => {
+      const range = document.createRange(), lines = [], walk = document.createTreeWalker(name, NodeFilter.SHOW_TEXT);
+      let top = -Infinity;
+      for (let node = walk.nextNode(); node; node = walk.nextNode()) for (let i = 0; i < node.length; i++) {
+        range.setStart(node, i);
+        range.setEnd(node, i + 1);
+        const box = range.getBoundingClientRect();
+        if (box.top > top + 5) { lines.push(i); top = box.top; }
+      }
+      return lines.length > 1 && lines.slice(1);
+    }));
+    // Each part of the name is a text of its own: no line begins within one.
+    assert.deepEqual([...new Set(starts)], [0], JSON.stringify(starts));
+    await phone.end();
+    for (const id of ids) await remove(server, id);
+  });
+});
+
+/** Where the ink of a node's line ends, in pixels from its left edge, and where it has to: behind the last word that has room with the dots. */
+async function painted(page, node) {
+  const box = await node.boundingBox(), png = (await page.screenshot({ clip: box })).toString("base64");
+  return node.evaluate(async (node, png) => {
+    const image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))])), ctx = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true });
+    ctx.drawImage(image, 0, 0);
+    const { data, width, height } = ctx.getImageData(0, 0, image.width, image.height), style = getComputedStyle(node);
+    let end = 0;
+    for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) { const i = 4 * (y * width + x); if (Math.abs(data[i] - data[0]) + Math.abs(data[i + 1] - data[1]) + Math.abs(data[i + 2] - data[2]) > 150) end = x + 1; }
+    ctx.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+    const wide = (words) => ctx.measureText(words).width, whole = node.textContent, room = node.getBoundingClientRect().width;
+    // Places between words: before a stroke, a dash or an underscore, and behind a space.
+    const ends = [...whole].map((_, i) => i).filter((i) => i && ((/[/_-]/.test(whole[i]) && !/[/_-]/.test(whole[i - 1])) || (whole[i - 1] === " " && whole[i] !== " ")));
+    const shown = ends.filter((i) => wide(`${whole.slice(0, i).trimEnd()}…`) <= room).at(-1);
+    const spaces = /\s$/.test(whole.slice(0, shown)) ? wide(" ") : 0;
+    return { isCut: node.scrollWidth > node.clientWidth, end, wanted: wide(`${whole.slice(0, shown)}…`) - spaces, words: whole.slice(0, shown), spaces };
+  }, png);
+}
+
+describe("what is cut", () => {
+  test("ends between two words before the dots, too, and at any width", async () => {
+    const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", "data_of_last_winter/with_augmentation/and_without_it/on_eight_cards/and_once_more/seed_31415"], ids = [];
+    for (const name of names) ids.push((await server.ask("/jobs", { ...spec(name, 1, 100), project: "a-project-with-a-name-of-forty-characters" })).id);
+    const page = await browser.page(server, "/jobs");
+    await until("they are listed", () => page.locator(`tr[data-id="${ids[1]}"] .cut-head`).first().isVisible());
+    for (const width of [1024, 1240, 1290, 1440]) {
+      await page.setViewportSize({ width, height: 900 });
+      for (const id of ids) {
+        const { isCut, end, wanted, words } = await painted(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
+        assert.ok(isCut, `at ${width} there is no room for all`);
+        assert.ok(Math.abs(end - wanted) < 4, `at ${width} it is “${words}…”: ${wanted} pixels, not ${end}`);
       }
     }
-    return { blank, heights };
+    await page.goto(`${server.url}/jobs?group_by=project`);
+    const group = page.locator(".group-name", { hasText: "a-project" });
+    await until("groups are there", () => group.isVisible());
+    assert.equal(await group.locator(".cut-tail").textContent(), "-characters");
+    assert.equal(await group.locator("span").first().getAttribute("title"), "a-project-with-a-name-of-forty-characters");
+    await page.end();
+    for (const id of ids) await remove(server, id);
   });
-  assert.deepEqual(blank, [], "places without a row");
-  assert.ok(Math.max(...heights) - Math.min(...heights) < 0.02 * Math.max(...heights), `the page is ${Math.min(...heights)} to ${Math.max(...heights)} pixels long`);
-}
+
+  test("in columns that people add has its end, and the whole in the tooltip", async () => {
+    const body = spec("short", 1, 100), { id } = await server.ask("/jobs", body), page = await browser.page(server, "/jobs?columns=progress,project,model.arch,train.label_smoothing");
+    await server.ask(`/jobs/${id}/cancel`, {});
+    const moved = await server.ask("/jobs", { ...body, name: "of a long project", project: "pictures-of-last-winter" });
+    const cell = page.locator(`tr[data-id="${moved.id}"] .c-extra[data-key=project] > span`);
+    await until("it is there", async () => (await cell.textContent()) === "pictures-of-last-winter");
+    assert.equal(await cell.locator(".cut-tail").textContent(), "-winter");
+    assert.equal(await cell.getAttribute("title"), "pictures-of-last-winter");
+    assert.equal(await page.locator("thead .c-extra").nth(2).locator(".cut-tail").textContent(), "_smoothing".slice(-10));
+    const boxes = await cell.evaluate((node) => [node, node.querySelector(".cut-tail")].map((part) => part.getBoundingClientRect().right));
+    assert.ok(boxes[1] <= boxes[0] + 0.5, "nothing of it is cut off");
+    await page.end();
+    for (const gone of [id, moved.id]) await remove(server, gone);
+  });
+});
+
+describe("jobs that wait", () => {
+  test("say their place and what they wait for now", async () => {
+    const { id } = await server.ask("/jobs", spec("patient", 1, 100)), row = (page) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
+    const page = await browser.page(server, "/jobs");
+    await until("it is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("data-whole")));
+    const other = await server.ask("/jobs", { ...spec("urgent", 1, 100), priority: 5 });
+    await until("another goes first", async () => /^place 2 in the queue · /.test(await row(page).getAttribute("data-whole")));
+    const { queue, reason } = await until("the answer says so", async () => { const job = await server.job(id); return job.queue?.place === 2 && job; });
+    assert.equal(queue.reason.words, reason);
+    await server.ask(`/jobs/${other.id}/cancel`, {});
+    await until("and it is the first again", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("data-whole")));
+    const without = await browser.page(server, "/jobs", { javaScriptEnabled: false });
+    assert.match(await without.locator(`tr[data-id="${id}"] [data-f=reason]`).textContent(), /^place 1 in the queue · /);
+    await without.end();
+    for (const gone of [id, other.id]) await remove(server, gone);
+    await page.end();
+  });
+});

@@ -77,34 +77,54 @@ export async function usable(page, where) {
   assert.deepEqual(wrong, [], where);
 }
 
-export const WIDTHS = [390, 1024, 1440, 1920], THEMES = ["light", "dark"];
+const WIDTHS = [390, 1024, 1440, 1920];
+/** Every way a page is looked at, and the two that show most of what can be wrong: a screen by day, a phone by night. */
+export const ALL_VIEWS = ["light", "dark"].flatMap((theme) => WIDTHS.map((width) => [theme, width]));
+export const TWO_VIEWS = [["light", 1440], ["dark", 390]];
 /** Where axe looks: what it reads (roles, names, colours) differs between a phone and a screen, not by how wide a screen is. */
 const EXAMINED = process.env.LOCKSTEP_PICTURES ? WIDTHS : [390, 1440];
 
+/** Shows an open page in a theme at a width, drawn. */
+export async function show(page, [theme, width]) {
+  await page.emulateMedia({ colorScheme: theme });
+  await page.setViewportSize({ width, height: 900 });
+  await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
+}
+
+/** In each view an open page is wide enough and axe finds nothing. */
+export async function isSound(page, where, views = TWO_VIEWS) {
+  for (const view of views) {
+    await show(page, view);
+    await fits(page, `${where}, ${view}`);
+    await clean(page, `${where}, ${view}`);
+  }
+}
+
 /**
- * Opens a page in each theme and looks at it at each width. `prepare(page)`: before it is opened. `ready(page)`: it shows all. `act(page)`: what a person
+ * Opens a page and looks at it in each view. `prepare(page)`: before it is opened. `ready(page)`: it shows all. `act(page)`: what a person
  * does then; a dialog that it opens is looked at instead of the page.
  */
-export async function look(browser, where, path, name, { ready, prepare, act, options = {} } = {}) {
-  for (const colorScheme of THEMES) {
-    const page = await browser.page(where, prepare ? "/docs" : path, { colorScheme, viewport: { width: WIDTHS[0], height: 900 }, expected: [/404|422/], ...options });
-    if (prepare) { await prepare(page); await page.goto(where.url + path); }
-    await until("it has a heading", () => page.locator("h1").first().isVisible());
-    if (ready) await until(`${name} is there`, () => ready(page));
-    if (act) await act(page);
-    for (const width of WIDTHS) {
-      await page.setViewportSize({ width, height: 900 });
-      await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
-      const at = `${name} at ${width}, ${colorScheme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
-      await fits(page, at);
-      // What is covered or cut does not depend on colours.
-      if (hasDialog) await usable(page, at);
-      else if (colorScheme === THEMES[0] || process.env.LOCKSTEP_PICTURES) await readable(page, at);
-      if (EXAMINED.includes(width)) await clean(page, at);
-      await picture(page, `${name}-${width}-${colorScheme}`, !hasDialog);
-    }
-    await page.end();
+export async function look(browser, where, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
+  const [colorScheme, width] = views[0], opened = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expected: [/404|422/] };
+  const page = await browser.page(where, prepare ? "/docs" : path, { ...opened, ...options });
+  if (prepare) { await prepare(page); await page.goto(where.url + path); }
+  await until("it has a heading", () => page.locator("h1").first().isVisible());
+  if (ready) await until(`${name} is there`, () => ready(page));
+  if (act) await act(page);
+  const read = new Set();
+  for (const view of views) {
+    await show(page, view);
+    const [theme, width] = view, at = `${name} at ${width}, ${theme}`, hasDialog = await page.locator("dialog[open]").count() > 0;
+    await fits(page, at);
+    // What is covered or cut does not depend on colours.
+    if (hasDialog) await usable(page, at);
+    // Texts are cut anew when a width or a list changes.
+    else if (!read.has(width) || process.env.LOCKSTEP_PICTURES) await until(at, () => readable(page, at).then(() => true), 5000);
+    read.add(width);
+    if (EXAMINED.includes(width)) await clean(page, at);
+    await picture(page, `${name}-${width}-${theme}`, !hasDialog);
   }
+  await page.end();
 }
 
 /** A picture of the whole page, where pictures are asked for. */

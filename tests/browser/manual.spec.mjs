@@ -1,6 +1,7 @@
 // Everything by hand: jobs written as text, many at once, notes, machines, the keyboard, two jobs side by side.
 
 import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
@@ -255,23 +256,14 @@ describe("a job's page", () => {
     await page.end();
   });
 
-  test("a chart is saved as PNG, SVG and CSV", async () => {
+  test("a chart is saved as CSV with every point of both ranks", async () => {
     const page = await browser.page(server, `/jobs/${done[1].id}`);
     await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
-    const save = async (kind) => {
-      await page.getByLabel("Save Loss of each rank").click();
-      const [download] = await Promise.all([page.waitForEvent("download"), page.locator(".loss-card").getByRole("button", { name: kind, exact: true }).click()]);
-      const chunks = [];
-      for await (const part of await download.createReadStream()) chunks.push(part);
-      return [download.suggestedFilename(), Buffer.concat(chunks)];
-    };
-    const [png, picture] = await save("PNG");
-    assert.equal(png, "fast-learner-loss.png");
-    assert.deepEqual([...picture.subarray(1, 4)], [..."PNG"].map((c) => c.charCodeAt(0)));
-    const [, svg] = await save("SVG");
-    assert.match(svg.toString(), /^<svg [^>]*>.*fast learner.*<path d="M.*<\/svg>/s);
-    const [, csv] = await save("CSV");
-    assert.equal(csv.toString().trim().split("\n").length, 1 + 2 * 60, "every point of both ranks");
+    await page.getByLabel("Save Loss of each rank").click();
+    const save = page.locator(".loss-card").getByRole("button", { name: "CSV", exact: true });
+    const [file] = await Promise.all([page.waitForEvent("download"), save.click()]);
+    assert.equal(file.suggestedFilename(), "fast-learner-loss.csv");
+    assert.equal((await readFile(await file.path(), "utf8")).trim().split("\n").length, 1 + 2 * 60);
     await page.end();
   });
 
@@ -285,9 +277,9 @@ describe("a job's page", () => {
     await page.getByLabel("Search the log").fill("");
     await until("all again", async () => (await lines.count()) > 10);
     await page.locator("#log-rank").selectOption("1");
-    await until("one rank", async () => (await lines.locator("b").allTextContents()).every((t) => t === "rank 1"));
-    await lines.nth(3).locator("time").click();
-    const words = await lines.nth(3).textContent(), address = new URL(page.url());
+    await until("one rank", async () => { const ranks = await lines.locator("b").allTextContents(); return ranks.length > 1 && ranks.every((t) => t === "rank 1"); });
+    await lines.nth(1).locator("time").click();
+    const words = await lines.nth(1).textContent(), address = new URL(page.url());
     assert.match(address.searchParams.get("line"), /^\d+\.1\.1\.\d+$/);
     const tab = await page.tab(address.pathname + address.search);
     await until("the link shows the line", async () => (await tab.locator("#log-lines .marked").textContent()) === words);
@@ -306,6 +298,8 @@ describe("the keyboard", () => {
     assert.match(await page.getByRole("dialog").textContent(), /next and previous job/);
     await page.keyboard.press("Escape");
     await page.getByRole("dialog").waitFor({ state: "hidden" });
+    // No person is as quick as the next frame, in which the page behind the dialog can be used again.
+    await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
     await page.keyboard.press("/");
     await until("the search has the focus", () => page.evaluate(() => document.activeElement.id === "search"));
     await page.keyboard.press("Escape");

@@ -1,8 +1,7 @@
-// Every page: on a phone, in both themes, with a keyboard, and the list and the charts at work.
+// Reloads and the theme, and the list and the charts of a real job at work.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { clean } from "./looks.mjs";
 import { Browser, TestServer, losses, state, until } from "./test-server.mjs";
 
 let server, browser, done;
@@ -12,12 +11,6 @@ before(async () => {
   await until("a job has finished", async () => (await server.job(done.id)).state === "succeeded");
 });
 after(async () => { await browser?.close(); await server?.close(); });
-
-const paths = () => ["/jobs", "/jobs/new", `/jobs/${done.id}`, "/datasets", "/machines", "/queue", `/compare?jobs=${done.id}`, `/jobs/${done.id}?tab=evaluation`, `/jobs/${done.id}?tab=classify`, `/jobs/${done.id}?tab=notes`, `/jobs/${done.id}?tab=history`, "/jobs?columns=progress,loss,train.lr,val_loss", `/jobs/${done.id}?tab=settings`, "/compare", "/docs", "/docs/team", "/docs/reference/job-file", "/docs/reference/command-line", "/docs/reference/rest", "/nowhere"];
-/** Those at which no other file looks with axe: looks, states, queue and panels have the others. */
-const notLookedAt = () => ["/datasets", `/jobs/${done.id}?tab=evaluation`, "/docs/team", "/docs/reference/command-line", "/docs/reference/rest"];
-/** A page that is none says so with its status. */
-const expected = [/404/];
 
 describe("every page", () => {
   test("comes back in every tab that is reloaded at the same moment", async () => {
@@ -32,31 +25,6 @@ describe("every page", () => {
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
     await page.end();
-  });
-
-  test("fits a phone: nothing to scroll sideways", async () => {
-    for (const path of paths()) {
-      const page = await browser.page(server, path, { viewport: { width: 360, height: 740 }, expected });
-      await page.waitForLoadState("networkidle").catch(() => {});
-      const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
-      assert.ok(over <= 0, `${path} is ${over} pixels too wide`);
-      assert.ok(await page.locator("h1").isVisible());
-      await page.end();
-    }
-  });
-
-  test("passes axe in both themes", async () => {
-    for (const colorScheme of ["dark", "light"]) {
-      for (const path of notLookedAt()) {
-        const page = await browser.page(server, path, { colorScheme, expected });
-        await until("its scripts have run", () => page.locator("#theme").isVisible());
-        if (path.includes("evaluation")) await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points === 40);
-        if (path.includes("evaluation")) await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
-        if (path.startsWith("/datasets")) { await page.getByText("Pictures", { exact: true }).click(); await until("pictures come", async () => (await page.locator("figure").count()) > 0); }
-        await clean(page, `${path}, ${colorScheme}`);
-        await page.end();
-      }
-    }
   });
 
   test("keeps a chosen theme", async () => {

@@ -1,11 +1,11 @@
 // Panels that people put together, histograms of layers and the picture of the network: told by a made-up agent, so nothing
-// waits for training. With LOCKSTEP_SHOTS set to a folder, pictures of the page are kept there.
+// waits for training.
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { clean } from "./looks.mjs";
+import { isSound } from "./looks.mjs";
 import { Browser, TestServer, losses, until } from "./test-server.mjs";
 
 const STEPS = 60;
@@ -60,7 +60,6 @@ const lines = (page, at) => page.evaluate((at) => {
   const key = document.querySelectorAll("#custom-grid .chart")[at]?.dataset.chart;
   return window.lockstep.charts[key]?.snapshot().map((line) => [line.label, line.points]);
 }, at);
-const shot = async (page, name) => { if (process.env.LOCKSTEP_SHOTS) await page.screenshot({ path: `${process.env.LOCKSTEP_SHOTS}/${name}.png`, fullPage: true }); };
 
 describe("panels", () => {
   test("are added, shown to everybody, changed and removed", async () => {
@@ -245,36 +244,22 @@ describe("layers", () => {
 });
 
 describe("all of it", () => {
-  test("fits every width, passes axe in both themes, and takes the keyboard to the form and back", async () => {
+  test("fits, passes axe, and takes the keyboard to the form and back", async () => {
     await keep([
       panel("Loss and learning rate", ["loss", "lr"], { columns: 2, smoothing: 0.6 }), panel("Times", ["step_ms", "data_ms"]),
-      panel("A title that is as long as somebody in a hurry makes it, and then a bit longer", ["accuracy"], { lines: "ranks" }), panel("Memory", ["memory_used_bytes"], { columns: 3, rows: 2 }),
+      panel("A title that is as long as somebody in a hurry makes it, and then a bit longer", ["accuracy"], { lines: "ranks" }),
+      panel("Memory", ["memory_used_bytes"], { columns: 3, rows: 2 }),
     ]);
-    for (const colorScheme of ["light", "dark"]) {
-      for (const width of [390, 1024, 1440, 1920]) {
-        for (const tab of ["histograms", "network"]) {
-          const page = await open(`/jobs/${job.id}?tab=${tab}`, { colorScheme, viewport: { width, height: 1000 } });
-          await until("panels are drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 4);
-          await until("the tab is there", async () => (await page.locator(`#${tab}-panel tbody tr`).count()) >= 20);
-          const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
-          assert.ok(over <= 0, `${width}, ${tab}: ${over} pixels too wide`);
-          const check = async (what) => {
-            await clean(page, `${what}, ${width}, ${colorScheme}`);
-          };
-          await check(tab);
-          await shot(page, `${tab}-${width}-${colorScheme}`);
-          if (tab === "network") {
-            await page.getByRole("button", { name: "Edit Times" }).focus();
-            await page.keyboard.press("Enter");
-            await until("the form opens", () => page.locator("#panel-dialog").isVisible());
-            await check("the form");
-            await shot(page, `form-${width}-${colorScheme}`);
-            await page.keyboard.press("Escape");
-            assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Edit Times");
-          }
-          await page.end();
-        }
-      }
-    }
+    const page = await open(`/jobs/${job.id}?tab=histograms`, { reducedMotion: "reduce" });
+    await until("panels are drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 4);
+    await until("the tab is there", async () => (await page.locator("#histograms-panel tbody tr").count()) >= 20);
+    await isSound(page, "histograms");
+    await page.getByRole("button", { name: "Edit Times" }).focus();
+    await page.keyboard.press("Enter");
+    await until("the form opens", () => page.locator("#panel-dialog").isVisible());
+    await isSound(page, "the form");
+    await page.keyboard.press("Escape");
+    assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Edit Times");
+    await page.end();
   });
 });

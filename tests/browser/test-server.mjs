@@ -5,26 +5,27 @@ import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
 import { mkdtemp, readdir, readFile, rm } from "node:fs/promises";
 import { createServer } from "node:net";
-import { tmpdir } from "node:os";
+import { setPriority, tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
 export const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), "../..");
-export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/release/lockstep");
+export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/debug/lockstep");
 export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync"];
 const PATIENCE_MS = 120_000;
 
-/** Waits until `check` answers something true, and answers that; says what it waited for when it does not. */
+/** Waits until `check` answers something true, and answers that; says what it waited for when it does not. Asks less often the longer it takes. */
 export async function until(what, check, patience = PATIENCE_MS) {
   const end = Date.now() + patience;
-  let last;
+  let last, pause = 20;
   for (;;) {
     try { const found = await check(); if (found) return found; last = found; } catch (error) { last = error; }
     if (Date.now() > end) assert.fail(`${what}: not within ${patience / 1000} s; last: ${last?.stack ?? JSON.stringify(last)}`);
-    await new Promise((done) => setTimeout(done, 50));
+    await new Promise((done) => setTimeout(done, pause));
+    pause = Math.min(pause * 1.3, 200);
   }
 }
 
@@ -70,7 +71,16 @@ export class TestServer {
       this.token = (await readFile(join(this.dir, "token"), "utf8")).trim();
       this.headers = { authorization: `Bearer ${this.token}` };
     }
-    if (this.agent) await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+    if (this.agent) {
+      await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+      await this.yieldToBrowser();
+    }
+  }
+
+  /** Ranks take all cores, and inherit the priority of the agent's threads: pages and the server go first. */
+  async yieldToBrowser() {
+    const [agent] = (await readFile(`/proc/${this.process.pid}/task/${this.process.pid}/children`, "utf8")).trim().split(" ");
+    for (const thread of await readdir(`/proc/${agent}/task`)) setPriority(Number(thread), 5);
   }
 
   async ask(path, body) {
@@ -83,10 +93,12 @@ export class TestServer {
 
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
-  /** A small job: `train` and the rest are laid over it. */
+  /** A small job: `train` and the rest are laid over it. Its pictures are small too, so that it is soon over, unless it is to be watched. */
   spec({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
+    const isWatched = train.steps >= 1000;
     return {
-      name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: 0.02, ...data },
+      name, model: { arch: "resnet20" },
+      data: { dataset: "fashion-mnist", validation: 0.02, ...(isWatched ? {} : { image_size: 8 }), ...data },
       train: { steps: 40, batch_size: 8, lr: 0.05, ...train }, parallel: { ranks, device: "cpu" }, ...rest,
     };
   }
@@ -142,8 +154,9 @@ export class Browser {
       const { url } = await server.ask("/login-links", {});
       await context.request.get(url, { maxRedirects: 0 });
     }
-    // Ranks and another browser take both cores.
-    context.setDefaultTimeout(PATIENCE_MS);
+    // Another browser or a compiler may take both cores. An element that has gone is looked for less long than `until` waits, which asks again.
+    context.setDefaultTimeout(PATIENCE_MS / 4);
+    context.setDefaultNavigationTimeout(PATIENCE_MS);
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, server, expected);

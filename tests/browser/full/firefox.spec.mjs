@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { existsSync } from "node:fs";
 import { after, before, describe, test } from "node:test";
 import puppeteer from "puppeteer-core";
-import { TestServer, until } from "./test-server.mjs";
+import { TestServer, until } from "../test-server.mjs";
 
 const FIREFOX = process.env.FIREFOX ?? ["/usr/bin/firefox-esr", "/usr/bin/firefox"].find((path) => existsSync(path));
 const skip = FIREFOX ? false : "there is no Firefox on this machine: install firefox-esr, or name one as FIREFOX";

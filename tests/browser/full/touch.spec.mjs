@@ -3,9 +3,9 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { clean, fits, picture } from "./looks.mjs";
-import { Browser, TestServer, losses, until as patiently } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { clean, fits, picture } from "../looks.mjs";
+import { Browser, TestServer, losses, until as patiently } from "../test-server.mjs";
 
 /** Nothing here waits for training. */
 const until = (what, check) => patiently(what, check, 30_000);

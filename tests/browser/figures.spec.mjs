@@ -15,13 +15,7 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); });
 
 /** Attempt number `n` of a job. */
-const attempt = (id, n = 1) => agent.evaluate(async ([id, n]) => {
-  for (;;) {
-    const found = window.it.started.filter((s) => s.attempt.job === id)[n - 1];
-    if (found) return found.attempt;
-    await new Promise((done) => setTimeout(done, 20));
-  }
-}, [id, n]);
+const attempt = (id, n = 1) => agent.evaluate(([id, n]) => window.it.attempt(id, n), [id, n]);
 const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
 const begin = (of, start_step = 0) => report(of, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
 /** Steps whose times are those of STEP_MS, one after another. */

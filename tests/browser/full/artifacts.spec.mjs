@@ -5,7 +5,7 @@ import { mkdtemp, readdir, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, store;
 before(async () => {
@@ -18,7 +18,7 @@ describe("the checkpoints of a job", () => {
   test("say that they are on their way into a store that is away, and no longer when they are there", async () => {
     // Where objects would be is a file.
     await writeFile(join(store, "jobs"), "");
-    const { id } = await server.submit({ name: "kept twice", ranks: 1, train: { steps: 400 } });
+    const { id } = await server.submit({ name: "kept twice", ranks: 1, train: { steps: 200 }, data: { image_size: 28 } });
     const page = await browser.page(server, `/jobs/${id}`), marks = page.locator('#checkpoints [data-f="uploading"]');
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     assert.ok(["queued", "starting", "running"].includes((await server.job(id)).state), "its checkpoint is still to come");

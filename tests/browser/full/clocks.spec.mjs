@@ -6,8 +6,8 @@ import { readdirSync } from "node:fs";
 import { connect, createServer } from "node:net";
 import { join as path } from "node:path";
 import { after, afterEach, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { BINARY, Browser, TestServer, losses, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const MINUTES = 60_000, RANKS = 2;
 let browser;
@@ -146,7 +146,7 @@ describe("a connection that dies without a word", () => {
     line.forget();
     await server.ask("/jobs", spec("came while nobody heard", RANKS, 10)).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
     await page.clock.runFor(50_000);
-    await until("the new job", async () => (await page.locator("#rows").innerText()).includes("came while nobody heard"));
+    await until("the new job", async () => { await page.clock.runFor(6000); return (await page.locator("#rows").innerText()).includes("came while nobody heard"); });
     assert.ok(await page.evaluate(() => window.sameDocument) && job.id, "without being loaded again");
     await page.end();
   });
@@ -161,7 +161,7 @@ describe("a connection that dies without a word", () => {
     line.forget();
     await finish(job, 20);
     await page.clock.runFor(50_000);
-    await until("it says that it is over", async () => (await row.getAttribute("data-state")) === "succeeded");
+    await until("it says that it is over", async () => { await page.clock.runFor(6000); return (await row.getAttribute("data-state")) === "succeeded"; });
     assert.ok(await page.evaluate(() => window.sameDocument), "without being loaded again");
     await page.end();
   });
@@ -267,10 +267,10 @@ describe("a connection that dies without a word", () => {
   });
 
   test("is not seen in one that is quiet: heartbeats come", async () => {
-    const job = await running("quiet"), page = await browser.page({ url: line.url }, `/jobs/${job.id}`), sockets = [];
+    const job = await running("quiet"), page = await browser.page({ url: line.url }, "/docs"), sockets = [];
     page.on("websocket", (socket) => sockets.push(socket));
     const heard = new Promise((done) => page.on("websocket", (socket) => socket.on("framereceived", ({ payload }) => { if (/"type":"heartbeat"/.test(payload)) done(JSON.parse(payload)); })));
-    await page.reload();
+    await page.goto(`${line.url}/jobs/${job.id}`);
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
     const { at } = await heard;
     assert.ok(Math.abs(Date.parse(at) - Date.now()) < 5000, "with the server's time");

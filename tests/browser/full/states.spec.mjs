@@ -3,9 +3,9 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { look } from "./looks.mjs";
-import { Browser, signIn, TestServer, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { look } from "../looks.mjs";
+import { Browser, signIn, TestServer, until } from "../test-server.mjs";
 
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 const CLASSES = ["tench", "goldfish", "great white shark, man-eater", "tiger shark", "hammerhead, hammerhead shark", "electric ray, crampfish", "stingray", "cock", "hen", "ostrich, Struthio camelus", "brambling", "goldfinch"];

@@ -3,8 +3,8 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { Browser, TestServer, until } from "../test-server.mjs";
 
 const COLOURS = 8, JOBS = 18, STEPS = 100;
 const KINDS = ["", "dashed", "dotted"];

@@ -2,8 +2,8 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, agent, job, attempt;
 const report = (events) => agent.evaluate(([attempt, events]) => window.it.report(attempt, 0, events), [attempt, events]);

@@ -5,8 +5,8 @@ import { execFileSync } from "node:child_process";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
@@ -15,7 +15,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const attempt = (id, n = 1) => until(`attempt ${n} starts`, () => agent.evaluate(([id, n]) => window.it.started.filter((s) => s.attempt.job === id)[n - 1]?.attempt, [id, n]));
+const attempt = (id, n = 1) => agent.evaluate(([id, n]) => window.it.attempt(id, n), [id, n]);
 const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** An attempt that begins after step `from`, and its steps up to `to`; `ms(step, rank)`: how long each took. */

@@ -9,7 +9,7 @@ import { tmpdir } from "node:os";
 import { join as path } from "node:path";
 import { describe, test } from "node:test";
 import { chromium } from "playwright-core";
-import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, ROOT, TestServer, freePort, losses, until } from "./test-server.mjs";
+import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, ROOT, TestServer, freePort, losses, until } from "../test-server.mjs";
 
 const HOST = "lockstep.example.org";
 

@@ -1,11 +1,16 @@
-// The page of the machines, with an agent that makes up GPUs and what it measures and finds.
+// The page of the machines, with an agent that makes up GPUs and what it measures and finds; a machine that joins, and one that went away.
 
 import assert from "node:assert/strict";
+import { execFileSync, spawn } from "node:child_process";
+import { mkdtemp, rm } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { dirname, join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { clean, isSound } from "./looks.mjs";
+import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
 
-let server, browser, agent;
+let server, browser, agent, trains;
 
 /** What the agent says of itself: busy more and more. */
 const tell = (share) => agent.evaluate((share) => window.it.say({
@@ -17,6 +22,8 @@ const tell = (share) => agent.evaluate((share) => window.it.say({
   ],
 }), share);
 
+const end = (id) => agent.evaluate(async (id) => window.it.end(await window.it.attempt(id), 100), id);
+
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await join(browser.chromium, server, 2, { gpus: true });
@@ -27,8 +34,8 @@ describe("machines with GPUs", () => {
   test("show each slot's job, numbers and lines", async () => {
     const body = spec("on a GPU", 1, 100);
     body.parallel.device = "cuda";
-    const { id } = await server.ask("/jobs", body);
-    await agent.evaluate((id) => window.it.attempt(id).then(() => {}), id);
+    trains = (await server.ask("/jobs", body)).id;
+    await agent.evaluate((id) => window.it.attempt(id).then(() => {}), trains);
     await tell(0.25);
     const page = await browser.page(server, "/machines"), slot = (n) => page.locator(`[data-slot="${n}"]`);
     await until("the first slot has its numbers", async () => /25 %/.test(await slot(0).innerText()));
@@ -63,7 +70,7 @@ describe("machines with GPUs", () => {
       await until(`${title} is drawn`, async () => (await heading(title).isVisible()) && Number(await page.locator(`#${name}-chart`).getAttribute("data-drawn")) > 0);
     }
     assert.match(await page.locator("#loss_scale-chart").getAttribute("aria-label") ?? "", /Loss scale/);
-    await server.ask(`/jobs/${id}/cancel`, {});
+    await end(id);
     await page.end();
   });
 
@@ -77,18 +84,55 @@ describe("machines with GPUs", () => {
     assert.ok((await warnings.allTextContents()).includes("Shared memory is small <b>here</b>"), "as it was written");
     await agent.evaluate(() => window.it.say({ type: "findings", findings: [] }));
     await until("and is gone when it is mended", async () => (await page.locator(".warnings li.bad").count()) === 0);
+    await end(trains);
+    await page.end();
+  });
+});
+
+describe("machines", () => {
+  test("join by the commands of the page as they stand there", async () => {
+    const own = await TestServer.open({ dataset: false, agent: false, auth: true }), dir = await mkdtemp(path(tmpdir(), "lockstep-joins-"));
+    const options = { cwd: dir, env: { ...process.env, PATH: `${dirname(BINARY)}:${process.env.PATH}` } };
+    const page = await browser.page(own, "/machines");
+    const commands = await page.locator(".join .command code").allTextContents(), create = commands.find((c) => /token create/.test(c)), joins = commands.find((c) => /lockstep agent/.test(c));
+    execFileSync("bash", ["-c", create], options);
+    const joined = spawn("bash", ["-c", `exec ${joins}`], { ...options, stdio: "ignore" });
+    const card = page.locator(".machine", { hasText: "node-1" });
+    await until("it is online on the page that is open", async () => /online/.test(await card.locator(".pill").first().textContent()));
+    const over = new Promise((done) => joined.once("exit", done));
+    joined.kill("SIGTERM");
+    await over;
+    await page.end();
+    await own.close();
+    await rm(dir, { recursive: true, force: true });
+  });
+
+  test("that join are told of --advertise, and by no address that leads elsewhere", async () => {
+    const page = await browser.page(server, "/machines"), join = page.locator(".join");
+    assert.match(await join.innerText(), /no other machine reaches it/);
+    assert.match(await join.innerText(), /--advertise ADDRESS/);
+    assert.match(await join.innerText(), new RegExp(`lockstep serve --listen 0\\.0\\.0\\.0:${server.port} --tls-own-ca`));
     await page.end();
   });
 
-  test("keep their numbers in the page at every width", async () => {
-    await tell(0.97);
-    for (const width of [390, 1024, 1440, 1920]) {
-      const page = await browser.page(server, "/machines", { viewport: { width, height: 1000 } });
-      await until("it is measured", async () => /97 %/.test(await page.locator('[data-slot="0"]').innerText()));
-      const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
-      assert.ok(over <= 0, `${over} pixels too wide at ${width}`);
-      if (process.env.SCREENSHOTS) await page.screenshot({ path: `${process.env.SCREENSHOTS}/gpus-${width}.png`, fullPage: true });
-      await page.end();
-    }
+  test("are removed by those who may, once they are away, after a question", async () => {
+    const page = await browser.page(server, "/machines"), card = page.locator(".machine"), remove = page.getByRole("button", { name: "Remove made-up" });
+    await until("it is online", async () => /online/.test(await card.locator(".pill").first().textContent()));
+    assert.equal(await remove.count(), 0, "one that is there is not removed");
+    await agent.close();
+    await until("it is away", () => remove.isVisible());
+    await isSound(page, "a machine that is away");
+    await remove.focus();
+    await remove.press("Enter");
+    const dialog = page.getByRole("dialog", { name: "Remove made-up?" });
+    await clean(page, "the question");
+    await dialog.getByRole("button", { name: "Keep it" }).click();
+    assert.equal(await card.count(), 1);
+    await remove.click();
+    await dialog.getByRole("button", { name: "Remove it" }).click();
+    await until("it is gone", async () => (await card.count()) === 0);
+    await until("the page says so", () => page.getByRole("heading", { name: "No machine has joined" }).isVisible());
+    assert.deepEqual((await server.ask("/agents")).agents, []);
+    await page.end();
   });
 });

@@ -6,7 +6,7 @@ import { chmod, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promises
 import { tmpdir } from "node:os";
 import { join as path } from "node:path";
 import { test } from "node:test";
-import { BINARY, Browser, freePort, until } from "./test-server.mjs";
+import { BINARY, Browser, freePort, until } from "../test-server.mjs";
 
 test("the file that a browser is opened with signs it in", async (t) => {
   const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), port = await freePort();

@@ -2,8 +2,8 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { Browser, TestServer, losses, until } from "./test-server.mjs";
+import { join, spec } from "../agent.mjs";
+import { Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const RANKS = 4, STEPS = 60_000;
 let server, browser, agent, job;

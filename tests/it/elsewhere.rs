@@ -196,74 +196,6 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
 }
 
 #[tokio::test]
-async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
-    let _turn = turn().await;
-    let mut server = server().await;
-    let mut a = Machine::start(&server, "machine-a", &[]);
-    online(&server, 3).await;
-    let undisturbed = server.submit(&spec("undisturbed")).await;
-    server.succeeded(&undisturbed).await;
-    server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
-    let expected = server.last_model(&undisturbed).await;
-
-    let id = server.submit(&spec("disturbed")).await;
-    // Where uploads gather is no folder: as with a full disk, the server cannot store them.
-    let gathering = server.job_dir(&id).join("uploads");
-    fs::write(&gathering, "").expect("a file");
-    server.job_when(&id, "it trains", |job| number(&job["step"]) > 30).await;
-    // The server and the agent are killed while the ranks train on.
-    server.kill_serve();
-    server.serve_again().await;
-    a.kill();
-    a.again(&server);
-    server.succeeded(&id).await;
-    server
-        .until("the log says it", async |s: &Server| {
-            log(s, &id).await.contains("cannot be stored on the server")
-        })
-        .await;
-    assert_eq!(stored(&server, &id).await, 0);
-    let said = log(&server, &id).await.matches("cannot be stored on the server").count();
-    assert!((1..=2).contains(&said), "once by each of two servers, not for every checkpoint: {said}");
-    let all = server.checkpoints(&id).await;
-    let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
-    assert_eq!(last["uploading_from"], "machine-a", "{last}");
-    let checkpoint = last["id"].as_str().expect("an id");
-    let answer =
-        server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
-    let answer = answer.expect("an answer");
-    assert_eq!(answer.status(), StatusCode::CONFLICT);
-    assert!(answer.text().await.expect("a body").contains("still being uploaded from machine-a"));
-    let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": STEPS + 5}})).await;
-    assert_eq!(fork.status, StatusCode::CONFLICT, "{}", fork.text);
-
-    // Half of one file came before the agent died, and of another what is wrong.
-    a.kill();
-    let name = lists(&a.dir(&server).join("jobs").join(&id).join("checkpoints"))
-        .into_iter()
-        .find(|name| name.ends_with(&format!("-{STEPS}")))
-        .expect("the last");
-    let whole = a.dir(&server).join("jobs").join(&id).join("checkpoints").join(&name);
-    fs::remove_file(&gathering).expect("no file");
-    let part = gathering.join(&name);
-    fs::create_dir_all(&part).expect("a folder");
-    fs::copy(whole.join("MANIFEST.json"), part.join("MANIFEST.json")).expect("a copy");
-    let weights = fs::read(whole.join("model.safetensors")).expect("the weights");
-    fs::write(part.join("model.safetensors"), &weights[..weights.len() / 2]).expect("half a file");
-    let mut wrong = fs::read(whole.join("optimizer.safetensors")).expect("the optimizer's");
-    wrong.truncate(100_000);
-    wrong[99_999] ^= 1;
-    fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
-    a.again(&server);
-    server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
-    assert_eq!(server.last_model(&id).await, expected, "the same bytes");
-    let log = log(&server, &id).await;
-    assert!(log.contains("came damaged to the server"), "{log}");
-    let folder = a.dir(&server).join("jobs").join(&id);
-    server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
-}
-
-#[tokio::test]
 async fn every_machine_has_its_own_path_of_the_same_dataset() {
     let _turn = turn().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
@@ -301,4 +233,78 @@ async fn every_machine_has_its_own_path_of_the_same_dataset() {
     online(&server, 3).await;
     let why = refused(&server.submit(&spec("missing")).await).await;
     assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
+}
+
+/// Takes minutes.
+mod full {
+    use super::*;
+
+    #[tokio::test]
+    async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
+        let _turn = turn().await;
+        let mut server = server().await;
+        let mut a = Machine::start(&server, "machine-a", &[]);
+        online(&server, 3).await;
+        let undisturbed = server.submit(&spec("undisturbed")).await;
+        server.succeeded(&undisturbed).await;
+        server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+        let expected = server.last_model(&undisturbed).await;
+
+        let id = server.submit(&spec("disturbed")).await;
+        // Where uploads gather is no folder: as with a full disk, the server cannot store them.
+        let gathering = server.job_dir(&id).join("uploads");
+        fs::write(&gathering, "").expect("a file");
+        server.job_when(&id, "it trains", |job| number(&job["step"]) > 30).await;
+        // The server and the agent are killed while the ranks train on.
+        server.kill_serve();
+        server.serve_again().await;
+        a.kill();
+        a.again(&server);
+        server.succeeded(&id).await;
+        server
+            .until("the log says it", async |s: &Server| {
+                log(s, &id).await.contains("cannot be stored on the server")
+            })
+            .await;
+        assert_eq!(stored(&server, &id).await, 0);
+        let said = log(&server, &id).await.matches("cannot be stored on the server").count();
+        assert!((1..=2).contains(&said), "once by each of two servers, not for every checkpoint: {said}");
+        let all = server.checkpoints(&id).await;
+        let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
+        assert_eq!(last["uploading_from"], "machine-a", "{last}");
+        let checkpoint = last["id"].as_str().expect("an id");
+        let answer =
+            server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
+        let answer = answer.expect("an answer");
+        assert_eq!(answer.status(), StatusCode::CONFLICT);
+        assert!(answer.text().await.expect("a body").contains("still being uploaded from machine-a"));
+        let fork =
+            server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": STEPS + 5}})).await;
+        assert_eq!(fork.status, StatusCode::CONFLICT, "{}", fork.text);
+
+        // Half of one file came before the agent died, and of another what is wrong.
+        a.kill();
+        let name = lists(&a.dir(&server).join("jobs").join(&id).join("checkpoints"))
+            .into_iter()
+            .find(|name| name.ends_with(&format!("-{STEPS}")))
+            .expect("the last");
+        let whole = a.dir(&server).join("jobs").join(&id).join("checkpoints").join(&name);
+        fs::remove_file(&gathering).expect("no file");
+        let part = gathering.join(&name);
+        fs::create_dir_all(&part).expect("a folder");
+        fs::copy(whole.join("MANIFEST.json"), part.join("MANIFEST.json")).expect("a copy");
+        let weights = fs::read(whole.join("model.safetensors")).expect("the weights");
+        fs::write(part.join("model.safetensors"), &weights[..weights.len() / 2]).expect("half a file");
+        let mut wrong = fs::read(whole.join("optimizer.safetensors")).expect("the optimizer's");
+        wrong.truncate(100_000);
+        wrong[99_999] ^= 1;
+        fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
+        a.again(&server);
+        server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
+        assert_eq!(server.last_model(&id).await, expected, "the same bytes");
+        let log = log(&server, &id).await;
+        assert!(log.contains("came damaged to the server"), "{log}");
+        let folder = a.dir(&server).join("jobs").join(&id);
+        server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
+    }
 }

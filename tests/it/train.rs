@@ -1,7 +1,6 @@
 //! `lockstep train`: training without a server. Here: the same bytes from the same job, however ranks are started.
 
 mod average;
-mod example;
 mod layers;
 mod refusals;
 mod stops;

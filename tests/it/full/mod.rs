@@ -1,7 +1,11 @@
-//! What only `bash tests/run full` runs: launchers with the real programs that launch (Slurm, Open MPI, OpenSSH's server, torchrun) and
-//! an API server like Kubernetes', and jobs over several hosts, which are network namespaces of this machine.
+//! What only `bash tests/run full` runs: the commands of README.md and docs/, the example jobs, speed,
+//! launchers with the real programs that launch (Slurm, Open MPI, OpenSSH's server, torchrun) and an API server like Kubernetes', and
+//! jobs over several hosts, which are network namespaces of this machine.
 
 mod examined;
+mod example_job;
+mod examples;
+mod first_loss;
 pub(crate) mod hosts;
 mod interfaces;
 mod launch;
@@ -9,3 +13,4 @@ mod launch_gangs;
 mod launch_hosts;
 mod launchers;
 mod lost_hosts;
+mod throughput;

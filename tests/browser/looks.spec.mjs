@@ -1,4 +1,4 @@
-// Every page once, full of what a year of use leaves behind, on a screen by day and on a phone by night: nothing stands out to the right,
+// The main pages once, full of what a year of use leaves behind, on a screen by day and on a phone by night: nothing stands out to the right,
 // nothing covers a control, words that are cut can be read in whole, and axe finds nothing. full/looks.spec.mjs looks at more, and in all ways.
 
 import { after, before, describe, test } from "node:test";

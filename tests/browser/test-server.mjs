@@ -79,8 +79,10 @@ export class TestServer {
 
   /** Ranks take all cores, and inherit the priority of the agent's threads: pages and the server go first. */
   async yieldToBrowser() {
-    const [agent] = (await readFile(`/proc/${this.process.pid}/task/${this.process.pid}/children`, "utf8")).trim().split(" ");
-    for (const thread of await readdir(`/proc/${agent}/task`)) setPriority(Number(thread), 5);
+    const { pid } = this.process;
+    // After a crash the machine is still online by its old agent when the server has not started the new one yet.
+    const [agent] = await until("the server has started its agent", async () => (await readFile(`/proc/${pid}/task/${pid}/children`, "utf8")).match(/\d+/));
+    for (const thread of await readdir(`/proc/${agent}/task`)) try { setPriority(Number(thread), 5); } catch { /* it has ended */ }
   }
 
   async ask(path, body) {

@@ -187,7 +187,7 @@ async fn the_database_s_disk_is_full_for_a_while() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
     // Reports come a few times a second: the job must be long enough for the fourth on a quick machine.
-    let steps = STEPS;
+    let steps = 2 * STEPS;
     let model = undisturbed(steps).await;
     for point in ["ingest.begin", "ingest.event", "ingest.commit"] {
         let struck = |time: u32| marks.path().join(format!("{point}.{time}"));

@@ -18,9 +18,9 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. A quick machine does a thousand
-/// steps a second: a job has not ended before it is disturbed.
-pub(crate) const STEPS: u64 = 640;
+/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. An unoptimised program does some 200 steps a second:
+/// a job has not ended before it is disturbed.
+pub(crate) const STEPS: u64 = 320;
 pub(crate) const EVERY: u64 = 40;
 
 /// A job of two ranks, with augmentation and a learning rate that changes, so that a step done twice or left out shows

@@ -156,7 +156,7 @@ async fn the_newest_checkpoint_is_torn() {
     let _turn = turn().await;
     let server = server().await;
     // Long enough that it is not over when the pause comes.
-    let steps = STEPS;
+    let steps = 2 * STEPS;
     let model = undisturbed(steps).await;
     for (fault, harm) in [
         (

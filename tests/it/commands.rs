@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Finished, Folder, Server, lockstep, signal, turn},
+    server::{Finished, Folder, SOON, Server, ended, lockstep, signal, turn},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -281,9 +281,11 @@ fn demo(folder: &Folder) -> Child {
 async fn the_demo_prints_a_link_that_signs_in_once() {
     let _turn = turn().await;
     let folder = Folder::new();
+    let began = Instant::now();
     let mut child = demo(&folder);
     let mut lines = BufReader::new(child.stdout.take().expect("standard output")).lines();
     let first = lines.next().expect("a first line").expect("UTF-8");
+    assert!(began.elapsed() < SOON, "the link comes first, and soon");
     let address = first.strip_prefix("dashboard: ").unwrap_or_else(|| panic!("{first}")).to_owned();
     // The link signs in once, and leads to a page for whoever has the cookie.
     let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
@@ -300,7 +302,7 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     assert_eq!(page.status(), reqwest::StatusCode::OK);
     assert!(page.text().await.expect("HTML").contains("<html"), "a page");
     signal(child.id() as i32, Signal::INT);
-    child.wait().expect("a status");
+    ended(&mut child).await;
     let left = crate::server::processes_of(folder.path());
     assert!(left.is_empty(), "{left:?}");
 }

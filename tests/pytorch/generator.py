@@ -1,6 +1,6 @@
 """Numbers that Python and Rust make alike, so that inputs and weights need not be stored.
 
-value(name, i) = uniform in [-1, 1) on a grid of 2^-23: exact in float32. See `worker/src/synthetic.rs`.
+value(name, i) = uniform in [-1, 1) on a grid of 2^-23: exact in float32. See `worker/kernels/src/synthetic.rs`.
 """
 
 import numpy as np

@@ -115,7 +115,7 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
     assert_eq!(
         ended.status, 0,
         "{page}: an example does not do what it says. Mend it, have a test take it with pages::line, or list its \
-         first words in tests/it/examples.rs with the reason why no test can run it.\n{lines}\nstdout:\n{}\nstderr:\n{}",
+         first words in tests/it/full/examples.rs with the reason why no test can run it.\n{lines}\nstdout:\n{}\nstderr:\n{}",
         ended.stdout, ended.stderr
     );
 }

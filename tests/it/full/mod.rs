@@ -1,4 +1,4 @@
-//! What only `bash tests/run full` runs: the commands of README.md and docs/, the example jobs, speed,
+//! What only `bash tests/run full` runs, apart from what other tests use of it: the commands of README.md and docs/, the example jobs, speed,
 //! launchers with the real programs that launch (Slurm, Open MPI, OpenSSH's server, torchrun) and an API server like Kubernetes', and
 //! jobs over several hosts, which are network namespaces of this machine.
 

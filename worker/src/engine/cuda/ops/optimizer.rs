@@ -92,7 +92,7 @@ pub(in crate::engine::cuda) struct LarsRates {
     pub(in crate::engine::cuda) trust: f32,
 }
 
-/// How weights move; the formulas are the CPU engine's (`engine/cpu/optimizer.rs`).
+/// How weights move; the formulas are the CPU engine's (`worker/kernels/src/optimizer.rs`).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::engine::cuda) enum Update {
     Momentum,

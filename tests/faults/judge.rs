@@ -18,8 +18,8 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. An unoptimised program does some 200 steps a second:
-/// a job has not ended before it is disturbed.
+/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. There are enough of them
+/// that a job has not ended before it is disturbed.
 pub(crate) const STEPS: u64 = 320;
 pub(crate) const EVERY: u64 = 40;
 

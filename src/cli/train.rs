@@ -58,11 +58,11 @@ pub(crate) struct Args {
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
     /// A rank table of MindSpore or HCCL (JSON), which says which rank runs on which device of which machine. This process is the
-    /// rank RANK_ID of it, or starts the ranks of the machine --node
+    /// rank RANK_ID of it, or starts the ranks of the machine --node [default: the file that RANK_TABLE_FILE names]
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     rank_table: Option<PathBuf>,
     /// Which machine of --rank-table this one is, counted from 0 in the table's order
-    #[arg(long, value_name = "N", requires = "rank_table")]
+    #[arg(long, value_name = "N")]
     node: Option<usize>,
 }
 

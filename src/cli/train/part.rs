@@ -5,6 +5,10 @@ use super::{
     Args,
     launcher::{self, LaunchedRank, Ranks},
 };
+use std::path::Path;
+
+/// The variable that stands in for `--rank-table`.
+const TABLE_FILE: &str = "RANK_TABLE_FILE";
 
 /// What this process is to start.
 pub(super) enum Part {
@@ -35,24 +39,51 @@ impl Part {
         }
     }
 
-    /// Finds it in the launcher's variables, or in a rank table.
+    /// Finds it in a rank table, or in the launcher's variables.
     ///
     /// # Errors
     /// Exit status 2: what is missing or wrong in them.
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
-        let Some(path) = &args.rank_table else {
-            return Ok(launcher::detect(variable).map_err(wrong)?.map_or(Part::All, Part::Rank));
+        let rank = || launcher::rank_id(&variable).map_err(wrong);
+        let table = match (&args.rank_table, variable(TABLE_FILE).filter(|path| !path.trim().is_empty())) {
+            (Some(path), _) => RankTable::read(path)?,
+            (None, given) => match (launcher::detect(variable).map_err(wrong)?, given) {
+                // A worker of MindSpore has read the table already.
+                (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
+                    let by = place.by;
+                    return Err(wrong(format!(
+                        "{TABLE_FILE} is set and {by} has started this process: both say which rank it is; unset {TABLE_FILE}, or \
+                         start without {by}"
+                    )));
+                }
+                (Some(_), _) if args.node.is_some() => {
+                    return Err(wrong("--node: a launcher says which rank this process is; leave it out"));
+                }
+                (Some(place), _) => return Ok(Part::Rank(place)),
+                (None, Some(path)) => {
+                    let read = RankTable::read(Path::new(path.trim()));
+                    read.map_err(|e| wrong(format!("{TABLE_FILE}: {e}")))?
+                }
+                (None, None) if args.node.is_some() => {
+                    return Err(wrong(format!("--node: needs --rank-table, or {TABLE_FILE}")));
+                }
+                (None, None) if rank()?.is_some() => {
+                    return Err(wrong(format!(
+                        "RANK_ID is set and nothing says how many ranks there are: give --rank-table or {TABLE_FILE}, or unset RANK_ID"
+                    )));
+                }
+                (None, None) => return Ok(Part::All),
+            },
         };
-        let table = RankTable::read(path)?;
-        let part = match (args.node, launcher::rank_id(&variable).map_err(wrong)?) {
+        let part = match (args.node, rank()?) {
             (Some(node), _) => launcher::of_machine(&table, node, &variable).map(Part::Machine),
             (None, Some(rank)) => launcher::of_rank(&table, rank, &variable).map(Part::Rank),
             (None, None) if table.machines.len() == 1 => {
                 launcher::of_machine(&table, 0, &variable).map(Part::Machine)
             }
             (None, None) => Err(format!(
-                "--rank-table: the table has {} machines: say which one this is with --node, or set RANK_ID for one rank",
+                "the rank table has {} machines: say which one this is with --node, or set RANK_ID for one rank",
                 table.machines.len()
             )),
         };

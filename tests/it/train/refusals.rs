@@ -62,6 +62,43 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     assert!(said.contains("lrr"), "{said}");
 }
 
+/// Ranks that do not find each other would train alone, each as rank 0 of 1.
+#[tokio::test]
+async fn variables_of_a_rank_table_are_obeyed_or_refused() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let device = |rank: u32| serde_json::json!({"device_id": rank.to_string(), "rank_id": rank.to_string()});
+    let servers: Vec<_> = (0..2)
+        .map(|s| serde_json::json!({"server_id": format!("10.0.0.{s}"), "device": [device(2 * s), device(2 * s + 1)]}))
+        .collect();
+    let path = bench.folder.path().join("table.json");
+    fs::write(&path, serde_json::json!({"status": "completed", "server_list": servers}).to_string())
+        .expect("a table");
+    let table = ("RANK_TABLE_FILE", path.to_str().expect("a path"));
+    let torchrun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")];
+    for (variables, more, said) in [
+        (&[table][..], &[][..], "the rank table has 2 machines: say which one this is with --node"),
+        (&[table, ("RANK_ID", "4")], &[], "the rank table has no rank 4"),
+        (&[table], &["--node", "2"], "the rank table has 2 machines"),
+        (&[table, ("RANK_ID", "0")], &["--ranks", "2"], "the rank table has started 4 ranks"),
+        (
+            &[("RANK_TABLE_FILE", "/none.json"), ("RANK_ID", "0")],
+            &[],
+            "RANK_TABLE_FILE: the rank table /none.json",
+        ),
+        (&[&torchrun[..], &[table]].concat(), &[], "RANK_TABLE_FILE is set and torchrun has started"),
+        (&[("RANK_ID", "0")], &[], "RANK_ID is set and nothing says how many ranks"),
+        (&[], &["--node", "0"], "--node: needs --rank-table, or RANK_TABLE_FILE"),
+        (&torchrun, &["--node", "0"], "--node: a launcher says"),
+    ] {
+        let mut command = bench.train("out", more);
+        let output = command.envs(variables.iter().copied()).output().expect("it runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{variables:?} {more:?}: {error}");
+        assert!(error.contains(said), "{variables:?} {more:?}: {error}");
+    }
+}
+
 #[tokio::test]
 async fn a_folder_that_another_run_uses_is_refused_also_when_only_its_ranks_are_left() {
     let _turn = turn().await;

@@ -42,6 +42,11 @@ async fn every_mistake_of_a_specification_is_named_with_its_place() {
     let both = json!({"nmae": "x", "data": {"dataset": "nothing"}, "train": {"lr": -1.0}});
     let (_, body) = server.post("/jobs", &both).await;
     assert!(body["errors"].as_array().unwrap().len() >= 3, "all at once: {body}");
+    let mut ranks = spec();
+    ranks["parallel"] = json!({"ranks": 8, "mode": "hybrid"});
+    let (_, body) = server.post("/jobs/validate", &ranks).await;
+    let pointers: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
+    assert_eq!(pointers, ["/parallel/mode", "/parallel/ranks"], "{body}");
     let (_, list) = server.get("/jobs").await;
     assert_eq!(list["jobs"], json!([]), "nothing was made");
     assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 0, "no folder either");

@@ -114,7 +114,9 @@ pub(super) async fn check_with(
     let mut not_checked = None;
     // Also of a document with mistakes: people mend all at once.
     let (mut spec, mut errors) = spec::read(document);
-    let own = DocumentMistakes(errors.iter().map(|e| e.pointer.clone()).collect());
+    // parallel.mode has one value, so a mistake in it changes nothing of the rest.
+    let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
+    let own = DocumentMistakes(causes.collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
     let datasets = datasets::seen_by(app, caller).await?;

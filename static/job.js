@@ -258,7 +258,7 @@ async function start() {
 
 function follow(seq) {
   stream = new Stream({
-    path: (since) => `/api/v1/jobs/${job.id}/stream?since=${since}`,
+    path: (since) => `/api/v1/jobs/${job.id}/stream?since=${since}&keep_open=true`,
     seq, onFrame,
     onStatus: (status) => { if (status !== "live") facts.live = false; showLive(status); },
     onGone: async () => {

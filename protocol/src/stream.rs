@@ -35,6 +35,9 @@ pub enum Frame {
         #[schema(value_type = String)]
         at: jiff::Timestamp,
     },
+    /// Last on a job's stream: the job is over, and every stored event was sent. The server closes the connection with code 1000.
+    /// It is no event and has no number.
+    End { state: JobState },
     #[serde(untagged)]
     Event(Event),
 }

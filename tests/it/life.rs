@@ -1,8 +1,8 @@
 //! One job from its submission to its files, over REST alone.
 
 use crate::{
-    pictures,
-    server::{Server, number, state_of, turn},
+    pages, pictures,
+    server::{Finished, Server, number, state_of, turn},
     socket::{Socket, stored},
     specs,
 };
@@ -66,6 +66,25 @@ async fn a_job_trains_and_leaves_all_that_the_contract_says() {
     assert!(deleted.status.is_success(), "{}", deleted.text);
     server.request(Method::GET, &format!("/jobs/{id}"), None).await.problem(404);
     server.until("the job's folder is gone", async |s: &Server| !s.job_dir(&id).exists()).await;
+    server.stop().await;
+}
+
+/// The example of docs/api.md, as it stands there.
+#[tokio::test]
+async fn the_python_example_submits_waits_evaluates_and_downloads() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion-mnist", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let examples = pages::blocks("docs/api.md", "python");
+    let [example] = &examples[..] else { panic!("one example: {examples:?}") };
+    let mut python = std::process::Command::new("python3");
+    python.arg("-c").arg(example).current_dir(server.folder().path());
+    python.env("LOCKSTEP_SERVER", &server.url).env("TOKEN", server.token());
+    let done = tokio::task::spawn_blocking(move || Finished::of(&mut python)).await.expect("it runs");
+    let said = done.ok();
+    assert!(said.contains("succeeded step 10 of 10\naccuracy 0."), "{said}");
+    let model = fs::read(server.folder().path().join("model.safetensors")).expect("a model");
+    safetensors::SafeTensors::deserialize(&model).expect("tensors");
     server.stop().await;
 }
 

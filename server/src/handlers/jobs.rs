@@ -15,7 +15,7 @@ pub(crate) use list::ListQuery;
 
 use super::{
     conditional,
-    extract::{Path, job_id},
+    extract::{Path, Query, job_id},
     fit, to_the_end,
 };
 use crate::{
@@ -33,7 +33,9 @@ use axum::{
     response::Response,
 };
 use lockstep_protocol::{Job, JobId};
-use std::collections::HashSet;
+use serde::Deserialize;
+use std::{collections::HashSet, time::Duration};
+use utoipa::IntoParams;
 
 /// Jobs that a caller does not see.
 ///
@@ -94,16 +96,67 @@ pub(super) async fn seen(app: &App, caller: &Caller, id: &str) -> Result<Job> {
     }
 }
 
+/// A request for a job waits at most so long: less than any handler may take.
+const LONGEST_WAIT_SECS: u64 = 120;
+
+/// How long to wait for a job's end.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct EndQuery {
+    /// Answer when the job is over, or after so many seconds: 0 to 120, 0 when absent.
+    #[serde(default)]
+    #[param(minimum = 0, maximum = 120)]
+    wait: u64,
+}
+
+/// As [`row`], when the job is over or `patience` has passed.
+async fn row_at_end(app: &App, id: &JobId, patience: Duration) -> Result<JobRow> {
+    let end = async {
+        // Subscribed before the job is read, so that no event in between is missed.
+        let mut subscription = app.hub.subscribe(id);
+        let mut found = row(app, id).await?;
+        let mut seq = found.job.last_seq;
+        while !found.job.state.is_final() {
+            let _ = subscription.wait(seq).await;
+            match subscription.after(seq) {
+                Some(events) if events.iter().all(|event| event.state().is_none()) => {
+                    seq = events.last().map_or(seq, |event| event.seq);
+                }
+                // It has another state, was deleted, or the hub does not have its events.
+                _ => {
+                    found = row(app, id).await?;
+                    seq = found.job.last_seq;
+                }
+            }
+        }
+        Ok(found)
+    };
+    tokio::select! {
+        found = end => return found,
+        () = tokio::time::sleep(patience) => {}
+        () = app.stopping.cancelled() => {}
+    }
+    row(app, id).await
+}
+
 /// Show a job
-#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
+///
+/// With `wait`, its answer comes when the job is over (`succeeded`, `failed`, `cancelled`), or after that time with the job as it is then.
+#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), EndQuery),
     responses((status = 200, body = Job), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Path(id): Path<String>,
+    Query(EndQuery { wait }): Query<EndQuery>,
 ) -> Result<Response> {
-    let row = row(&app, &job_id(&id)?).await?;
+    let id = job_id(&id)?;
+    let row = match wait {
+        0 => row(&app, &id).await?,
+        1..=LONGEST_WAIT_SECS => row_at_end(&app, &id, Duration::from_secs(wait)).await?,
+        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {LONGEST_WAIT_SECS}"))),
+    };
     conditional::tagged(&headers, &shown_to(&app, &caller, row).await?)
 }
 

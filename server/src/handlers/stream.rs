@@ -46,6 +46,9 @@ pub(crate) struct SinceQuery {
     /// Events up to this number are known; 0 for all. A number above the job's last event counts as the last.
     #[serde(default)]
     since: u64,
+    /// Keep the stream open after the job's end, for changes of its tags and for its next attempt.
+    #[serde(default)]
+    keep_open: bool,
 }
 
 fn accept(
@@ -64,7 +67,8 @@ fn accept(
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
 /// `progress` with the job's speed and time left, `changed` when somebody changes its tags, notes, priority or project, and
-/// `heartbeat` every 20 seconds.
+/// `heartbeat` every 20 seconds. When the job is over and all its events are sent, `end` (`{"type": "end", "state": "succeeded"}`) is the
+/// last frame, and the server closes the connection with code 1000, unless `keep_open` is set.
 /// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
 /// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
 /// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
@@ -75,7 +79,7 @@ pub(crate) async fn job_stream(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-    Query(SinceQuery { since }): Query<SinceQuery>,
+    Query(query): Query<SinceQuery>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let id = job_id(&id)?;
@@ -87,14 +91,14 @@ pub(crate) async fn job_stream(
         let tasks = app.tasks.clone();
         tasks.track_future(async move {
             let reader = Reader::new(&app, caller, socket);
-            if let Err(Disconnected) = follow(&app, reader, row, subscription, since).await {
+            if let Err(Disconnected) = follow(&app, reader, row, subscription, query).await {
                 tracing::debug!("a reader of a stream went away");
             }
         })
     }))
 }
 
-/// How long the close frame of a reader that was too slow may wait behind what was sent before. A laptop that wakes up later
+/// How long a close frame may wait behind what was sent before. A laptop that wakes up later
 /// finds a broken connection.
 const FAREWELL: Duration = Duration::from_secs(60);
 
@@ -161,13 +165,17 @@ impl<'a> Reader<'a> {
         Err(Disconnected)
     }
 
-    /// Closes a reader that is too slow, with code 4008 and its last sequence number. The close frame comes after everything
-    /// that was sent before, so this waits until that is read.
+    /// Closes a reader that is too slow, with code 4008 and its last sequence number.
     async fn give_up(&mut self) {
         self.given_up = true;
         self.app.stream_clients.fetch_sub(1, Ordering::Relaxed);
         let reason = self.sent.to_string();
-        let frame = CloseFrame { code: CLOSE_TOO_SLOW, reason: reason.into() };
+        self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
+    }
+
+    /// Closes the connection. The close frame comes after everything that was sent before, so this waits until that is read.
+    async fn close_when_read(&mut self, code: u16, reason: &str) {
+        let frame = CloseFrame { code, reason: reason.into() };
         let closing = async {
             self.to.send(Message::Close(Some(frame))).await?;
             // The system throws away what is not read when a connection ends with something unread on our side.
@@ -237,7 +245,7 @@ async fn follow(
     mut reader: Reader<'_>,
     row: JobRow,
     mut subscription: Subscription,
-    since: u64,
+    SinceQuery { since, keep_open }: SinceQuery,
 ) -> std::result::Result<(), Disconnected> {
     let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
     let Ok(first_seq) = app.store.first_seq(&id).await else {
@@ -248,6 +256,8 @@ async fn follow(
     // for that number would withhold every event until it is reached.
     reader.sent = since.min(last_seq).max(first_seq - 1);
     let first_seq = first_seq.min(last_seq);
+    // As of the last event that was sent, once these are past `last_seq`.
+    let mut state = row.job.state;
     let pace = Pace::from(&row.job);
     let Ok(job) = jobs::shown_to(app, &reader.caller, row).await else {
         return away(&mut reader).await;
@@ -261,6 +271,7 @@ async fn follow(
         if let Some(events) = subscription.after(reader.sent) {
             for event in &events {
                 reader.events(event).await?;
+                state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
         } else {
             let events = match app.store.events(&id, reader.sent, REPLAY).await {
@@ -283,6 +294,7 @@ async fn follow(
                     }
                 }
                 reader.events(event).await?;
+                state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
             if events.len() == REPLAY as usize {
                 continue;
@@ -292,6 +304,11 @@ async fn follow(
             live = true;
             let seq = reader.sent;
             reader.frame(&Frame::Live { seq }).await?;
+        }
+        if live && state.is_final() && !keep_open {
+            reader.frame(&Frame::End { state }).await?;
+            reader.close_when_read(1000, "the job is over").await;
+            return Ok(());
         }
         loop {
             let sent = reader.sent;

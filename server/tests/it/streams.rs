@@ -210,6 +210,55 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
 }
 
 #[tokio::test]
+async fn a_stream_ends_with_its_job_unless_it_is_kept_open() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=10)]).await;
+    let kept = format!("/jobs/{id}/stream?since=0&keep_open=true");
+    let mut kept = Stream::open(server.socket(&kept, &server.token)).await;
+    let mut there = server.stream(&id, 0).await;
+    there.until(|f| f["type"] == "live").await;
+    agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
+    // One that was there, and one that comes after the end.
+    for mut reader in [there, server.stream(&id, 0).await] {
+        let frames = reader.until(|f| f["type"] == "end").await;
+        let [.., before, end] = &frames[..] else { panic!("{frames:?}") };
+        assert_eq!(*end, json!({"type": "end", "state": "succeeded"}));
+        assert!(before["type"] == "live" || before["state"] == "succeeded", "{frames:?}");
+        assert_eq!(reader.next().await.unwrap_err(), (1000, "the job is over".to_owned()));
+    }
+    kept.until(|f| f["state"] == "succeeded").await;
+    let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{id}")));
+    assert_eq!(server.send(patch.json(&json!({"tags": ["kept"]}))).await.0, 200);
+    assert_eq!(kept.next().await.unwrap()["tags"], json!(["kept"]));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_request_for_a_job_waits_for_its_end() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
+    let (status, job) = server.get(&format!("/jobs/{id}?wait=1")).await;
+    assert_eq!((status, &job["state"]), (200, &json!("running")), "{job}");
+    for wait in ["121", "-1", "soon"] {
+        assert_eq!(server.get(&format!("/jobs/{id}?wait={wait}")).await.0, 400, "{wait}");
+    }
+    let path = format!("/jobs/{id}?wait=120");
+    let ((status, job), ()) = tokio::join!(server.get(&path), async {
+        agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=10)]).await;
+        agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
+    });
+    assert_eq!((status, &job["state"]), (200, &json!("succeeded")), "{job}");
+    assert_eq!(server.get(&path).await.1["state"], "succeeded", "at once");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn the_list_tells_every_change_and_a_deletion() {
     let server = TestServer::new().await;
     let mut list = Stream::open(server.socket("/stream", &server.token)).await;

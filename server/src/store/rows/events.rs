@@ -3,6 +3,7 @@
 use crate::store::{points, quarantine};
 use jiff::Timestamp;
 use lockstep_protocol::{
+    job::JobState,
     metric::MetricColumn,
     stream::{Event, EventBody},
 };
@@ -86,6 +87,18 @@ impl EventRow {
         match serde_json::from_str(body).ok()? {
             EventBody::Checkpoint { id, .. } => Some((id, true)),
             EventBody::CheckpointRemoved { id, .. } => Some((id, false)),
+            _ => None,
+        }
+    }
+
+    /// The job's state since then, if it tells of one.
+    pub(crate) fn state(&self) -> Option<JobState> {
+        let Stored::Body(body) = &self.stored else { return None };
+        if !body.starts_with("{\"type\":\"state\"") {
+            return None;
+        }
+        match serde_json::from_str(body).ok()? {
+            EventBody::State { state, .. } => Some(state),
             _ => None,
         }
     }

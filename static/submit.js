@@ -190,6 +190,8 @@ function showPlan(answer) {
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== valueOf(field)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
+  const bundled = byId("bundled");
+  if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = answer?.warnings ?? [];
   warnings.hidden = !given.length;
   text(warnings.querySelector("span"), given.join(" "));

@@ -172,6 +172,11 @@ impl SubmitTemplate<'_> {
         has_steps || self.more.iter().any(|(_, fields)| fields.iter().any(|f| !f.errors.is_empty()))
     }
 
+    /// Whether nobody has registered the pictures that come with the server, under their own name.
+    fn lacks_bundled(&self) -> bool {
+        self.page.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
+    }
+
     /// Key, title, words about it, and the fields it sets as JSON for the script.
     fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, String)> {
         let form = |p| preset_form(p, self.page.slots, &self.page.datasets);

@@ -213,7 +213,10 @@ pub(in crate::handlers) fn no_dataset(name: &str, datasets: &[Dataset]) -> Strin
         (None, _) => format!("there are {}", names.join(", ")),
     };
     let fetched = match name {
-        "cifar10" | "cifar100" | "fashion-mnist" => format!("; `lockstep dataset get {name}` fetches it"),
+        "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),
+        "fashion-mnist" => "; \"Use the bundled pictures\" on the page of a new job (POST /api/v1/datasets/bundled) registers the 9,000 that \
+             come with the server, and `lockstep dataset get fashion-mnist` downloads all 70,000"
+            .to_owned(),
         _ => String::new(),
     };
     format!("no dataset is called {:?}; {known}{fetched}", shortened(name))

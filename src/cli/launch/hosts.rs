@@ -49,7 +49,8 @@ fn parse(text: &str) -> Result<Vec<Host>, String> {
 }
 
 fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
-    let mut host = Host { name: checked(name)?, ..Host::default() };
+    let (name, counted) = name_and_slots(name)?;
+    let mut host = Host { name: checked(name)?, slots: counted, ..Host::default() };
     for word in words {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         match key.strip_prefix("env:") {
@@ -62,6 +63,9 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
                     return Err(format!("{word:?} is no variable: write env:NAME=VALUE"));
                 }
                 host.env.insert(name.into(), value.into());
+            }
+            None if key == "slots" && counted.is_some() => {
+                return Err(format!("{name} has its slots twice: leave {word} out"));
             }
             None if key == "slots" => host.slots = Some(slots(value)?),
             None => {
@@ -82,17 +86,23 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
     Ok(host)
 }
 
-/// `node1:4,node2:4`. An IPv6 address is in brackets.
+/// A machine, and behind a colon its slots: `node1:4`. An IPv6 address is in brackets where it has slots.
+fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
+    let is_bare_ipv6 = !entry.contains('[') && entry.matches(':').count() > 1;
+    match entry.rsplit_once(':') {
+        Some((name, count)) if !is_bare_ipv6 && !count.ends_with(']') => Ok((name, Some(slots(count)?))),
+        _ => Ok((entry, None)),
+    }
+}
+
+/// `node1:4,node2:4`.
 ///
 /// # Errors
 /// What is wrong with it.
 pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for entry in list.split(',').map(str::trim) {
-        let (name, count) = match entry.rsplit_once(':') {
-            Some((name, count)) if !count.ends_with(']') => (name, Some(slots(count)?)),
-            _ => (entry, None),
-        };
+        let (name, count) = name_and_slots(entry)?;
         add(&mut hosts, Host { name: checked(name)?, slots: count, ..Host::default() })?;
     }
     Ok(hosts)
@@ -201,6 +211,8 @@ mod tests {
     fn mistakes_have_their_line() {
         for (text, said) in [
             ("", "names no machine"),
+            ("a:x", "must be 1 to 1024"),
+            ("a:4 slots=4", "line 1: a has its slots twice: leave slots=4 out"),
             ("a slots=0", "line 1: slots=0: must be 1 to 1024"),
             ("a slots=1025", "must be 1 to 1024"),
             ("a slots=x", "must be 1 to 1024"),
@@ -270,12 +282,17 @@ mod tests {
 
     #[test]
     fn a_list_of_the_command_line() {
-        let slots = |list: &str| -> Vec<String> {
-            let hosts = of_list(list).unwrap();
-            hosts.iter().map(|host| format!("{} {:?}", host.name, host.slots)).collect()
-        };
-        assert_eq!(slots("a:4,b"), ["a Some(4)", "b None"]);
-        assert_eq!(slots("[fd00::1]:2,[fd00::2]"), ["[fd00::1] Some(2)", "[fd00::2] None"]);
+        for (list, expected) in [
+            ("a:4,b", ["a Some(4)", "b None"]),
+            ("[fd00::1]:2,[fd00::2]", ["[fd00::1] Some(2)", "[fd00::2] None"]),
+            ("me@node_1:1,fe80::1%eth0", ["me@node_1 Some(1)", "fe80::1%eth0 None"]),
+        ] {
+            // A line of a hostfile is the same.
+            for hosts in [of_list(list), parse(&list.replace(',', "\n"))] {
+                let hosts = hosts.unwrap().into_iter().map(|host| format!("{} {:?}", host.name, host.slots));
+                assert_eq!(hosts.collect::<Vec<_>>(), expected, "{list}");
+            }
+        }
         assert!(of_list("a:,b").is_err() && of_list("").is_err() && of_list("a,a").is_err());
     }
 }

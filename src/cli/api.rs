@@ -15,15 +15,14 @@ use lockstep_protocol::Job;
 use lockstep_worker::tls;
 use reqwest::{
     Client, Method, Response, StatusCode,
-    header::{AUTHORIZATION, HeaderMap, HeaderValue},
+    header::{AUTHORIZATION, HeaderValue},
 };
-use rustls::ClientConfig;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::{
     fmt::Write,
+    net::IpAddr,
     path::{Path, PathBuf},
-    sync::Arc,
     time::Duration,
 };
 
@@ -65,8 +64,8 @@ impl ServerArgs {
 pub(crate) struct Api {
     base: String,
     client: Client,
-    tls: Arc<ClientConfig>,
-    token: Option<HeaderValue>,
+    /// The variable that names the proxy of its requests.
+    proxy: Option<&'static str>,
 }
 
 impl Api {
@@ -85,15 +84,14 @@ impl Api {
         };
         let tls = tls.map_err(wrong)?;
         let token = token.map(|token| bearer(&token)).transpose()?;
-        let mut headers = HeaderMap::new();
-        headers.extend(token.clone().map(|token| (AUTHORIZATION, token)));
         let client = Client::builder()
-            .default_headers(headers)
+            .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
             .connect_timeout(Duration::from_secs(5))
-            .no_proxy()
-            .tls_backend_preconfigured((*tls).clone())
-            .build()?;
-        Ok(Self { base, client, tls, token })
+            .tls_backend_preconfigured((*tls).clone());
+        let proxy = proxy_of(&url);
+        // Tokens do not go through a proxy in clear.
+        let client = if proxy.is_none() { client.no_proxy() } else { client };
+        Ok(Self { base, client: client.build()?, proxy })
     }
 
     /// The server's address.
@@ -254,14 +252,27 @@ impl Api {
             return anyhow!(why);
         }
         if error.is_connect() || error.is_timeout() {
+            let way = self.proxy.map(|name| {
+                format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
+            });
             anyhow!(
-                "no server answers at {}; start one with `lockstep serve`, or name another with LOCKSTEP_SERVER",
-                self.base
+                "no server answers at {}{}; start one with `lockstep serve`, or name another with LOCKSTEP_SERVER",
+                self.base,
+                way.unwrap_or_default()
             )
         } else {
             anyhow!("{}: {error}", self.base)
         }
     }
+}
+
+/// The variable by which requests to a server go through a proxy (curl's names): only those to another machine, and only over https.
+fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
+    let host = server.host_str()?.trim_matches(['[', ']']);
+    let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let names = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
+    names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_here)
 }
 
 /// The parameters of a request that are given.

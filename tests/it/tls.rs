@@ -15,8 +15,12 @@ use serde_json::{Value, json};
 use serve::{Serve, listens, trusting};
 use std::{
     fs,
+    io::{self, Read as _, Write as _},
+    net::{Shutdown, TcpListener, TcpStream},
     path::Path,
     process::{Command, Stdio},
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 use tokio_tungstenite::{Connector, tungstenite};
@@ -110,6 +114,85 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     assert_eq!(findings.stdout.matches("\"certificate\"").count(), 2, "{}", findings.stdout);
     let log = fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");
     assert!(log.contains(" GET /api/v1/jobs/") && log.contains("/stream?since 101 "), "{log}");
+}
+
+/// A proxy that connects whoever asks, whatever host it names, to a port of this machine; the hosts that it was asked for.
+fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let (asked, hosts) = mpsc::channel();
+    let address = format!("http://{}", listener.local_addr().expect("an address"));
+    thread::spawn(move || {
+        for mut client in listener.incoming().flatten() {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                client.read_exact(&mut byte).expect("a request");
+                head.push(byte[0]);
+            }
+            let head = String::from_utf8(head).expect("text");
+            let _ = asked.send(head.lines().next().unwrap_or_default().to_owned());
+            let server = TcpStream::connect(("127.0.0.1", port)).expect("the server");
+            client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").expect("an answer");
+            for (mut from, mut to) in [(&client, &server), (&server, &client)]
+                .map(|(from, to)| (from.try_clone().expect("a handle"), to.try_clone().expect("a handle")))
+            {
+                thread::spawn(move || {
+                    let _ = io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(Shutdown::Write);
+                });
+            }
+        }
+    });
+    (address, hosts)
+}
+
+#[tokio::test]
+async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
+    let _turn = turn().await;
+    let folder = Folder::new();
+    for args in [&["init"][..], &["issue", "lockstep.example.org"]] {
+        Finished::of(lockstep().arg("ca").args(args).current_dir(folder.path())).ok();
+    }
+    let ca = folder.path().join("lockstep-data/ca/ca.crt");
+    let certificate = ["--tls-cert", "lockstep.example.org.crt", "--tls-key", "lockstep.example.org.key"];
+    let serve = Serve::start_in(folder, &[&certificate[..], &["--cpu-slots", "1"]].concat(), listens).await;
+    let (proxy, hosts) = connect_proxy(serve.port);
+    let server = format!("https://lockstep.example.org:{}", serve.port);
+    let by = |server: &str, variables: &[(&str, &str)], args: &[&str]| {
+        let mut command = lockstep();
+        command.args(args).env("LOCKSTEP_SERVER", server).env("LOCKSTEP_CA_FILE", &ca);
+        command.env("LOCKSTEP_TOKEN_FILE", serve.folder.path().join("data/token"));
+        for name in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"] {
+            command.env_remove(name);
+        }
+        Finished::of(command.envs(variables.iter().copied()).current_dir(serve.folder.path()))
+    };
+    let start = Instant::now();
+    while !by(&server, &[("HTTPS_PROXY", &proxy)], &["machine", "list"]).stdout.contains("online") {
+        assert!(start.elapsed() < SOON, "{}", serve.log());
+    }
+    let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
+    let dataset = dataset.to_str().expect("UTF-8");
+    by(&server, &[("HTTPS_PROXY", &proxy)], &["dataset", "add", "pictures", dataset]).ok();
+    let spec = toml::to_string(&specs::short("by-proxy", "pictures", 1, 3)).expect("a job");
+    let job = serve.folder.write("job.toml", spec);
+    // Its stream takes the same way.
+    let job = job.to_str().expect("UTF-8");
+    let watched = by(&server, &[("https_proxy", &proxy)], &["submit", job, "--watch"]);
+    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    let hosts: Vec<_> = hosts.try_iter().collect();
+    let line = format!("CONNECT lockstep.example.org:{} HTTP/1.1", serve.port);
+    assert!(hosts.len() > 3 && hosts.iter().all(|asked| *asked == line), "{hosts:?}");
+
+    let without = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
+    by(&server, &without, &["list"]).fails(1, &["no server answers", "HTTPS_PROXY is set", "NO_PROXY"]);
+    // What listens on this machine is reached directly.
+    let plain = Serve::start(&["--no-local-agent"], listens).await;
+    let mut here = lockstep();
+    here.args(["list", "--server", &format!("http://127.0.0.1:{}", plain.port)])
+        .env("HTTP_PROXY", "http://127.0.0.1:1");
+    here.env("LOCKSTEP_TOKEN_FILE", plain.folder.path().join("data/token"));
+    Finished::of(&mut here).ok();
 }
 
 #[tokio::test]

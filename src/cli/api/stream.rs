@@ -1,26 +1,27 @@
 //! A job's stream, as the commands that follow a job read it.
 
-use super::Api;
+use super::{Api, problem};
 use anyhow::bail;
 use futures_util::StreamExt;
 use lockstep_protocol::{
     Job,
     stream::{Frame, HEARTBEAT_SECS},
 };
-use lockstep_worker::tls;
-use reqwest::header::AUTHORIZATION;
+use reqwest::{
+    StatusCode, Upgraded,
+    header::{CONNECTION, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_VERSION, UPGRADE},
+};
 use std::time::Duration;
-use tokio::net::TcpStream;
 use tokio_tungstenite::{
-    Connector, MaybeTlsStream, WebSocketStream,
-    tungstenite::{Message, client::IntoClientRequest},
+    WebSocketStream,
+    tungstenite::{Message, handshake::client::generate_key, protocol::Role},
 };
 
 /// A stream that is silent for longer is dead, also when nobody has said so: two heartbeats are missing.
 const SILENT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
 
 /// A job's stream.
-pub(crate) struct Stream(WebSocketStream<MaybeTlsStream<TcpStream>>);
+pub(crate) struct Stream(WebSocketStream<Upgraded>);
 
 impl Stream {
     /// The next frame that is no heartbeat; none when the server has closed the stream.
@@ -45,23 +46,24 @@ impl Stream {
 }
 
 impl Api {
-    /// Opens a job's stream after event `since`.
+    /// Opens a job's stream after event `since`, by the client of all requests: it knows the proxy.
     ///
     /// # Errors
     /// The server is not reachable.
     pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
-        let base = self.base.replacen("http", "ws", 1);
-        let url = format!("{base}/api/v1/jobs/{}/stream?since={since}", job.id);
-        let mut request = url.into_client_request()?;
-        request.headers_mut().extend(self.token.clone().map(|token| (AUTHORIZATION, token)));
-        let connector = Some(Connector::Rustls(self.tls.clone()));
-        let connecting = tokio_tungstenite::connect_async_tls_with_config(request, None, false, connector);
-        match tokio::time::timeout(Duration::from_secs(10), connecting).await {
-            Ok(Ok((socket, _))) => Ok(Stream(socket)),
-            Ok(Err(error)) => match tls::in_words(&error, &self.base) {
-                Some(why) => bail!(why),
-                None => bail!("the stream of {}: {error}", job.id),
-            },
+        let url = format!("{}/api/v1/jobs/{}/stream?since={since}", self.base, job.id);
+        let request = self.client.get(url).header(CONNECTION, "upgrade").header(UPGRADE, "websocket");
+        let request = request.header(SEC_WEBSOCKET_VERSION, "13").header(SEC_WEBSOCKET_KEY, generate_key());
+        let opening = async {
+            let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
+            if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+                return Err(problem(answer).await);
+            }
+            let connection = answer.upgrade().await?;
+            Ok(Stream(WebSocketStream::from_raw_socket(connection, Role::Client, None).await))
+        };
+        match tokio::time::timeout(Duration::from_secs(10), opening).await {
+            Ok(opened) => opened,
             Err(_) => bail!("the stream of {}: the server does not answer", job.id),
         }
     }

@@ -3,6 +3,7 @@
 use crate::{
     app::App,
     audit::{Entry, Queue},
+    failing::Failing,
     store::AuditEntry,
 };
 use std::time::Duration;
@@ -62,14 +63,21 @@ async fn write(app: &App, batch: Vec<Entry>) {
             Entry::Flush(done) => flushes.push(done),
         }
     }
-    let mut wait = RETRY.0;
+    let (mut wait, mut failing) = (RETRY.0, Failing::default());
     while !entries.is_empty() {
         match app.store.add_audit(&entries).await {
-            Ok(()) => break,
+            Ok(()) => {
+                if let Some(failures) = failing.ended() {
+                    tracing::info!(failures, "the audit log is written again");
+                }
+                break;
+            }
             Err(error) if error.may_pass() && !app.stopping.is_cancelled() => {
                 // The log says what there is.
                 flushes.clear();
-                tracing::warn!(%error, "the audit log cannot be written; trying again");
+                if failing.is_new(&error) {
+                    tracing::warn!(%error, "the audit log cannot be written; trying again");
+                }
                 sleep(wait).await;
                 wait = (wait * 2).min(RETRY.1);
             }

@@ -2,6 +2,7 @@
 
 use crate::{
     app::App,
+    failing::Failing,
     leases::{EndAt, Expired},
     lifecycle::{self, PlaceEnd},
     store::{AttemptRow, JobRow, Result, quarantine},
@@ -84,22 +85,38 @@ pub(crate) async fn run(app: App) {
 
 /// Rounds do not wait for the comparison of a long queue.
 async fn comparisons(app: &App) {
+    let mut failing = Failing::default();
     loop {
         tokio::time::sleep(COMPARE_EVERY).await;
         match app.waiting.compare(&*app.store).await {
             Ok(true) => app.leases.poke(),
             Ok(false) => {}
             Err(error) => {
-                tracing::warn!(%error, "the queue could not be compared with the store; trying again")
+                if failing.is_new(&error) {
+                    tracing::warn!(%error, "the queue could not be compared with the store; trying again");
+                }
+                continue;
             }
+        }
+        if let Some(failures) = failing.ended() {
+            tracing::info!(failures, "the queue is compared with the store again");
         }
     }
 }
 
 async fn rounds(app: &App) {
+    let mut failing = Failing::default();
     loop {
-        if let Err(error) = round(app).await {
-            tracing::warn!(%error, "dispatch could not do its round; trying again");
+        match round(app).await {
+            Ok(()) => {
+                if let Some(failures) = failing.ended() {
+                    tracing::info!(failures, "dispatch does its rounds again");
+                }
+            }
+            Err(error) if failing.is_new(&error) => {
+                tracing::warn!(%error, "dispatch could not do its round; trying again");
+            }
+            Err(_) => {}
         }
         let poll = if app.leases.is_contact_lost() { POLL_LOST } else { POLL };
         tokio::select! {

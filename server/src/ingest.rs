@@ -4,6 +4,7 @@
 use crate::{
     app::App,
     artifact_uploads, artifacts, dispatch,
+    failing::Failing,
     inbox::{Queue, Work},
     store::{Changed, EventRow, Ingested, Report, Result},
 };
@@ -150,19 +151,26 @@ async fn note_files(app: &App, report: &mut Report, earlier: &[Report]) -> Resul
 /// is not acknowledged. The flag says whether it took more than one try. `None` when the server stops.
 async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
     let mut wait = Duration::from_millis(100);
-    let mut tried_again = false;
+    let mut failing = Failing::default();
     loop {
         match app.store.ingest(reports).await {
             Err(error) if error.may_pass() => {
-                tracing::error!(%error, "reports cannot be stored; trying again");
+                if failing.is_new(&error) {
+                    tracing::error!(%error, "reports cannot be stored; trying again");
+                }
                 tokio::select! {
                     () = tokio::time::sleep(wait) => {}
                     () = app.stopping.cancelled() => return None,
                 }
                 wait = (wait * 2).min(Duration::from_secs(2));
-                tried_again = true;
             }
-            done => return Some((done, tried_again)),
+            done => {
+                let tries = failing.ended();
+                if let Some(failures) = tries.filter(|_| done.is_ok()) {
+                    tracing::info!(failures, "reports are stored again");
+                }
+                return Some((done, tries.is_some()));
+            }
         }
     }
 }

@@ -27,6 +27,7 @@ mod dispatch;
 mod document;
 mod error;
 mod evaluations;
+mod failing;
 mod gate;
 mod guard;
 mod handlers;

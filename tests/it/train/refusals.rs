@@ -62,6 +62,23 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     assert!(said.contains("lrr"), "{said}");
 }
 
+/// The last checkpoint is tried once a second.
+#[tokio::test]
+async fn a_full_disk_is_logged_once_with_a_count() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let only_last = ["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"];
+    let sets: Vec<_> = only_last.iter().flat_map(|set| ["--set", *set]).collect();
+    // Each of these takes the first time that the one before it leaves.
+    let faults = ["checkpoint.model:error"; 3].join(",");
+    let output = bench.train("out", &sets).env("LOCKSTEP_FAULT", faults).output().expect("it runs");
+    let said = succeeded(&output);
+    assert_eq!(said.matches("could not be written").count(), 1, "{said}");
+    assert_eq!(said.matches("still cannot be written").count(), 1, "{said}");
+    assert!(said.contains("the last checkpoint took 3 more tries"), "{said}");
+    assert!(!bench.model("out", "1-12").is_empty());
+}
+
 /// Ranks that do not find each other would train alone, each as rank 0 of 1.
 #[tokio::test]
 async fn variables_of_a_rank_table_are_obeyed_or_refused() {

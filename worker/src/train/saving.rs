@@ -111,7 +111,8 @@ impl Run<'_> {
         let patience = Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into()) / 2;
         let began = Instant::now();
         let mut failed = None;
-        while let Some(events) = writer.finish() {
+        let mut retries = 0_u64;
+        while let Some(mut events) = writer.finish() {
             for event in &events {
                 failed = match event {
                     CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
@@ -119,13 +120,23 @@ impl Run<'_> {
                     CheckpointEvent::Removed { .. } => failed,
                 };
             }
+            // A line for the first, and their number at the end.
+            events.retain(|event| {
+                let is_retry = matches!(event, CheckpointEvent::Failed { again: true, .. });
+                retries += u64::from(is_retry);
+                !is_retry || retries == 1
+            });
             announce(self.training, events);
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
                 let waited = began.elapsed().as_secs();
                 return Err(TrainError::System(std::io::Error::other(format!(
-                    "the last checkpoint could not be written for {waited} s: {reason}"
+                    "the last checkpoint could not be written for {waited} s, in {retries} more tries: {reason}"
                 ))));
             }
+        }
+        if retries > 0 {
+            let text = format!("the last checkpoint took {} more tries", retries + 1);
+            self.training.observer.log(&text);
         }
         Ok(())
     }

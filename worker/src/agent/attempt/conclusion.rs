@@ -129,6 +129,7 @@ impl Watch {
         let path = agent_events_path(&self.stored);
         let mut written = 0;
         let mut records = None;
+        let mut failures = 0_u64;
         loop {
             let mut attempt = || -> io::Result<()> {
                 let records = match &mut records {
@@ -146,9 +147,15 @@ impl Watch {
                 records.sync()
             };
             match attempt() {
+                Ok(()) if failures > 0 => {
+                    return tracing::info!(failures, path = %path.display(), "the end of an attempt is written");
+                }
                 Ok(()) => return,
                 Err(error) => {
-                    tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; trying again");
+                    if failures == 0 {
+                        tracing::error!(%error, path = %path.display(), "the end of an attempt cannot be written; trying again");
+                    }
+                    failures += 1;
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             }

@@ -25,6 +25,7 @@ pub mod people;
 pub mod pickle;
 pub mod queue;
 pub mod reason;
+pub mod schedule;
 pub mod spec;
 pub mod stream;
 pub mod throughput;

@@ -28,6 +28,7 @@ pub mod reason;
 pub mod schedule;
 pub mod spec;
 pub mod stream;
+pub mod suggestion;
 pub mod throughput;
 pub mod unseen;
 pub mod wire;

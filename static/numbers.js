@@ -4,6 +4,12 @@ export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",
 
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
+/** An accuracy, its standard error in percent where the pictures are few, and of how many it is. As `accuracy_of` in protocol/src/numbers.rs. */
+export function accuracyOf(share, pictures, digits = 1) {
+  const error = pictures < 1e4 ? ` ± ${(100 * Math.sqrt(Math.max(0, share * (1 - share)) / pictures)).toFixed(1)}` : "";
+  return `${percent(share, digits)}${error} of ${count(pictures)}`;
+}
+
 /** A loss or a learning rate. */
 export function value(v) {
   if (!Number.isFinite(v)) return "not finite";

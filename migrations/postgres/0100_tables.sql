@@ -120,6 +120,7 @@ CREATE TABLE checkpoints (
     best BIGINT NOT NULL,
     size_bytes BIGINT NOT NULL,
     created_at BIGINT NOT NULL,
+    validation TEXT,
     UNIQUE (job_id, epoch, step)
 );
 

@@ -155,6 +155,8 @@ CREATE TABLE checkpoints (
     best INTEGER NOT NULL,
     size_bytes INTEGER NOT NULL,
     created_at INTEGER NOT NULL,
+    -- JSON: the validation pictures that the accuracy and the loss are of.
+    validation TEXT,
     UNIQUE (job_id, epoch, step)
 ) STRICT;
 

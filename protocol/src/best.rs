@@ -3,6 +3,13 @@
 
 use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};
 
+/// Whether a network that was validated with this `value` and `loss` is better than one before it. Higher values are better; of equal ones
+/// the lower loss, and of equal losses the newer network.
+pub fn is_better(value: f64, loss: Option<f64>, before: (f64, Option<f64>)) -> bool {
+    let has_lower_loss = || loss.zip(before.1).is_none_or(|(loss, before)| loss <= before);
+    value > before.0 || (value == before.0 && has_lower_loss())
+}
+
 /// The checkpoint that commands call `best`, with its validation accuracy; none where no evaluation has made one the best.
 pub fn best_checkpoint<'a>(
     checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>,
@@ -30,14 +37,29 @@ mod tests {
             step: u64::from(epoch) * 20,
             val_accuracy,
             val_loss: None,
+            validation: None,
             best,
             size_bytes: 1,
         }
     }
 
     #[test]
+    fn of_equal_accuracies_the_lower_loss_is_better_and_of_equal_losses_the_newer() {
+        for (value, loss, before, better) in [
+            (0.3, Some(2.0), (0.2, Some(1.0)), true),
+            (0.2, Some(1.0), (0.3, Some(2.0)), false),
+            (0.2333, Some(1.594), (0.2333, Some(1.684)), true),
+            (0.2333, Some(1.684), (0.2333, Some(1.594)), false),
+            (0.2, Some(1.0), (0.2, Some(1.0)), true),
+            (0.2, None, (0.2, Some(1.0)), true),
+        ] {
+            assert_eq!(is_better(value, loss, before), better, "{value} {loss:?} after {before:?}");
+        }
+    }
+
+    #[test]
     fn the_best_checkpoint_is_named_where_it_is_not_the_best_epoch_s() {
-        let best = Measured { value: 0.822, step: 60, epoch: 3 };
+        let best = Measured { value: 0.822, loss: None, step: 60, epoch: 3 };
         let [older, newer] = [checkpoint(2, Some(0.632), true), checkpoint(4, Some(0.5), false)];
         assert_eq!(best_words(best, [&newer, &older]), "best 82.2 % at 3, best checkpoint 63.2 %");
         assert_eq!(best_words(best, [&checkpoint(3, Some(0.822), true)]), "best 82.2 % at 3");

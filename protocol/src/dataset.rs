@@ -82,6 +82,17 @@ impl BrokenFile {
     }
 }
 
+/// Why nothing can be learned from pictures of these classes, to be read after the dataset's name; `None` where something can.
+pub fn too_few_classes(classes: &[String]) -> Option<String> {
+    match classes {
+        [] => Some("has no class: there is nothing to tell apart".into()),
+        [only] => Some(format!(
+            "has one class, {only:?}: there is nothing to tell apart, and every network would be right. Add pictures of another class"
+        )),
+        _ => None,
+    }
+}
+
 /// What is too long about a dataset's classes, in words.
 pub fn class_names_mistake(classes: &[String]) -> Option<String> {
     if let Some(name) = classes.iter().find(|name| name.len() > CLASS_NAME_BYTES) {
@@ -108,6 +119,14 @@ pub struct SplitInfo {
     pub samples: u64,
     /// Samples of each class, in the order of `classes`.
     pub per_class: Vec<u64>,
+}
+
+/// Which pictures measure a network. Two accuracies can be compared where these are equal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ValidationSet {
+    pub pictures: u64,
+    /// Hash of the pictures' names, contents and classes; hexadecimal. Training pictures have no influence on it.
+    pub fingerprint: String,
 }
 
 /// Identifies the pictures of a dataset, computed from its index: whether it is still the one that it was.

@@ -3,6 +3,7 @@
 
 use crate::{
     allowed::AllowedFolders,
+    dataset::ValidationSet,
     spec::{DataSpec, JobSpec, ModelSpec},
 };
 use serde::{Deserialize, Serialize};
@@ -88,6 +89,15 @@ pub struct ClassScore {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelEvaluation {
     pub samples: u64,
+    /// Which pictures these are. Those of the checkpoint's run are the `validation` of the checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationSet>,
+    /// How many of them the checkpoint was trained on; absent where that is not known, as of another dataset's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trained_on: Option<u64>,
+    /// For people: how they differ from the pictures that measured the checkpoint in its run. Absent where they are the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
     /// 0 to 1.
     pub accuracy: f64,
     /// Mean cross-entropy.

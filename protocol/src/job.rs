@@ -2,6 +2,7 @@
 
 use crate::{
     labels::DEFAULT_PROJECT,
+    numbers::{accuracy_of, percent},
     reason::{Reason, ReasonCode},
     spec::JobSpec,
 };
@@ -366,6 +367,9 @@ pub struct Parent {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Measured {
     pub value: f64,
+    /// Of the same validation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<f64>,
     pub step: u64,
     pub epoch: u32,
 }
@@ -388,9 +392,20 @@ pub struct LastValues {
     pub lr: Option<f64>,
     pub val_loss: Option<f64>,
     pub val_accuracy: Option<f64>,
+    /// Pictures that `val_accuracy` and `val_loss` are of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub val_pictures: Option<u64>,
     /// By their names.
     #[serde(flatten)]
     pub others: BTreeMap<String, f64>,
+}
+
+impl LastValues {
+    /// The validation accuracy, and of how many pictures it is where that is known.
+    pub fn accuracy_in_words(&self) -> Option<String> {
+        let accuracy = self.val_accuracy?;
+        Some(self.val_pictures.map_or_else(|| percent(accuracy), |pictures| accuracy_of(accuracy, pictures)))
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,24 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 100.0).next_up())
 }
 
+/// Of fewer pictures an accuracy is shown with its standard error.
+const FEW: u64 = 10_000;
+
+/// `84.0 % ± 2.6 of 200 pictures`: an accuracy, its standard error in percent, and of how many pictures it is. As `accuracyOf` in
+/// `static/numbers.js`.
+pub fn accuracy_of(accuracy: f64, pictures: u64) -> String {
+    format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
+}
+
+/// ` ± 2.6`: the standard error of an accuracy in percent; empty where there are many pictures.
+pub fn standard_error(accuracy: f64, pictures: u64) -> String {
+    if pictures == 0 || pictures >= FEW {
+        return String::new();
+    }
+    let error = (accuracy * (1.0 - accuracy)).max(0.0) / pictures as f64;
+    format!(" ± {:.1}", 100.0 * error.sqrt())
+}
+
 /// Images a second: `38940.2` as `38940`, `9.73` as `9.7`. Pages put commas between the thousands.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
@@ -47,6 +65,18 @@ mod tests {
             (2, "other", "2 others"),
         ] {
             assert_eq!(plural(n, noun), words);
+        }
+    }
+
+    #[test]
+    fn an_accuracy_of_few_pictures_has_its_standard_error() {
+        for (accuracy, pictures, words) in [
+            (0.84, 200, "84.0 % ± 2.6 of 200 pictures"),
+            (1.0, 1, "100.0 % ± 0.0 of 1 picture"),
+            (0.9, 9_999, "90.0 % ± 0.3 of 9999 pictures"),
+            (0.9, 10_000, "90.0 % of 10000 pictures"),
+        ] {
+            assert_eq!(accuracy_of(accuracy, pictures), words);
         }
     }
 

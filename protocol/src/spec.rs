@@ -20,7 +20,7 @@ mod renamed;
 mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
-pub use data::{Augment, BrokenFiles, DataSpec, Validation};
+pub use data::{Augment, BrokenFiles, DataSpec, Division, Validation};
 pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};

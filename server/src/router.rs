@@ -64,6 +64,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::pause))
         .routes(routes!(jobs::resume))
         .routes(routes!(fork::fork))
+        .routes(routes!(fork::check))
         .routes(routes!(metrics::find))
         .routes(routes!(metrics::csv))
         .routes(routes!(metrics_query::find))

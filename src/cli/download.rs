@@ -59,10 +59,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         let accuracy = chosen
             .info
-            .val_accuracy
+            .accuracy_in_words()
             // It was measured with the model's own weights.
             .filter(|_| args.which.weights == Weights::Model)
-            .map(|a| format!(", validation accuracy {}", lockstep_protocol::numbers::percent(a)))
+            .map(|accuracy| format!(", validation accuracy {accuracy}"))
             .unwrap_or_default();
         output::line(format_args!(
             "{}: epoch {}, step {}{accuracy}, {size_bytes} bytes, sha256 {expected}",

@@ -7,8 +7,10 @@ use super::{
     output,
 };
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_protocol::numbers::plural;
-use lockstep_protocol::{inspect::ModelEvaluation, numbers::percent};
+use lockstep_protocol::{
+    inspect::ModelEvaluation,
+    numbers::{percent, plural, standard_error},
+};
 use reqwest::{Method, StatusCode};
 use serde::Serialize;
 use serde_json::Value;
@@ -88,11 +90,15 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
 
 fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
     output::line(format_args!(
-        "checkpoint {checkpoint}: accuracy {:.2} % of {}, loss {:.4}",
+        "checkpoint {checkpoint}: accuracy {:.2} %{} of {}, loss {:.4}",
         found.accuracy * 100.0,
+        standard_error(found.accuracy, found.samples),
         plural(found.samples, "picture"),
         found.loss
     ))?;
+    if let Some(note) = &found.note {
+        output::line(format_args!("note: {note}"))?;
+    }
     let rows: Vec<_> = found
         .classes
         .iter()

@@ -1,11 +1,8 @@
 //! `lockstep init`: a job file for the pictures of a folder, with the reasons for what it chose.
 
-mod choice;
-
 use super::{api::mistake, dataset, output, wrong};
-use choice::Choice;
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::{dataset::DatasetInfo, spec::from_toml};
+use lockstep_protocol::{dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
 use lockstep_worker::data;
 use std::{
     fmt::Write as _,
@@ -71,7 +68,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// # Errors
 /// There is nothing to train on.
 fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
-    let choice = Choice::of(info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+    let choice = Suggestion::of(info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
     let name = if name.is_empty() { "pictures".into() } else { name };

@@ -136,12 +136,12 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         ("images a second", job.images_per_second.map(rate)),
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
         ("loss", job.last.loss.map(|v| format!("{v:.4}"))),
-        ("validation accuracy", job.last.val_accuracy.map(percent)),
+        ("validation accuracy", job.last.accuracy_in_words()),
         ("best", job.best.map(|best| format!("{} after epoch {}", percent(best.value), best.epoch))),
         (
             "best checkpoint",
             best_checkpoint(checkpoints)
-                .map(|(c, accuracy)| format!("{}-{}, {}", c.epoch, c.step, percent(accuracy))),
+                .and_then(|(c, _)| Some(format!("{}-{}, {}", c.epoch, c.step, c.accuracy_in_words()?))),
         ),
         ("created", Some(job.created_at.to_string())),
         ("started", job.started_at.map(|t| t.to_string())),

@@ -185,7 +185,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     api.get(&format!("/jobs/{}", job.id)).await
 }
 
-/// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % (best 86.0 % at 3-162)`, `failed after 0 s: <reason>`. The best is
+/// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at 3-162)`, `failed after 0 s: <reason>`. The best is
 /// named, as the checkpoint of its step is called, where it is not the last.
 pub(crate) fn summary(job: &Job) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
@@ -199,10 +199,11 @@ pub(crate) fn summary(job: &Job) -> String {
 
 fn accuracy(job: &Job) -> Option<String> {
     let best = job.best.map(|best| (percent(best.value), format!("{}-{}", best.epoch, best.step)));
+    let last = job.last.accuracy_in_words();
     match (job.last.val_accuracy.map(percent), best) {
-        (Some(last), Some((best, at))) if best != last => {
-            Some(format!("validation accuracy {last} (best {best} at {at})"))
+        (Some(shown), Some((best, at))) if best != shown => {
+            Some(format!("validation accuracy {} (best {best} at {at})", last.unwrap_or(shown)))
         }
-        (last, best) => last.or(best.map(|(best, _)| best)).map(|last| format!("validation accuracy {last}")),
+        (_, best) => last.or(best.map(|(best, _)| best)).map(|last| format!("validation accuracy {last}")),
     }
 }

@@ -83,17 +83,33 @@ export class Actions {
     choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === checkpoint)));
     text(byId("fork-title"), `Fork ${job.name}`);
     text(error, "");
-    byId("fork-yes").onclick = async (event) => {
-      event.preventDefault();
+    /** What the fields ask for; throws what is wrong with a line. */
+    const request = () => {
       const set = {};
       for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
         const cut = line.indexOf("=");
-        if (cut < 1) return text(error, `${line}: write key.path = value, such as train.lr = 0.001`);
+        if (cut < 1) throw new Error(`${line}: write key.path = value, such as train.lr = 0.001`);
         const words = line.slice(cut + 1).trim();
         try { set[line.slice(0, cut).trim()] = JSON.parse(words); } catch { set[line.slice(0, cut).trim()] = words; }
       }
-      try { location.href = `/jobs/${(await this.#post("fork", { checkpoint: choice.value, set })).id}`; } catch (e) { text(error, sentences(e)); }
+      return { checkpoint: choice.value, set };
     };
+    byId("fork-yes").onclick = async (event) => {
+      event.preventDefault();
+      let asked;
+      try { asked = request(); } catch (e) { return text(error, e.message); }
+      try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, sentences(e)); }
+    };
+    // What it would come to, before it is made; mistakes are named when it is to be made.
+    const check = async () => {
+      const mine = this.checking = Symbol("check");
+      let warnings = [];
+      if (byId("fork-set").value.trim()) try { ({ warnings } = await this.#post("fork/check", request())); } catch { /* While somebody types, it is often wrong. */ }
+      if (mine === this.checking) text(byId("fork-warnings"), warnings.map((w) => `${w[0].toUpperCase()}${w.slice(1)}.`).join(" "));
+    };
+    choice.onchange = check;
+    byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
+    check();
     dialog.showModal();
   }
 

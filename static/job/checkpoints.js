@@ -1,7 +1,7 @@
 // The checkpoints, newest first, each with what can be done with it.
 
 import { ask, byId, text } from "../page.js";
-import { bytes, count, percent } from "../numbers.js";
+import { accuracyOf, bytes, count, percent } from "../numbers.js";
 
 /** Links of a row; `average` is there in jobs that keep one. */
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
@@ -72,7 +72,7 @@ export class Checkpoints {
       text(at("label"), label);
       at("best").hidden = !c.best;
       at("uploading").hidden = c.stored !== "uploading";
-      text(at("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy));
+      text(at("accuracy"), c.val_accuracy == null ? "" : c.validation ? accuracyOf(c.val_accuracy, c.validation.pictures) : percent(c.val_accuracy));
       text(at("size"), bytes(c.size_bytes));
       at("size").title = `${count(c.size_bytes)} bytes`;
       for (const [name, file] of Object.entries(FILES)) at(name)?.setAttribute("href", `/api/v1/checkpoints/${encodeURIComponent(c.id)}/${file}`);

@@ -1,7 +1,7 @@
 // A checkpoint on the validation pictures: scores by class, who is taken for whom, and the pictures behind it.
 
 import { ask, byId, Problem, sentence, text } from "../page.js";
-import { count, percent, value } from "../numbers.js";
+import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { predicted } from "./pictures.js";
 
@@ -63,7 +63,8 @@ export class Evaluation {
   #show(found) {
     const names = found.classes.map((c) => c.name), out = byId("evaluation-out");
     this.found = found;
-    text(byId("evaluation-sum"), `${percent(found.accuracy, 2)} of ${count(found.samples)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
+    text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
+    text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
     byId("class-rows").replaceChildren(...found.classes.map((c) => {
       const row = make("tr");
       row.append(Object.assign(make("th", c.name), { scope: "row" }), ...[count(c.samples), percent(c.precision), percent(c.recall), percent(c.f1)].map((v) => make("td", v, "num")));

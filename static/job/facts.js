@@ -109,7 +109,8 @@ export class Facts {
         if (!best || segment.max[i] > best.value) best = { value: segment.max[i], step: segment.steps[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
       }
     }
-    return [last ?? job.last.val_accuracy, best ?? job.best];
+    // Of equal values the server has chosen one.
+    return [last ?? job.last.val_accuracy, job.best && !(best?.value > job.best.value) ? job.best : best];
   }
 
   title() {

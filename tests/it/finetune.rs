@@ -121,11 +121,21 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     assert_eq!((train["lr"].as_f64(), train["schedule"].as_str()), (Some(0.00125), Some("cosine")));
     // What was left out is named, and a tenth of the rest was held out.
     let log = server.cli(&["logs", id]);
-    for words in
-        ["3 broken files are left out", "notes.jpg", "empty.jpg", "cut.jpg", "354 training and 39 validation"]
-    {
+    for words in [
+        "3 broken files are left out",
+        "notes.jpg",
+        "empty.jpg",
+        "cut.jpg",
+        "classes have no validation picture",
+    ] {
         assert!(log.ok().contains(words), "{words:?} in {}", log.stdout);
     }
+    let counts =
+        log.stdout.split(" pixels; ").nth(1).expect("counts").split(" validation").next().expect("counts");
+    let (training, held_out) = counts.split_once(" training and ").expect("two counts");
+    let (training, held_out): (u32, u32) =
+        (training.parse().expect("a count"), held_out.parse().expect("a count"));
+    assert!(training + held_out == 393 && (20..60).contains(&held_out), "{counts}");
     assert!(log.stdout.contains("[1000, 512], this job's is [131, 512]"), "{}", log.stdout);
 
     // It began from these weights: one epoch at a small rate has not led far.

@@ -35,6 +35,7 @@ mod faults;
 mod finetune;
 mod full;
 mod gangs;
+mod held_out;
 mod interrupted;
 mod join;
 mod life;

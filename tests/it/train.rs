@@ -103,6 +103,40 @@ async fn twice_the_same_bytes_and_the_same_after_continuing_in_mid_epoch() {
 }
 
 #[tokio::test]
+async fn a_run_that_continues_says_what_has_changed() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let held_out = ["--set", "data.validation=0.2", "--set", "train.schedule=\"one_cycle\""];
+    succeeded(&bench.train("held-out", &held_out).output().expect("it runs"));
+    let longer = ["--resume", "latest", "--set", "train.epochs=3"];
+    let said =
+        succeeded(&bench.train("held-out", &[&held_out[..], &longer].concat()).output().expect("it runs"));
+    assert!(
+        said.contains("the learning rate changes where the run continues: it was 0 at the last step"),
+        "{said}"
+    );
+    assert!(!said.contains("other pictures measure") && !said.contains("counts as"), "{said}");
+    let other = ["--resume", "latest", "--set", "train.epochs=4", "--set", "data.validation_seed=1"];
+    let said =
+        succeeded(&bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"));
+    for words in
+        ["other pictures measure this run than measured the checkpoint", "were training pictures of the run"]
+    {
+        assert!(said.contains(words), "{words} in {said}");
+    }
+
+    // The dataset has grown by a quarter.
+    succeeded(&bench.train("grows", &[]).output().expect("it runs"));
+    let grown = format!("data.dataset={:?}", pictures::idx_dataset(bench.folder.path(), 500, 100));
+    let longer = ["--resume", "latest", "--set", "train.epochs=3", "--set", &grown];
+    let said = succeeded(&bench.train("grows", &longer).output().expect("it runs"));
+    let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same place in epoch 2";
+    assert!(said.contains(words) && !said.contains("a step takes"), "{said}");
+    // The test split is the same.
+    assert!(!said.contains("other pictures measure"), "{said}");
+}
+
+#[tokio::test]
 async fn a_run_that_continues_normalises_as_it_began() {
     let _turn = turn().await;
     let bench = Bench::new();

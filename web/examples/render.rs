@@ -62,7 +62,7 @@ fn sample(
         started_at: (share > 0.0).then_some(started),
         finished_at: state.is_final().then_some(started + SignedDuration::from_secs(194)),
         ran_secs: state.is_final().then_some(187.0),
-        best: (share > 0.2).then_some(Measured { value: 0.889, step: 2340, epoch: 6 }),
+        best: (share > 0.2).then_some(Measured { value: 0.889, loss: None, step: 2340, epoch: 6 }),
         last: LastValues {
             loss: (share > 0.0).then_some(0.4127),
             val_accuracy: Some(0.886),
@@ -127,6 +127,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             step: u64::from(epoch) * 390,
             val_accuracy: Some(accuracy),
             val_loss: Some(0.4),
+            validation: None,
             best,
             size_bytes: 188_743_680,
         },

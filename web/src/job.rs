@@ -197,7 +197,7 @@ impl JobTemplate<'_> {
                 label: format!("{}-{}", c.info.epoch, c.info.step),
                 best: c.info.best,
                 is_uploading: c.stored == Some("uploading"),
-                accuracy: c.info.val_accuracy.map(percent).unwrap_or_default(),
+                accuracy: c.info.accuracy_in_words().unwrap_or_default(),
                 averaged: self.is_averaged(),
                 averaged_from: self.job.spec.train.ema_steps,
                 step: c.info.step,

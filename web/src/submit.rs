@@ -13,6 +13,7 @@ use form::{DEFAULTS, recipe_values};
 use lockstep_protocol::{
     dataset::Dataset,
     spec::{Recipe, SpecError},
+    suggestion::Suggestion,
 };
 use presets::{PRESETS, Preset, preset_form};
 use std::collections::BTreeMap;
@@ -60,10 +61,16 @@ impl SubmitPage {
         let mut form = match named.or_else(fitting) {
             Some(preset) => preset_form(preset, slots, &datasets),
             None => {
-                let mut form = DEFAULTS.clone();
-                form.set("name", "my-first-job");
-                form.set("data.dataset", datasets.first().map_or("", |d| &d.name));
-                form
+                let chosen = match dataset {
+                    Some(name) => datasets.iter().find(|d| d.name == name),
+                    None => datasets.first(),
+                };
+                suggested(chosen).unwrap_or_else(|| {
+                    let mut form = DEFAULTS.clone();
+                    form.set("name", "my-first-job");
+                    form.set("data.dataset", chosen.map_or("", |d| &d.name));
+                    form
+                })
             }
         };
         if let Some(dataset) = dataset {
@@ -96,6 +103,12 @@ impl SubmitPage {
         };
         SubmitTemplate { page: self, groups: group(false), more: group(true) }.render()
     }
+}
+
+/// The form of what `lockstep init` suggests for the dataset's pictures.
+fn suggested(dataset: Option<&Dataset>) -> Option<Form> {
+    let Dataset { name, info, .. } = dataset?;
+    Suggestion::of(info).ok()?.spec(name).map(|spec| Form::from_spec(&spec))
 }
 
 /// Whether a mistake is shown at a field: it is at the field's path, or inside its list.
@@ -230,6 +243,7 @@ mod tests {
     use super::*;
     use lockstep_protocol::{
         JobSpec,
+        dataset::{DatasetInfo, SplitInfo},
         spec::{ImageSize, ScheduleKind, SizeFrom, from_json},
     };
 
@@ -249,6 +263,45 @@ mod tests {
             assert_eq!(form, Form::from_pairs([(today.to_owned(), "0.125".to_owned())]));
             assert_eq!(form.text(today), "0.125");
         }
+    }
+
+    #[test]
+    fn a_job_on_photographs_without_a_validation_split_begins_with_what_init_suggests() {
+        let photographs = Dataset {
+            name: "flowers".into(),
+            path: "/data/flowers".into(),
+            info: DatasetInfo {
+                format: "image_folder".into(),
+                classes: vec!["rose".into(), "tulip".into()],
+                splits: vec![SplitInfo { name: "train".into(), samples: 800, per_class: vec![400, 400] }],
+                height: 0,
+                width: 0,
+                channels: 3,
+                mean: vec![0.5; 3],
+                std: vec![0.2; 3],
+                broken: Vec::new(),
+                broken_count: 0,
+                unlabelled: Vec::new(),
+                fingerprint: None,
+            },
+            added_at: "2026-01-02T03:04:05Z".parse().unwrap(),
+            owner: None,
+            private: false,
+        };
+        let fresh =
+            |dataset| SubmitPage::fresh(None, dataset, vec![photographs.clone()], 2, String::new()).form;
+        for form in [fresh(Some("flowers")), fresh(None)] {
+            for (key, value) in [
+                ("data.dataset", "flowers"),
+                ("data.validation", "0.1"),
+                ("data.image_size", "224"),
+                ("data.random_resized_crop", "true"),
+                ("model.arch", "resnet18"),
+            ] {
+                assert_eq!(form.text(key), value, "{key}");
+            }
+        }
+        assert_eq!(fresh(Some("unknown")).text("data.dataset"), "unknown");
     }
 
     #[test]

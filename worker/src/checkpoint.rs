@@ -21,7 +21,7 @@ pub use folders::{
 };
 pub use manifest::{Manifest, ManifestFile, model_file, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
-pub use read::{info, load, load_average, precision};
+pub use read::{info, load, load_average, state};
 pub use state::{Best, DataPosition, OptimizerNote, RandomState, Snapshot, State};
 pub use tensors::{metadata, read as read_tensors, shapes};
 pub(crate) use tensors::{read_opened as read_opened_tensors, shapes_opened};

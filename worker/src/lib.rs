@@ -21,7 +21,6 @@ pub mod net;
 pub mod precision;
 pub mod rank;
 pub mod report;
-pub mod schedule;
 pub mod supervisor;
 pub mod tensors;
 pub mod tls;

@@ -31,13 +31,13 @@ use crate::{
     engine::{DeviceChoice, Engine},
     precision::SkippedSteps,
     report::{LossLines, Observer},
-    schedule::Schedule,
 };
 use fallback::CurrentEngine;
 use layers::Layers;
 use lockstep_protocol::{
     agent::{AllowedFolders, AttemptEvent, Evaluation},
-    spec::{JobSpec, Precision},
+    schedule::Schedule,
+    spec::{Division, JobSpec, Precision},
 };
 use measure::ThroughputMeter;
 use setup::Plan;
@@ -131,7 +131,7 @@ fn train_with<'a>(
         setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
     decoder::choose_decoder(training, engine.precision(), &mut data)?;
     throughput.device(engine.device_name());
-    let beginning = start::begin(training, &plan, &data.shape, engine.as_mut())?;
+    let beginning = start::begin(training, &plan, &data, engine.as_mut())?;
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
@@ -159,6 +159,7 @@ fn train_with<'a>(
         step: beginning.step,
         averaged: beginning.step,
         best: beginning.best,
+        divisions: beginning.divisions,
         has_own_weights: true,
         in_flight: VecDeque::new(),
         not_finite: None,
@@ -218,6 +219,8 @@ struct Run<'a> {
     averaged: u64,
     /// The best of the checkpoints that were saved.
     best: Option<Best>,
+    /// See [`State::divisions`](crate::checkpoint::State::divisions).
+    divisions: Vec<Division>,
     /// Whether the engine has the weights of the last step. False while their average is being evaluated in their place.
     has_own_weights: bool,
     /// Steps that were started and whose results are not reported yet, oldest first.

@@ -1,9 +1,11 @@
 //! The events of an attempt, which ranks and their agent record and the server stores.
 
 use crate::{
+    dataset::ValidationSet,
     histograms::LayerHistograms,
     metric::MetricColumn,
     network::NetworkDescription,
+    numbers::{accuracy_of, percent},
     reason::{Reason, ReasonCode},
 };
 use serde::{Deserialize, Serialize};
@@ -113,10 +115,22 @@ pub struct CheckpointInfo {
     pub step: u64,
     pub val_accuracy: Option<f64>,
     pub val_loss: Option<f64>,
+    /// The pictures that it was validated on; absent without validation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationSet>,
     /// Best by `keep_best` so far.
     pub best: bool,
     /// The size of all its files.
     pub size_bytes: u64,
+}
+
+impl CheckpointInfo {
+    /// Its accuracy, and of how many pictures it is where that is known.
+    pub fn accuracy_in_words(&self) -> Option<String> {
+        let accuracy = self.val_accuracy?;
+        let words = |set: &ValidationSet| accuracy_of(accuracy, set.pictures);
+        Some(self.validation.as_ref().map_or_else(|| percent(accuracy), words))
+    }
 }
 
 /// Validation over the whole split, every sample counted once.

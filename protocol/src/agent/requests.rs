@@ -2,8 +2,9 @@
 
 use crate::{
     allowed::AllowedFolders,
-    dataset::{DatasetInfo, PicturesFingerprint},
+    dataset::{DatasetInfo, PicturesFingerprint, ValidationSet},
     inspect::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
+    spec::DataSpec,
 };
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +42,13 @@ pub enum AgentRequest {
         allowed: Option<AllowedFolders>,
     },
     Evaluate(EvaluateModel),
+    /// The pictures that measure a job with `data` on the dataset at `path`, as they are now.
+    ValidationSet {
+        path: String,
+        data: Box<DataSpec>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        allowed: Option<AllowedFolders>,
+    },
     /// Whether training can start from these weights. Older agents do not reply.
     FitWeights(FitWeights),
     /// `model`: a checkpoint's folder, or a safetensors file.
@@ -58,6 +66,7 @@ impl AgentRequest {
             AgentRequest::InspectDataset { path, .. }
             | AgentRequest::InspectProgress { path }
             | AgentRequest::Fingerprint { path, .. }
+            | AgentRequest::ValidationSet { path, .. }
             | AgentRequest::Samples { path, .. } => vec![path.clone()],
             AgentRequest::Evaluate(EvaluateModel { model, dataset, .. }) => {
                 vec![model.clone(), dataset.clone()]
@@ -113,6 +122,10 @@ pub enum AgentReply {
     /// None of a format whose files are few: those are compared themselves.
     Fingerprint {
         found: Option<PicturesFingerprint>,
+    },
+    /// Absent where no picture measures the job.
+    ValidationSet {
+        found: Option<ValidationSet>,
     },
     Samples(Samples),
     Evaluation(Box<ModelEvaluation>),

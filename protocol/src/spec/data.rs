@@ -13,6 +13,10 @@ pub struct DataSpec {
     /// Where validation pictures come from. When absent: `test` (with some recipes `val`), and of a dataset that has no
     /// such split the first of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation` that it has.
     pub validation: Validation,
+    /// With a fraction in `validation`: chooses the pictures that are held out. Each is chosen by itself, from this seed and
+    /// its class and file name (in a folder of pictures) or its content (in other formats), so adding or removing others moves
+    /// none, and the fraction is the expected share of each class. `train.seed` has no influence on it.
+    pub validation_seed: u64,
     /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, sizes with the epochs that
     /// they begin in; the dataset's own when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -51,10 +55,31 @@ pub struct DataSpec {
     /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub std: Option<Vec<f32>>,
-    /// Leave out the last, smaller batch of an epoch.
+    /// Leave out the last, smaller batch of an epoch. With `false`, one that has fewer pictures than there are ranks times
+    /// `train.accumulate` is filled up with the epoch's first pictures, so the result depends on the number of ranks; the log
+    /// says so.
     pub drop_remainder: bool,
     /// What a broken file does: end the job, or be left out (named in the log, and counted).
     pub broken_files: BrokenFiles,
+}
+
+/// How a job divides the training split of its dataset into training and validation pictures.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Division {
+    pub dataset: String,
+    pub validation: Validation,
+    pub validation_seed: u64,
+}
+
+impl Division {
+    /// The division that a job asks for.
+    pub fn of(spec: &DataSpec) -> Self {
+        Self {
+            dataset: spec.dataset.clone(),
+            validation: spec.validation.clone(),
+            validation_seed: spec.validation_seed,
+        }
+    }
 }
 
 /// Policies that choose operations on a picture by themselves, as torchvision has them.
@@ -72,7 +97,7 @@ pub enum Augment {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Validation {
-    /// Held out of the training split at random (seeded): above 0, below 1.
+    /// Held out of the training split at random (see `validation_seed`): above 0, below 1.
     Fraction(f64),
     /// A split of the dataset, such as `test`; `none` for no validation.
     Split(String),
@@ -91,6 +116,7 @@ impl Default for DataSpec {
         Self {
             dataset: String::new(),
             validation: Validation::Split("test".into()),
+            validation_seed: 0,
             image_size: None,
             validation_size: None,
             crop_padding: 4,

@@ -118,6 +118,7 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("dataset", Kind::Text { min: 1, max: 4096 }),
             ("validation", Kind::Validation),
+            ("validation_seed", Kind::Seed),
             ("image_size", Kind::ImageSize),
             ("validation_size", whole(8, 4096)),
             ("crop_padding", whole(0, 512)),

@@ -5,7 +5,7 @@ use crate::{
     artifact_checks::looks_whole,
     manifest::{MANIFEST, Manifest},
 };
-use lockstep_protocol::{agent::CheckpointInfo, limits::STATE_FILE_BYTES};
+use lockstep_protocol::{agent::CheckpointInfo, dataset::ValidationSet, limits::STATE_FILE_BYTES};
 use serde::Deserialize;
 use std::{
     fs::{self, File},
@@ -21,6 +21,8 @@ const TRIED: usize = 5;
 struct State {
     val_accuracy: Option<f64>,
     val_loss: Option<f64>,
+    #[serde(default)]
+    validation: Option<ValidationSet>,
     best: Option<Best>,
 }
 
@@ -77,11 +79,12 @@ fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo
     }
     let mut state = Vec::new();
     File::open(folder.join("state.json"))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
-    let State { val_accuracy, val_loss, best } = serde_json::from_slice(&state)?;
+    let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(&state)?;
     let files: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
     let is_best = best.as_ref().is_some_and(|best| best.step == step);
     let size_bytes = files + text.len() as u64;
-    Ok((CheckpointInfo { epoch, step, val_accuracy, val_loss, best: is_best, size_bytes }, best))
+    let info = CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best: is_best, size_bytes };
+    Ok((info, best))
 }
 
 #[cfg(test)]

@@ -16,7 +16,8 @@ use axum::{
 use lockstep_protocol::JobId;
 
 /// Requests that may change something, and not the job that they name: what is seen is enough.
-const READING: [&str; 2] = ["/api/v1/jobs/{id}/fork", "/api/v1/checkpoints/{id}/predict"];
+const READING: [&str; 3] =
+    ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
 
 /// What a route names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

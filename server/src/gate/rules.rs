@@ -91,11 +91,14 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
     }
 }
 
+/// Requests that check a form and change nothing.
+const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
+
 /// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // What an agent does for its job is not recorded either: nobody asked for it, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
-    !is_safe(method) && !is_agents && route != Some("/api/v1/jobs/validate")
+    !is_safe(method) && !is_agents && !CHECKS.iter().any(|check| route == Some(*check))
 }
 
 /// Whether a request runs to its end and into the audit log, also when its client disconnects: those that may change something,

@@ -94,6 +94,7 @@ const LIST: List<Checkpoint> = List {
         "step",
         "val_accuracy",
         "val_loss",
+        "validation",
         "best",
         "size_bytes",
         "created_at",

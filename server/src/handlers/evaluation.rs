@@ -25,7 +25,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
-    JobSpec,
+    Job, JobSpec,
     agent::{AgentReply, AgentRequest},
     dataset::Dataset,
     inspect::{CONCURRENT_REQUESTS, EvaluateModel, ModelEvaluation},
@@ -94,7 +94,8 @@ pub(crate) struct EvaluationQuery {
 ///
 /// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures, or on another
 /// dataset's.
-/// Computed at the first request, which may take a while: 202 then says that it is under way; ask again.
+/// Computed at the first request, and again when these pictures have changed, which may take a while: 202 then says that it is
+/// under way; ask again.
 #[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
     responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
         (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
@@ -132,7 +133,9 @@ pub(crate) async fn evaluation(
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
     let name = format!("{}-{}{of}{on}.json", row.info.epoch, row.info.step);
     let file = app.job_dir(&row.job).join("evaluations").join(name);
-    if let Ok(known) = regular::read(&file).await {
+    if let Ok(known) = regular::read(&file).await
+        && is_of_pictures_now(&app, &job, other.as_ref(), &known).await
+    {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
     checkpoints::check_here(&app, &row).await?;
@@ -147,6 +150,42 @@ pub(crate) async fn evaluation(
         Some(Err(failure)) => Err(failure.into()),
         _ => Ok(([(header::CONTENT_TYPE, "application/json")], regular::read(&file).await?).into_response()),
     }
+}
+
+/// Whether a stored evaluation is of the pictures that its dataset has now. Where no agent can say, it stands: it says of which pictures it
+/// is.
+async fn is_of_pictures_now(app: &App, job: &Job, other: Option<&Dataset>, stored: &[u8]) -> bool {
+    let Ok(stored) = serde_json::from_slice::<ModelEvaluation>(stored) else { return false };
+    let Ok((spec, dataset)) = measured_on(app, job, other.cloned()).await else { return true };
+    let request = AgentRequest::ValidationSet {
+        path: dataset.path,
+        data: Box::new(spec.data),
+        allowed: app.dataset_roots.allowed(),
+    };
+    match agent_requests::call(app, request, app.config.evaluation_wait).await {
+        Ok(AgentReply::ValidationSet { found }) => found == stored.validation,
+        _ => true,
+    }
+}
+
+/// The job's dataset, or the `other` one, and the job's specification with what measures it there.
+async fn measured_on(app: &App, job: &Job, other: Option<Dataset>) -> Result<(JobSpec, Dataset)> {
+    let mut spec = job.spec.clone();
+    let dataset = match other {
+        Some(other) => {
+            spec.data.dataset.clone_from(&other.name);
+            spec.data.validation = JobSpec::default().data.validation;
+            submission::choose_validation(&mut spec, &other, false);
+            check_measures(&spec, &other)?;
+            other
+        }
+        None => {
+            let gone = || refused(format!("the dataset {:?} is no longer registered", spec.data.dataset));
+            app.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
+        }
+    };
+    app.dataset_roots.check_registered(&dataset.path).await.map_err(refused)?;
+    Ok((spec, dataset))
 }
 
 fn stopping() -> Failure {
@@ -164,27 +203,13 @@ async fn start(
     let model = weights.path(&checkpoints::folder(app, row))?;
     let job = jobs::find(app, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
-    let mut spec = job.spec;
-    let dataset = match other {
-        Some(other) => {
-            spec.data.dataset.clone_from(&other.name);
-            spec.data.validation = JobSpec::default().data.validation;
-            submission::choose_validation(&mut spec, &other, false);
-            check_measures(&spec, &other)?;
-            other
-        }
-        None => {
-            let gone = || refused(format!("the dataset {:?} is no longer registered", spec.data.dataset));
-            app.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
-        }
-    };
+    let (spec, dataset) = measured_on(app, &job, other).await?;
     // An agent would say so, too, when it comes to it.
     if let Some(trained) = Trained::of(&checkpoints::folder(app, row)).await
         && let Some(detail) = fit::not_measurable(&trained, &dataset)
     {
         return Err(refused(detail));
     }
-    app.dataset_roots.check_registered(&dataset.path).await.map_err(refused)?;
     let for_agent = AgentRequest::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
         dataset: dataset.path,

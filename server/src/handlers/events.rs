@@ -187,6 +187,7 @@ mod tests {
             step: 2,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: false,
             size_bytes: 1,
         };

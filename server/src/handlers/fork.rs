@@ -5,7 +5,7 @@ use super::{
     checkpoints,
     extract::{Body, Path, job_id},
     fit::{self, Trained},
-    jobs::{self, Checked},
+    jobs::{self, Checked, Plan},
     submission, to_the_end,
 };
 use crate::{
@@ -27,7 +27,8 @@ use lockstep_protocol::{
     Job, JobId,
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
-    spec::{JobSpec, Recipe, SpecError, from_json, key_parts, name_today, set_key},
+    schedule::{self, Schedule},
+    spec::{Division, JobSpec, Recipe, SpecError, Validation, from_json, key_parts, name_today, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -72,10 +73,30 @@ pub(crate) async fn fork(
         let at = format!("/api/v1/jobs/{}", job.id);
         return Ok((axum::http::StatusCode::OK, [(header::LOCATION, at)], Json(job)).into_response());
     }
-    let source = jobs::find(&app, &id).await?;
+    let Prepared { source, from, checked: Checked { spec, warnings, .. } } =
+        prepare(&app, &caller, &id, request).await?;
+    let (status, mut job) =
+        to_the_end(async move { make(&app, &caller, &source, from, spec, key).await }).await?;
+    job.warnings = warnings;
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+/// A fork that can be made.
+struct Prepared {
+    source: Job,
+    from: CheckpointRow,
+    checked: Checked,
+}
+
+/// Checks a request.
+///
+/// # Errors
+/// All mistakes in it.
+async fn prepare(app: &App, caller: &Caller, id: &str, request: ForkRequest) -> Result<Prepared> {
+    let source = jobs::find(app, id).await?;
     jobs::check_readable(&source)?;
-    let from = choose(&app, &source, &request.checkpoint).await?;
-    checkpoints::check_here(&app, &from).await?;
+    let from = choose(app, &source, &request.checkpoint).await?;
+    checkpoints::check_here(app, &from).await?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
     set(&mut document, "name", Value::String(fork_name(&source.name)))?;
@@ -98,12 +119,13 @@ pub(crate) async fn fork(
         }]));
     }
     if !gives_validation {
-        choose_validation_anew(&app, &source, &mut document).await?;
+        choose_validation_anew(app, &source, &mut document).await?;
     }
-    let Checked { spec, dataset, warnings } = jobs::check(&app, &caller, &document, false).await?;
+    let mut checked = jobs::check(app, caller, &document, false).await?;
+    let Checked { spec, dataset, .. } = &checked;
     let trained = Trained::of(&app.checkpoint_dir(&from)).await;
-    let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, &spec, &dataset);
-    let total = spec.total_steps(jobs::training_samples(&spec, &dataset));
+    let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);
+    let (steps_per_epoch, total) = steps(&source, &checked);
     if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
         let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
         let detail = format!(
@@ -115,10 +137,66 @@ pub(crate) async fn fork(
     if !mistakes.is_empty() {
         return Err(Error::Invalid(mistakes));
     }
-    let (status, mut job) =
-        to_the_end(async move { make(&app, &caller, &source, from, spec, key).await }).await?;
-    job.warnings = warnings;
-    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+    let warnings =
+        [schedule_change(&source, &from, spec, steps_per_epoch, total), other_validation(&source.spec, spec)];
+    checked.warnings.extend(warnings.into_iter().flatten());
+    Ok(Prepared { source, from, checked })
+}
+
+/// Steps of an epoch and of the whole run. On the same pictures and with steps of as many, an epoch has as many steps as the source's ranks
+/// have counted.
+fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
+    let (was, is) = (&source.spec, spec);
+    let is_counted = source.steps_per_epoch > 0
+        && Division::of(&was.data) == Division::of(&is.data)
+        && was.data.drop_remainder == is.data.drop_remainder
+        && was.global_batch_size() == is.global_batch_size();
+    let samples = jobs::training_samples(spec, dataset);
+    let steps_per_epoch = if is_counted { source.steps_per_epoch } else { spec.steps_per_epoch(samples) };
+    let epochs = u64::from(spec.train.epochs.unwrap_or(10));
+    (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
+}
+
+/// How the learning rate goes on, where it does not go on as it was.
+fn schedule_change(
+    source: &Job,
+    from: &CheckpointRow,
+    spec: &JobSpec,
+    steps_per_epoch: u64,
+    total: u64,
+) -> Option<String> {
+    let before = Schedule::new(&source.spec.train, source.steps_per_epoch, source.total_steps);
+    let now = Schedule::new(&spec.train, steps_per_epoch, total);
+    // With steps of another size, the same place in the pictures.
+    let at = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
+    schedule::change(&before, from.info.step, &now, at)
+}
+
+/// That pictures which the source trained on measure the fork.
+fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
+    let (before, now) = (Division::of(&was.data), Division::of(&is.data));
+    let holds_out = matches!(is.data.validation, Validation::Fraction(_));
+    (holds_out && before.dataset == now.dataset && before != now).then(|| {
+        "data.validation or data.validation_seed is another than the parent's: pictures that the parent trained on measure the fork, and its \
+         accuracy says less of new pictures. The job's log counts them"
+            .to_owned()
+    })
+}
+
+/// Check a fork without making it
+///
+/// What the fork would come to, and warnings that matter before it is made: how the learning rate goes on where that changes, and whether
+/// pictures that the job has trained on would measure the fork.
+#[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
+    responses((status = 200, body = Plan), (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn check(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Body(request, _): Body<ForkRequest>,
+) -> Result<Json<Plan>> {
+    Ok(Json(prepare(&app, &caller, &id, request).await?.checked.plan()))
 }
 
 /// The new job, with the checkpoint in its folder.

@@ -8,7 +8,7 @@ pub(crate) mod groups;
 pub(crate) mod list;
 mod sorting;
 
-pub(super) use check::{Checked, check, no_dataset, training_samples};
+pub(super) use check::{Checked, Plan, check, no_dataset, training_samples};
 pub(crate) use create::submit;
 pub(super) use create::{idempotency_key, made_before, store};
 pub(crate) use list::ListQuery;

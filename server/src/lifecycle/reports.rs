@@ -6,6 +6,7 @@ use super::{
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending},
+    best::is_better,
     job::{JobState, Measured},
     metric::{self, MetricColumn},
     reason::{Facts, Reason, ReasonCode},
@@ -118,16 +119,19 @@ pub fn report(
         AttemptEvent::Evaluation(evaluation)
             if !evaluation.loss.is_finite() || !(0.0..=1.0).contains(&evaluation.accuracy) =>
         {
-            (row.job.last.val_loss, row.job.last.val_accuracy) = (None, None);
+            (row.job.last.val_loss, row.job.last.val_accuracy, row.job.last.val_pictures) =
+                (None, None, None);
             Vec::new()
         }
         AttemptEvent::Evaluation(evaluation) => {
             let job = &mut row.job;
             job.last.val_loss = Some(evaluation.loss);
             job.last.val_accuracy = Some(evaluation.accuracy);
-            if job.best.is_none_or(|b| evaluation.accuracy > b.value) {
-                let (value, step, epoch) = (evaluation.accuracy, evaluation.step, evaluation.epoch);
-                job.best = Some(Measured { value, step, epoch });
+            job.last.val_pictures = Some(evaluation.samples);
+            let (value, loss) = (evaluation.accuracy, Some(evaluation.loss));
+            if job.best.is_none_or(|best| is_better(value, loss, (best.value, best.loss))) {
+                let (step, epoch) = (evaluation.step, evaluation.epoch);
+                job.best = Some(Measured { value, loss, step, epoch });
             }
             vec![EventBody::Evaluation { attempt, evaluation }]
         }

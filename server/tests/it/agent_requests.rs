@@ -4,8 +4,10 @@ use crate::{
     agent::{Agent, hello, info, running},
     test_server::{DEADLINE, TestServer},
 };
-use lockstep_protocol::agent::{
-    AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent,
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent},
+    dataset::ValidationSet,
+    inspect::ModelEvaluation,
 };
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout};
@@ -136,6 +138,7 @@ async fn a_waiting_evaluation_says_where_it_waits() {
             step,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: false,
             size_bytes: 1,
         })
@@ -243,8 +246,15 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempt = agent.started().await.attempt;
-    let checkpoint =
-        CheckpointInfo { epoch: 1, step: 1, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let checkpoint = CheckpointInfo {
+        epoch: 1,
+        step: 1,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 1,
+    };
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(checkpoint)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
@@ -282,5 +292,68 @@ async fn an_evaluation_whose_agent_goes_away_may_be_asked_again() {
         tokio::select! { found = next_request(&mut other, true) => found, (status, body) = server.get(&path) => panic!("{status} {body}") }
     };
     assert!(matches!(asked.await.1, AgentRequest::Evaluate(_)));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_stored_evaluation_is_made_anew_when_other_pictures_measure() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let checkpoint = CheckpointInfo {
+        epoch: 1,
+        step: 1,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 1,
+    };
+    let events = vec![running(100, 0), AttemptEvent::Checkpoint(checkpoint)];
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    std::fs::create_dir_all(server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"))).unwrap();
+    let set = |pictures| Some(ValidationSet { pictures, fingerprint: format!("{pictures:016x}") });
+    let evaluation = |samples| ModelEvaluation {
+        samples,
+        validation: set(samples),
+        trained_on: Some(0),
+        note: None,
+        accuracy: 0.5,
+        loss: 1.0,
+        secs: 0.1,
+        classes: Vec::new(),
+        confusion: Vec::new(),
+        mistakes: Vec::new(),
+        right: Vec::new(),
+    };
+    let path = format!("/jobs/{id}/evaluation?checkpoint=1");
+    // Pictures that there are now, and whether it is computed.
+    for (pictures, is_computed) in [(30, true), (30, false), (31, true), (31, false)] {
+        let replies = async {
+            let mut computed = false;
+            loop {
+                let (id, asked) = next_request(&mut agent, true).await;
+                let reply = match asked {
+                    AgentRequest::ValidationSet { .. } => AgentReply::ValidationSet { found: set(pictures) },
+                    AgentRequest::Evaluate(_) => {
+                        computed = true;
+                        AgentReply::Evaluation(Box::new(evaluation(pictures)))
+                    }
+                    other => panic!("{other:?}"),
+                };
+                agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
+                if computed == is_computed {
+                    return;
+                }
+            }
+        };
+        let ((status, body), ()) = tokio::join!(server.get(&path), replies);
+        assert_eq!((status, &body["validation"]["pictures"]), (200, &json!(pictures)), "{body}");
+    }
+    // Without an agent the stored one stands: it says of which pictures it is.
+    drop(agent);
+    let (status, body) = server.get(&path).await;
+    assert_eq!((status, &body["samples"]), (200, &json!(31)), "{body}");
     server.stop().await;
 }

@@ -97,6 +97,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             step: 50,
             val_accuracy: Some(0.1 + 0.2),
             val_loss: None,
+            validation: None,
             best: true,
             size_bytes: 1 << 40,
         }));

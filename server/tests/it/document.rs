@@ -38,11 +38,15 @@ async fn answer_all(mut agent: Agent) {
             AgentRequest::InspectDataset { path, .. } => AgentReply::Dataset { path, info: info() },
             AgentRequest::InspectProgress { .. } => AgentReply::Progress { inspected: None },
             AgentRequest::Fingerprint { .. } => AgentReply::Fingerprint { found: None },
+            AgentRequest::ValidationSet { .. } => AgentReply::ValidationSet { found: None },
             AgentRequest::Samples { .. } => {
                 AgentReply::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
             }
             AgentRequest::Evaluate(_) => AgentReply::Evaluation(Box::new(ModelEvaluation {
                 samples: 1,
+                validation: None,
+                trained_on: None,
+                note: None,
                 accuracy: 1.0,
                 loss: 0.0,
                 secs: 0.0,
@@ -76,6 +80,7 @@ pub async fn a_job(
         step: 5,
         val_accuracy: Some(0.5),
         val_loss: Some(1.0),
+        validation: None,
         best: true,
         size_bytes: 1,
     };
@@ -229,6 +234,7 @@ async fn what_is_answered_is_documented() {
     good("post", "/datasets/inspect", "", Some(json!({"path": "/x"})), 200).await;
     good("post", "/datasets", "", Some(json!({"name": "more", "path": "/x"})), 201).await;
     good("patch", "/jobs/{id}", &job, Some(json!({"notes": "n"})), 200).await;
+    good("post", "/jobs/{id}/fork/check", &job, Some(json!({})), 200).await;
     let forked = good("post", "/jobs/{id}/fork", &job, Some(json!({})), 201).await;
     let fork = forked["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", fork, None, 202).await;

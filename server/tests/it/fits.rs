@@ -38,8 +38,15 @@ async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
     let job = server.submit(|_| {}).await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let written =
-        CheckpointInfo { epoch: 1, step: 50, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let written = CheckpointInfo {
+        epoch: 1,
+        step: 50,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 1,
+    };
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
@@ -166,6 +173,7 @@ async fn a_fork_on_another_dataset_is_measured_by_a_split_of_that_one_unless_the
             step: 50,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: false,
             size_bytes: 1,
         };
@@ -215,6 +223,7 @@ async fn a_fork_has_its_parent_s_tags_unless_others_are_given_or_would_tell_of_w
             step: 50,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: false,
             size_bytes: 1,
         };
@@ -249,8 +258,15 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
     let start = agent.started().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let written =
-        CheckpointInfo { epoch: 1, step: 50, val_accuracy: None, val_loss: None, best: false, size_bytes: 1 };
+    let written = CheckpointInfo {
+        epoch: 1,
+        step: 50,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 1,
+    };
     let events = vec![running(100, 0), AttemptEvent::Checkpoint(written)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     let path = format!("/jobs/{}/fork", job.id);
@@ -310,10 +326,18 @@ async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_r
     assert_eq!((job.last.val_loss, job.last.val_accuracy), (None, None));
     agent.report(&attempt, Source::Rank(0), 5, vec![evaluation(50, 0.6, 0.9)]).await;
     assert_eq!(server.job(&id).await.best.unwrap().step, 50);
+    // Of equal accuracies the one with the lower loss is the best.
+    let equal = vec![evaluation(60, 0.6, 0.8), evaluation(70, 0.6, 0.85)];
+    agent.report(&attempt, Source::Rank(0), 6, equal).await;
+    let job = server.job(&id).await;
+    assert_eq!(
+        (job.best.unwrap().step, job.best.unwrap().loss, job.last.val_pictures),
+        (60, Some(0.8), Some(200))
+    );
     let stored = server.stored(&id).await;
     let losses: Vec<_> =
         stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
-    assert_eq!(losses, [json!(1.0), json!(0.9)], "{stored:#?}");
+    assert_eq!(losses, [1.0, 0.9, 0.8, 0.85].map(|loss| json!(loss)), "{stored:#?}");
     server.stop().await;
 }
 
@@ -348,5 +372,59 @@ async fn names_of_the_last_version_are_taken_in_a_submission_and_a_fork_and_both
             "train.rise is the old name of train.pct_start: give train.pct_start alone, not both"
         );
     }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_fork_says_how_the_learning_rate_goes_on_and_that_its_pictures_were_trained_on() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let job = server
+        .submit(|spec| {
+            spec["data"]["validation"] = json!(0.1);
+            spec["train"]["schedule"] = json!("one_cycle");
+            spec["train"]["epochs"] = json!(2);
+        })
+        .await;
+    let start = agent.started().await;
+    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
+    let written = CheckpointInfo {
+        epoch: 1,
+        step: 50,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 1,
+    };
+    // 37 steps an epoch, which does not follow from the dataset: the ranks have counted.
+    let events = vec![
+        AttemptEvent::Running { total_steps: 74, steps_per_epoch: 37, start_step: 0, train_samples: 0 },
+        AttemptEvent::Checkpoint(written),
+    ];
+    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+    let path = format!("/jobs/{}/fork", job.id);
+    for (set, expected) in [
+        (
+            json!({"train.epochs": 3}),
+            &["the learning rate changes where the run continues: it was", "at the last one, 111"][..],
+        ),
+        (json!({"data.validation_seed": 1}), &["pictures that the parent trained on measure the fork"]),
+        (json!({"train.seed": 1, "train.momentum": 0.8}), &[]),
+    ] {
+        let (_, before) = server.get("/jobs?count=true").await;
+        let (status, plan) = server.post(&format!("{path}/check"), &json!({ "set": set })).await;
+        assert_eq!(status, 200, "{plan}");
+        assert_eq!(server.get("/jobs?count=true").await.1["total"], before["total"], "nothing is made");
+        let (status, fork) = server.post(&path, &json!({ "set": set })).await;
+        assert_eq!((status, &fork["warnings"]), (201, &plan["warnings"]), "{fork}");
+        assert_eq!(plan["warnings"].as_array().unwrap().len(), usize::from(!expected.is_empty()), "{plan}");
+        for words in expected {
+            assert!(plan["warnings"][0].as_str().unwrap().contains(words), "{words} in {plan}");
+        }
+    }
+    let (status, body) = server.post(&format!("{path}/check"), &json!({"set": {"train.epochs": 1}})).await;
+    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/train/epochs")), "{body}");
+    assert!(body["detail"].as_str().unwrap().contains("the training ends at step 37"), "{body}");
     server.stop().await;
 }

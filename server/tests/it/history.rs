@@ -19,6 +19,7 @@ fn checkpoint(step: u64) -> AttemptEvent {
         step,
         val_accuracy: None,
         val_loss: None,
+        validation: None,
         best: false,
         size_bytes: 1,
     })

@@ -83,6 +83,7 @@ async fn the_best_accuracy_and_the_best_checkpoint_are_both_told_where_they_diff
         step: 50,
         val_accuracy: Some(0.632),
         val_loss: Some(1.0),
+        validation: None,
         best: true,
         size_bytes: 1,
     };

@@ -17,6 +17,7 @@ fn checkpoint(step: u64, best: bool) -> AttemptEvent {
         step,
         val_accuracy: Some(0.5),
         val_loss: Some(1.0),
+        validation: None,
         best,
         size_bytes: 11,
     })

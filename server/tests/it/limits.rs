@@ -40,6 +40,7 @@ async fn with_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, Str
         step: 5,
         val_accuracy: Some(0.5),
         val_loss: Some(1.0),
+        validation: None,
         best: true,
         size_bytes: 1,
     };

@@ -43,6 +43,7 @@ fn checkpoint(step: u64) -> AttemptEvent {
         step,
         val_accuracy,
         val_loss,
+        validation: None,
         best: false,
         size_bytes: 1,
     })

@@ -216,6 +216,7 @@ async fn a_record_that_the_database_refuses_holds_nobody_up() {
             step,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: false,
             size_bytes: 1,
         })

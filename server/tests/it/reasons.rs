@@ -29,6 +29,7 @@ fn checkpoint(step: u64) -> AttemptEvent {
         step,
         val_accuracy: None,
         val_loss: None,
+        validation: None,
         best: true,
         size_bytes: 1,
     })

@@ -151,6 +151,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /jobs/{id}/pause",
         "post /jobs/{id}/resume",
         "post /jobs/{id}/fork",
+        "post /jobs/{id}/fork/check",
         "patch /jobs/{id}",
         "get /jobs/{id}/evaluation",
         "get /jobs/{id}/samples",

@@ -91,6 +91,7 @@ async fn scenario(store: &dyn Store) {
             step,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: true,
             size_bytes: 9,
         })

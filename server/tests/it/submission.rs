@@ -262,3 +262,20 @@ async fn weights_that_do_not_fit_are_refused_when_the_job_is_submitted() {
     assert_eq!(server.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
     server.stop().await;
 }
+
+#[tokio::test]
+async fn a_dataset_of_one_class_is_refused_wherever_it_is_named() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    // An agent refuses to register it; one of another version may have.
+    register(&server, &mut agent, "one", DatasetInfo { classes: vec!["cat".into()], ..info() }).await;
+    let mut spec = spec();
+    spec["data"] = json!({"dataset": "one"});
+    for path in ["/jobs/validate", "/jobs"] {
+        let (status, response) = server.post(path, &spec).await;
+        assert_eq!((status, &response["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{response}");
+        let detail = response["errors"][0]["detail"].as_str().unwrap();
+        assert!(detail.contains("one has one class, \"cat\": there is nothing to tell apart"), "{detail}");
+    }
+    server.stop().await;
+}

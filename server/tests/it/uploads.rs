@@ -34,6 +34,7 @@ pub(crate) fn checkpoint(step: u64) -> AttemptEvent {
         step,
         val_accuracy: None,
         val_loss: None,
+        validation: None,
         best: false,
         size_bytes: 14,
     })

@@ -168,7 +168,7 @@ impl Progress {
                 self.say(format!(
                     "epoch {}: validation accuracy {}, loss {:.4}",
                     evaluation.epoch,
-                    lockstep_protocol::numbers::percent(evaluation.accuracy),
+                    lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, evaluation.samples),
                     evaluation.loss
                 ))?;
             }

@@ -107,6 +107,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Integer,
                 "pixels of the short side, then a centre crop",
             ),
+            more(
+                "data.validation_seed",
+                "Validation seed",
+                Kind::Integer,
+                "chooses what a fraction holds out",
+            ),
             more("data.mean", "Mean", Kind::Numbers, "a channel; empty: the dataset's"),
             more("data.std", "Deviation", Kind::Numbers, "a channel; empty: the dataset's"),
             more("data.broken_files", "Broken files", Kind::Choice(&["fail", "skip"]), ""),

@@ -120,6 +120,7 @@ mod tests {
             step,
             val_accuracy: None,
             val_loss: None,
+            validation: None,
             best: false,
             size_bytes: 1,
         };

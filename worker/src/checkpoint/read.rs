@@ -10,7 +10,7 @@ use crate::{
     engine::{NamedTensors, first_not_finite, slot_name},
     files,
 };
-use lockstep_protocol::{agent::CheckpointInfo, limits::STATE_FILE_BYTES, spec::Precision};
+use lockstep_protocol::{agent::CheckpointInfo, limits::STATE_FILE_BYTES};
 use std::{fs, path::Path};
 
 /// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots as they are named today.
@@ -74,13 +74,13 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
         step: state.step,
         val_accuracy: state.val_accuracy,
         val_loss: state.val_loss,
+        validation: state.validation,
         best: state.best.is_some_and(|best| best.step == state.step),
         size_bytes: size_of(folder, &manifest),
     })
 }
 
-/// What convolutions were computed in when the checkpoint in `folder` was written, unchecked.
-pub fn precision(folder: &Path) -> Option<Precision> {
-    let text = files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?;
-    serde_json::from_slice::<State>(&text).ok()?.precision
+/// The state of the checkpoint in `folder`, unchecked.
+pub fn state(folder: &Path) -> Option<State> {
+    serde_json::from_slice(&files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?).ok()
 }

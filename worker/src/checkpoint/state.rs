@@ -6,7 +6,9 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::CheckpointInfo,
-    spec::{OptimizerKind, Precision},
+    best::is_better,
+    dataset::ValidationSet,
+    spec::{Division, OptimizerKind, Precision},
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -28,6 +30,12 @@ pub struct State {
     pub val_accuracy: Option<f64>,
     /// Validation right after this step, if there was one.
     pub val_loss: Option<f64>,
+    /// The pictures that measure the run; absent without validation.
+    #[serde(default)]
+    pub validation: Option<ValidationSet>,
+    /// How the run, and those that it continues from, divided pictures into training and validation.
+    #[serde(default)]
+    pub divisions: Vec<Division>,
     /// The best checkpoint so far, this one included.
     pub best: Option<Best>,
     /// Versions of the programs that wrote it.
@@ -75,12 +83,16 @@ pub struct RandomState {
 pub struct Best {
     pub metric: String,
     pub value: f64,
+    /// Of the same validation, where it is known.
+    #[serde(default)]
+    pub loss: Option<f64>,
     pub epoch: u32,
     pub step: u64,
 }
 
 impl Best {
-    /// A checkpoint with this state as the best so far, if it is better than `best` by `metric`.
+    /// A checkpoint with this state as the best so far, if it is better than `best` by `metric`. Of equal values the one with the
+    /// lower loss is better, and of equal losses the newer one.
     pub fn improved(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
         let measured = match metric {
             "val_accuracy" => state.val_accuracy,
@@ -90,11 +102,10 @@ impl Best {
         // Where the loss is not finite, the accuracy is that of guessing.
         let loss_is_finite = state.val_loss.is_none_or(f64::is_finite);
         let value = measured.filter(|value| value.is_finite() && loss_is_finite)?;
-        let is_better = best.is_none_or(|best| match metric {
-            "val_loss" => value < best.value,
-            _ => value > best.value,
-        });
-        is_better.then(|| Self { metric: metric.into(), value, epoch: state.epoch, step: state.step })
+        let loss = state.val_loss;
+        let sign = if metric == "val_loss" { -1.0 } else { 1.0 };
+        let is_better = best.is_none_or(|best| is_better(sign * value, loss, (sign * best.value, best.loss)));
+        is_better.then(|| Self { metric: metric.into(), value, loss, epoch: state.epoch, step: state.step })
     }
 }
 
@@ -118,7 +129,8 @@ impl Snapshot {
     pub fn info(&self, best: Option<&Best>, size_bytes: u64) -> CheckpointInfo {
         let State { epoch, step, val_accuracy, val_loss, .. } = self.state;
         let best = best.is_some_and(|best| best.step == step);
-        CheckpointInfo { epoch, step, val_accuracy, val_loss, best, size_bytes }
+        let validation = self.state.validation.clone();
+        CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best, size_bytes }
     }
 
     /// The first value that no model can continue from, in words.

@@ -7,7 +7,10 @@ use crate::{
     engine::{HostTensor, LossScaling, NamedTensors},
     precision::SkippedSteps,
 };
-use lockstep_protocol::spec::{OptimizerKind, Precision};
+use lockstep_protocol::{
+    dataset::ValidationSet,
+    spec::{DataSpec, Division, OptimizerKind, Precision},
+};
 use std::{collections::BTreeMap, fs};
 
 pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snapshot {
@@ -34,6 +37,8 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         steps_per_epoch: 100,
         val_accuracy,
         val_loss: val_accuracy.map(|a| 1.0 - a),
+        validation: Some(ValidationSet { pictures: 30, fingerprint: "0011223344556677".into() }),
+        divisions: vec![Division::of(&DataSpec::default())],
         best: None,
         versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),
         precision: Some(Precision::Fp16),
@@ -116,7 +121,7 @@ fn a_state_has_up_to_a_mebibyte() {
         manifest.files.insert(STATE.into(), manifest::checksum(&folder.join(STATE)).unwrap());
         fs::remove_file(folder.join(MANIFEST)).unwrap();
         write_json(&folder.join(MANIFEST), &manifest).unwrap();
-        (load(&folder).map(|(state, ..)| state), precision(&folder))
+        (load(&folder).map(|(state, ..)| state), super::state(&folder).and_then(|state| state.precision))
     };
     let (loaded, computed_in) = padded(1 << 20);
     assert_eq!((loaded.unwrap(), computed_in), (saved.state, Some(Precision::Fp16)));

@@ -250,7 +250,7 @@ mod tests {
     fn the_newest_and_the_best_stay() {
         let dir = tempfile::tempdir().unwrap();
         let spec = CheckpointSpec { keep: 2, ..CheckpointSpec::default() };
-        let accuracies = [(10, Some(0.5)), (20, Some(0.9)), (30, None), (40, Some(0.7)), (50, Some(0.9))];
+        let accuracies = [(10, Some(0.5)), (20, Some(0.9)), (30, None), (40, Some(0.7)), (50, Some(0.8))];
         let events = keep_all(dir.path(), &spec, &accuracies);
         assert_eq!(list(dir.path()).unwrap(), [(1, 20), (1, 40), (1, 50)]);
         let best: Vec<_> = events

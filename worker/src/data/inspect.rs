@@ -1,7 +1,7 @@
 //! What inspecting a dataset finds: counts, sizes, mean and standard deviation, broken files.
 
 use super::{Catalog, DataError, Picture, Samples, Split};
-use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo};
+use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo, too_few_classes};
 use rayon::prelude::*;
 use std::path::Path;
 
@@ -31,6 +31,9 @@ pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
 /// When nothing there is a known format; the sentence names the formats.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut catalog = Catalog::measure(path)?;
+    if let Some(mistake) = too_few_classes(&catalog.classes) {
+        return Err(DataError::Invalid(format!("{} {mistake}", path.display())));
+    }
     let mut broken = std::mem::take(&mut catalog.broken);
     let mut sizes = Vec::new();
     let (mut mean, mut std) = (Vec::new(), Vec::new());

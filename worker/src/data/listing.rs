@@ -126,6 +126,17 @@ impl Listing {
         (self.containers[row.container as usize].path.join(self.own_name(number)), row.size, row.hash)
     }
 
+    /// The hash of the picture's bytes.
+    pub(super) fn content(&self, number: usize) -> u64 {
+        self.rows[number].hash
+    }
+
+    /// The name of the picture's file; `None` where it is a part of a file.
+    pub(super) fn file_name(&self, number: usize) -> Option<&OsStr> {
+        let container = &self.containers[self.rows[number].container as usize];
+        matches!(container.place, Place::Folder).then(|| self.own_name(number))
+    }
+
     /// The picture's bytes as they are stored.
     ///
     /// # Errors

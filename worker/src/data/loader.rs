@@ -3,8 +3,10 @@
 use super::{
     DataError, Picture,
     device::{Decoded, DeviceDecoder, OnDevice, Sharing},
+    held_out::{Identity, is_held_out},
     transform::{Crop, Transform},
 };
+use lockstep_protocol::spec::Division;
 use std::sync::{Arc, Mutex};
 
 pub use super::shard::EpochPlan;
@@ -45,6 +47,8 @@ pub struct DataSource {
     evaluation: Arc<Transform>,
     train: Arc<Part>,
     validation: Arc<Part>,
+    /// The validation pictures.
+    measured: Vec<Identity>,
     seed: u64,
     format: BatchFormat,
     mixing: Mixing,
@@ -82,6 +86,13 @@ impl DataSource {
         self.train.add_to(&mut hash);
         self.validation.add_to(&mut hash);
         hash.finalize()
+    }
+
+    /// How many validation pictures, of a fraction held out, were training pictures under one of these divisions of the split.
+    pub fn trained_on(&self, divisions: &[Division]) -> u64 {
+        let trained =
+            |picture: &&Identity| divisions.iter().any(|division| !is_held_out(division, **picture));
+        self.measured.iter().filter(trained).count() as u64
     }
 
     /// Normalises with these values, by channel, in place of what was found: a run that continues from a checkpoint must

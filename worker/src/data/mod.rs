@@ -4,6 +4,7 @@ mod cifar;
 mod copy;
 pub mod device;
 pub mod fingerprint;
+pub mod held_out;
 mod idx;
 mod image_folder;
 mod index;

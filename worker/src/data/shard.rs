@@ -9,7 +9,6 @@ use std::ops::Range;
 
 /// What a random stream is for, so that streams of one seed differ.
 const SHUFFLE: u64 = 1;
-const HOLD_OUT: u64 = 2;
 
 /// Which batches of an epoch a rank wants.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,17 +34,6 @@ pub struct EpochPlan {
 /// The order of the training pictures in `epoch` (from 0).
 pub(super) fn epoch_order(samples: usize, seed: u64, epoch: u32) -> Vec<u32> {
     Random::new(&[seed, SHUFFLE, u64::from(epoch)]).permutation(samples)
-}
-
-/// Training and validation pictures when a fraction of the training split is held out. Both are
-/// ascending, and neither is empty when there are two pictures or more.
-pub(super) fn hold_out(samples: usize, fraction: f64, seed: u64) -> (Vec<u32>, Vec<u32>) {
-    let held = ((samples as f64 * fraction).round() as usize).clamp(1, samples.saturating_sub(1).max(1));
-    let mut order = Random::new(&[seed, HOLD_OUT]).permutation(samples);
-    let mut validation = order.split_off(samples - held.min(samples));
-    order.sort_unstable();
-    validation.sort_unstable();
-    (order, validation)
 }
 
 /// Steps of an epoch over `samples` pictures.

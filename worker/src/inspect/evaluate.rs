@@ -1,10 +1,13 @@
 //! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
-use crate::data::{self, loader::DataSource};
+use crate::{
+    checkpoint,
+    data::{self, held_out::foreign_divisions, loader::DataSource},
+};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
-    dataset::classes_differ,
+    dataset::{ValidationSet, classes_differ},
     inspect::{ClassScore, EvaluateModel, Mistake, ModelEvaluation},
     spec::{DataSpec, ImageSize},
 };
@@ -81,7 +84,11 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     mistakes.truncate(MISTAKES);
     let samples: u64 = confusion.iter().flatten().sum();
     let correct: u64 = (0..classes).map(|c| confusion[c][c]).sum();
+    let (validation, trained_on, note) = compare(Path::new(&request.model), &data, &spec.data);
     Ok(ModelEvaluation {
+        validation,
+        trained_on,
+        note,
         samples,
         accuracy: correct as f64 / samples.max(1) as f64,
         loss: loss / samples.max(1) as f64,
@@ -91,6 +98,37 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         mistakes,
         right: right.into_iter().flatten().collect(),
     })
+}
+
+/// Which pictures these are, how many of them were trained on where that is known, and in words how they differ from those that measured
+/// the checkpoint in its run.
+fn compare(
+    model: &Path,
+    data: &DataSource,
+    spec: &DataSpec,
+) -> (Option<ValidationSet>, Option<u64>, Option<String>) {
+    let now = data.shape.validation.clone();
+    let folder = if model.is_dir() { Some(model) } else { model.parent() };
+    let Some(state) = folder.and_then(checkpoint::state) else { return (now, None, None) };
+    let mut notes = Vec::new();
+    if state.validation != now {
+        notes.push(state.validation.map_or_else(
+            || "none measured the checkpoint in its run".to_owned(),
+            |before| {
+                let pictures = plural(before.pictures, "picture");
+                format!("the checkpoint's run was measured by another set of {pictures}")
+            },
+        ));
+    }
+    let is_known = state.divisions.iter().any(|division| division.dataset == spec.dataset);
+    let trained_on = is_known.then(|| data.trained_on(&foreign_divisions(&state.divisions, spec)));
+    match trained_on {
+        None => notes.push("another dataset: whether some of these were trained on is not known".into()),
+        Some(0) => {}
+        Some(some) => notes
+            .push(format!("{some} of these were trained on: their accuracy says nothing of new pictures")),
+    }
+    (now, trained_on, (!notes.is_empty()).then(|| notes.join("; ")))
 }
 
 fn scores(names: &[String], confusion: &[Vec<u64>]) -> Vec<ClassScore> {

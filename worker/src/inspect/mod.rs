@@ -218,6 +218,11 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
         AgentRequest::Evaluate(request) => {
             evaluate::evaluate(&request).map(|found| AgentReply::Evaluation(Box::new(found)))
         }
+        AgentRequest::ValidationSet { path, data, allowed } => {
+            let path = data::resolve(Path::new(&path), allowed.as_ref())?;
+            let found = data::held_out::validation_set(&path, &data).map_err(|e| e.to_string())?;
+            Ok(AgentReply::ValidationSet { found })
+        }
         AgentRequest::Predict { model, pictures } => {
             let predictions = predict::named(Path::new(&model), pictures)?;
             Ok(AgentReply::Predictions { predictions })

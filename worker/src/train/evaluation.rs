@@ -7,7 +7,7 @@ use crate::{
     data::{DataError, loader::replaced},
     engine::NamedTensors,
 };
-use lockstep_protocol::numbers::plural;
+use lockstep_protocol::numbers::{plural, standard_error};
 use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},
     spec::Precision,
@@ -68,9 +68,10 @@ impl Run<'_> {
         let observer = self.training.observer;
         let log = |whose: &str, of: &Evaluation| {
             observer.log(&format!(
-                "epoch: {} validation accuracy {whose}is {:.2} %, loss is {:.4} ({} in {:.1} s)",
+                "epoch: {} validation accuracy {whose}is {:.2} %{}, loss is {:.4} ({} in {:.1} s)",
                 of.epoch,
                 of.accuracy * 100.0,
+                standard_error(of.accuracy, of.samples),
                 of.loss,
                 plural(of.samples, "picture"),
                 of.secs

@@ -74,6 +74,8 @@ impl Run<'_> {
             steps_per_epoch: plan.steps_per_epoch,
             val_accuracy: measured.map(|e| e.accuracy),
             val_loss: measured.map(|e| e.loss),
+            validation: self.data.shape.validation.clone(),
+            divisions: self.divisions.clone(),
             best: None,
             versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
             precision: Some(self.engine.precision()),

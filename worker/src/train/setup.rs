@@ -11,9 +11,9 @@ use crate::{
     engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer},
     net,
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
 use lockstep_protocol::throughput::Throughput;
+use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
 use std::{collections::BTreeMap, sync::Arc};
 
 /// Broken files that are named in the log.
@@ -107,6 +107,9 @@ impl Plan {
 pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
     let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
+    if let Some(mistake) = too_few_classes(&data.shape.classes) {
+        return Err(TrainError::Impossible(format!("dataset {} {mistake}", spec.data.dataset)));
+    }
     let mixing = Mixing::from(&spec.train);
     data.set_mixing(mixing);
     // A GPU mixes the pictures that it holds in float32, the host mixes bytes. For the same bits in every run, only one may be used.
@@ -119,6 +122,9 @@ pub(super) fn open_data(training: &Training<'_>) -> Result<DataSource, TrainErro
         let are = if skipped.len() == 1 { "is" } else { "are" };
         observer.log(&format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
         skipped.iter().take(NAMED).for_each(|file| observer.log(&format!("  {}", one_line(file))));
+    }
+    if training.group.rank() == 0 {
+        data.shape.notes.iter().for_each(|note| training.observer.log(note));
     }
     same_everywhere(training, &data)?;
     normalise_alike(training, &mut data)?;
@@ -287,6 +293,20 @@ pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String
     about
 }
 
+/// That an epoch's last step has pictures of its beginning, in words: there are fewer left than the `parts` that a step is cut into, one for
+/// each micro-batch of each rank.
+fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
+    let left = samples % global_batch_size.max(1);
+    (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
+        format!(
+            "the last step of an epoch has {} for {parts} micro-batches and is filled up with {} of the epoch's first ones: the result is not \
+             that of another number of ranks. data.drop_remainder = true leaves this step out",
+            plural(left, "picture"),
+            parts - left
+        )
+    })
+}
+
 pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engine: &dyn Engine) {
     let Training { spec, group, observer, .. } = training;
     let weights: usize = engine.parameters().map_or(0, |all| {
@@ -325,6 +345,10 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
             ));
         }
     }
+    let parts = u64::from(group.size()) * plan.accumulate as u64;
+    if let Some(words) = filled_up(spec, shape.train_samples, plan.global_batch_size, parts) {
+        observer.log(&words);
+    }
     let (ema_steps, warmup) = (spec.train.ema_steps, f64::from(spec.train.warmup_epochs));
     if spec.train.ema_decay > 0.0 && plan.total_steps < ema_steps {
         observer.log(&format!(
@@ -360,6 +384,19 @@ mod tests {
     use super::*;
     use crate::{engine::registry, gpu::RankGpu};
     use lockstep_protocol::spec::Device;
+
+    #[test]
+    fn a_last_step_with_fewer_pictures_than_ranks_is_named() {
+        let mut spec = JobSpec::default();
+        spec.data.drop_remainder = false;
+        let words = filled_up(&spec, 17, 16, 2).unwrap();
+        assert!(words.contains("has 1 picture for 2 micro-batches and is filled up with 1 of"), "{words}");
+        for (samples, parts) in [(17, 1), (16, 2), (18, 2), (31, 8)] {
+            assert_eq!(filled_up(&spec, samples, 16, parts), None, "{samples} {parts}");
+        }
+        spec.data.drop_remainder = true;
+        assert_eq!(filled_up(&spec, 17, 16, 2), None);
+    }
 
     #[test]
     fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, OptimizerNote, State},
     comm::{ProcessGroup, Reduction},
-    data::loader::Shape,
+    data::{held_out::foreign_divisions, loader::DataSource},
     engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
     net,
     precision::SkippedSteps,
@@ -18,8 +18,11 @@ use crate::{
 use lockstep_protocol::{
     agent::AttemptEvent,
     dataset::classes_differ,
-    spec::{OptimizerKind, Precision},
+    numbers::plural,
+    schedule::{self, Schedule},
+    spec::{Division, OptimizerKind, Precision, read_leniently},
 };
+use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
 
 pub(super) struct InitialState {
@@ -29,6 +32,8 @@ pub(super) struct InitialState {
     pub(super) skipped: SkippedSteps,
     /// The step has no evaluation yet: the earlier run was stopped before it.
     pub(super) unmeasured: bool,
+    /// See [`State::divisions`].
+    pub(super) divisions: Vec<Division>,
 }
 
 /// With `precision = "auto"`, the number format that the checkpoint's run used last: a run that has left float16 does not return to
@@ -43,7 +48,9 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
         let older = checkpoint::list(training.checkpoints).ok()?.into_iter().rev();
         let folders =
             older.map(|(epoch, step)| training.checkpoints.join(checkpoint::folder_name(epoch, step)));
-        std::iter::once(folder.to_path_buf()).chain(folders).find_map(|folder| checkpoint::precision(&folder))
+        std::iter::once(folder.to_path_buf())
+            .chain(folders)
+            .find_map(|folder| checkpoint::state(&folder)?.precision)
     };
     let left_float16 = training.group.rank() == 0 && newest() == Some(Precision::Bf16);
     let mut votes = [f64::from(u8::from(left_float16))];
@@ -55,11 +62,12 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
 pub(super) fn begin(
     training: &Training<'_>,
     plan: &Plan,
-    shape: &Shape,
+    data: &DataSource,
     engine: &mut dyn Engine,
 ) -> Result<InitialState, TrainError> {
+    let shape = &data.shape;
     if let Some(folder) = training.resume {
-        return resume(training, plan, &shape.classes, engine, folder);
+        return resume(training, plan, data, engine, folder);
     }
     let pretrained = training.spec.model.pretrained.as_deref();
     if let Some(path) = pretrained
@@ -73,21 +81,37 @@ pub(super) fn begin(
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
     }
-    Ok(InitialState { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false })
+    let mut divisions = Vec::new();
+    if let Some(path) = pretrained.map(Path::new) {
+        // Weights of our own say what they were trained on.
+        let folder = if path.is_dir() { Some(path) } else { path.parent() };
+        let is_first = training.group.rank() == 0;
+        let found = is_first.then(|| folder.and_then(checkpoint::state).map(|state| state.divisions));
+        divisions = shared_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
+        if is_first {
+            warn_of_trained_on(training, data, &divisions);
+        }
+    }
+    let own = Division::of(&training.spec.data);
+    if !divisions.contains(&own) {
+        divisions.push(own);
+    }
+    Ok(InitialState { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false, divisions })
 }
 
 fn resume(
     training: &Training<'_>,
     plan: &Plan,
-    classes: &[String],
+    data: &DataSource,
     engine: &mut dyn Engine,
     folder: &Path,
 ) -> Result<InitialState, TrainError> {
+    let shape = &data.shape;
     let group = training.group.as_ref();
     let loaded = if group.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
     let (state, parameters, optimizer, average) = match loaded {
         Some((place, (state, parameters, optimizer))) => {
-            fits(training, &place, classes, &parameters, &engine.parameters()?)?;
+            fits(training, &place, &shape.classes, &parameters, &engine.parameters()?)?;
             // Rank 0 alone keeps it.
             let average = match training.spec.train.ema_decay > 0.0 {
                 true => checkpoint::load_average(&place)?,
@@ -97,7 +121,7 @@ fn resume(
         }
         None => (None, None, None, None),
     };
-    let state = shared_state(group, state)?;
+    let state: State = shared_json(group, state)?;
     let parameters = shared(group, engine.parameters()?, parameters)?;
     // Older checkpoints do not name it: it was always SGD.
     let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
@@ -128,9 +152,10 @@ fn resume(
     };
     if step > plan.total_steps {
         return Err(TrainError::Impossible(format!(
-            "checkpoint {} is of step {step} and the training ends at step {}: nothing is left to do; set more train.epochs \
+            "checkpoint {} is of step {step}{} and the training ends at step {}: nothing is left to do; set more train.epochs \
              (or train.steps)",
             checkpoint::folder_name(state.epoch, state.step),
+            if step == state.step { String::new() } else { format!(" ({})", counts_as(&state, plan, step)) },
             plan.total_steps
         )));
     }
@@ -143,6 +168,7 @@ fn resume(
             "continuing from checkpoint {} at step {step}",
             checkpoint::folder_name(state.epoch, state.step)
         ));
+        compare_validation(training, data, &state);
         if state.random_state.seed != training.spec.train.seed {
             observer.log("train.seed is not the checkpoint's: the order of the pictures changes here");
         }
@@ -154,10 +180,10 @@ fn resume(
             ));
         }
         if step != state.step {
-            observer.log(&format!(
-                "a step takes {} pictures now and took {}: step {} counts as {step}",
-                plan.global_batch_size, state.global_batch_size, state.step
-            ));
+            observer.log(&counts_as(&state, plan, step));
+        }
+        if let Some(words) = schedule_change(training, &state, folder, plan, step) {
+            observer.log(&words);
         }
     }
     // On a machine with a disk of its own the best one may be on the server alone.
@@ -165,15 +191,84 @@ fn resume(
     let best = state.best.filter(|best| {
         let place = checkpoint::folder_name(best.epoch, best.step);
         let is_there = is_own_disk || training.checkpoints.join(place).exists();
-        best.metric == training.spec.checkpoint.keep_best && is_there
+        // The best of other pictures may be the best of fewer, or of easier ones.
+        best.metric == training.spec.checkpoint.keep_best && is_there && state.validation == shape.validation
     });
+    let mut divisions = state.divisions;
+    let own = Division::of(&training.spec.data);
+    if !divisions.contains(&own) {
+        divisions.push(own);
+    }
     let mut skipped = state.skipped_steps;
     if step != state.step {
         // Their steps are counted for the other batch size.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(InitialState { step, best, skipped, unmeasured })
+    Ok(InitialState { step, best, skipped, unmeasured, divisions })
+}
+
+/// Why the checkpoint's step has another number in this run: the number says at which place in the pictures it is.
+fn counts_as(state: &State, plan: &Plan, step: u64) -> String {
+    let mut why = Vec::new();
+    if state.global_batch_size != plan.global_batch_size {
+        why.push(format!(
+            "a step takes {} pictures now and took {}",
+            plan.global_batch_size, state.global_batch_size
+        ));
+    }
+    if state.steps_per_epoch != plan.steps_per_epoch {
+        let steps = plural(plan.steps_per_epoch, "step");
+        why.push(format!("an epoch has {steps} now and had {}", state.steps_per_epoch));
+    }
+    format!(
+        "{}: step {} counts as {step}, the same place in epoch {}",
+        why.join(", "),
+        state.step,
+        state.epoch
+    )
+}
+
+/// How the learning rate goes on, in words, where it does not go on as in the run that the checkpoint is from.
+fn schedule_change(
+    training: &Training<'_>,
+    state: &State,
+    folder: &Path,
+    plan: &Plan,
+    step: u64,
+) -> Option<String> {
+    let about = checkpoint::metadata(&folder.join(checkpoint::MODEL)).ok()?;
+    let (was, _) = read_leniently(&serde_json::from_str(about.get("spec")?).ok()?);
+    let epochs = u64::from(was.train.epochs.unwrap_or(10));
+    let total = was.train.steps.unwrap_or(state.steps_per_epoch * epochs);
+    let before = Schedule::new(&was.train, state.steps_per_epoch, total);
+    let now = Schedule::new(&training.spec.train, plan.steps_per_epoch, plan.total_steps);
+    schedule::change(&before, state.step, &now, step)
+}
+
+/// Logs whether other pictures measure the run than measured the checkpoint, and how many of them the checkpoint was trained on.
+fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) {
+    let (now, before) = (data.shape.validation.as_ref(), state.validation.as_ref());
+    let Some(now) = now.filter(|now| before != Some(*now)) else { return };
+    let were = before
+        .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
+    training.observer.log(&format!(
+        "other pictures measure this run than measured the checkpoint: {} (fingerprint {}), before {were}. Do not compare accuracies \
+         before and after this step",
+        now.pictures, now.fingerprint
+    ));
+    warn_of_trained_on(training, data, &state.divisions);
+}
+
+/// Logs how many validation pictures the run's first weights were trained on, by the `divisions` of the runs that they are from.
+fn warn_of_trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) {
+    let trained_on = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
+    if trained_on > 0 {
+        training.observer.log(&format!(
+            "{trained_on} of the {} were training pictures of the run that the weights are from: their accuracy says nothing of new pictures",
+            plural(data.shape.validation_samples, "validation picture")
+        ));
+    }
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run
@@ -262,10 +357,13 @@ fn shared(
     Ok(tensors)
 }
 
-/// Rank 0's state on every rank, by its JSON text.
-fn shared_state(group: &dyn ProcessGroup, state: Option<State>) -> Result<State, TrainError> {
-    let mut text = match &state {
-        Some(state) => serde_json::to_vec(state).map_err(std::io::Error::from)?,
+/// Rank 0's `value` on every rank, by its JSON text.
+fn shared_json<T: Serialize + DeserializeOwned>(
+    group: &dyn ProcessGroup,
+    value: Option<T>,
+) -> Result<T, TrainError> {
+    let mut text = match &value {
+        Some(value) => serde_json::to_vec(value).map_err(std::io::Error::from)?,
         None => Vec::new(),
     };
     let mut length = [text.len() as f64];

@@ -151,9 +151,11 @@ fn every_kind_of_picture_is_read_and_a_file_that_is_cut_off_is_named() {
         assert!(name == "gif" || close(&read.pixels, saved.as_raw()), "{name} has other pixels");
         fs::write(home.join(format!("cut.{name}")), &whole[..whole.len() / 2]).expect("writes");
     }
+    fs::create_dir_all(dir.path().join("train/dog")).expect("a folder");
+    picture(2, 48, 48).save(dir.path().join("train/dog/whole.png")).expect("writes");
     let info = inspect(dir.path()).expect("readable");
     let all = named(&info);
-    assert_eq!((info.splits[0].samples, info.broken_count), (6, 6), "{all:#?}");
+    assert_eq!((info.splits[0].samples, info.broken_count), (7, 6), "{all:#?}");
     assert!(
         formats.iter().all(|name| all.iter().any(|text| text.contains(&format!("cut.{name} ")))),
         "{all:#?}"
@@ -194,8 +196,9 @@ fn large_pictures_weigh_no_more_than_small_ones() {
     fs::create_dir_all(&home).expect("a folder");
     // One large and dark, three small and bright: as many pixels as 400 of the small ones.
     image::RgbImage::from_pixel(400, 300, image::Rgb([0, 0, 0])).save(home.join("0.png")).expect("writes");
+    fs::create_dir_all(dir.path().join("train/dog")).expect("a folder");
     for number in 1..4 {
-        let path = home.join(format!("{number}.png"));
+        let path = dir.path().join(format!("train/{}/{number}.png", if number < 3 { "cat" } else { "dog" }));
         image::RgbImage::from_pixel(20, 20, image::Rgb([200, 100, 50])).save(path).expect("writes");
     }
     let info = inspect(dir.path()).expect("readable");

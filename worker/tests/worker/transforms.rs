@@ -75,7 +75,7 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
     ] {
         let source = open(dir.path(), &spec);
         let alone = batches(&source, plan(0, 1));
-        assert_eq!(alone.len(), 6);
+        assert!(alone.len() > 4 && alone.len() as u64 == source.shape.train_samples / 8);
         for world_size in [2, 4] {
             let again = open(dir.path(), &spec);
             let ranks: Vec<_> = (0..world_size).map(|r| batches(&again, plan(r, world_size))).collect();
@@ -94,7 +94,8 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
             open(dir.path(), &spec).validation(0, 1, 5, threads).map(|b| b.expect("readable")).collect()
         };
         assert!(checked(1) == checked(4));
-        assert_eq!(checked(3).iter().map(|b| b.labels.len()).sum::<usize>(), 16);
+        let validated = checked(3).iter().map(|b| b.labels.len() as u64).sum::<u64>();
+        assert!(validated > 5 && validated == source.shape.validation_samples);
     }
 }
 

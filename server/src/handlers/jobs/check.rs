@@ -16,7 +16,7 @@ use axum::{Extension, Json, extract::State};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
-    dataset::Dataset,
+    dataset::{Dataset, too_few_classes},
     spec::{self, Device, SpecError, Validation, nearest, shortened},
 };
 use serde::{Deserialize, Serialize};
@@ -43,7 +43,8 @@ impl LaunchQuery {
 pub(crate) struct Plan {
     /// Complete, with every default.
     spec: JobSpec,
-    /// Training pictures.
+    /// Training pictures. With a fraction in `data.validation` the expected number, as each picture is held out by itself; the steps follow
+    /// from it.
     samples: u64,
     global_batch_size: u64,
     steps_per_epoch: u64,
@@ -61,17 +62,7 @@ pub(crate) async fn validate(
     Query(query): Query<LaunchQuery>,
     Document(document, _): Document,
 ) -> Result<Json<Plan>> {
-    let Checked { spec, dataset, warnings } =
-        check_with(&app, &caller, &document, true, query.slots()).await?;
-    let samples = training_samples(&spec, &dataset);
-    Ok(Json(Plan {
-        samples,
-        global_batch_size: spec.global_batch_size(),
-        steps_per_epoch: spec.steps_per_epoch(samples),
-        total_steps: spec.total_steps(samples),
-        warnings,
-        spec,
-    }))
+    Ok(Json(check_with(&app, &caller, &document, true, query.slots()).await?.plan()))
 }
 
 /// A specification without a mistake.
@@ -81,6 +72,21 @@ pub(in crate::handlers) struct Checked {
     pub(in crate::handlers) dataset: Dataset,
     /// Warnings that matter before the job runs, in words.
     pub(in crate::handlers) warnings: Vec<String>,
+}
+
+impl Checked {
+    pub(in crate::handlers) fn plan(self) -> Plan {
+        let Self { spec, dataset, warnings } = self;
+        let samples = training_samples(&spec, &dataset);
+        Plan {
+            samples,
+            global_batch_size: spec.global_batch_size(),
+            steps_per_epoch: spec.steps_per_epoch(samples),
+            total_steps: spec.total_steps(samples),
+            warnings,
+            spec,
+        }
+    }
 }
 
 /// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
@@ -271,7 +277,7 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })
 }
 
-/// Training pictures after validation has taken its part.
+/// Training pictures after validation has taken its part: of a fraction, the expected number.
 pub(in crate::handlers) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match spec.data.validation {
@@ -287,6 +293,9 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     let mut mistake =
         |pointer: &str, detail: String| errors.push(SpecError { pointer: pointer.into(), detail });
     let info = &dataset.info;
+    if let Some(detail) = too_few_classes(&info.classes) {
+        mistake("/data/dataset", format!("{} {detail}", dataset.name));
+    }
     if let Validation::Split(name) = &spec.data.validation
         && name != "none"
         && !info.splits.iter().any(|s| s.name == *name)

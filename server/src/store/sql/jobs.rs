@@ -275,10 +275,10 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
                     .execute(&mut *db)
                     .await?;
             }
-            sqlx::query("INSERT INTO checkpoints VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) \
+            sqlx::query("INSERT INTO checkpoints VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) \
                  ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, val_accuracy = excluded.val_accuracy, \
                  val_loss = excluded.val_loss, best = excluded.best, size_bytes = excluded.size_bytes, \
-                 created_at = excluded.created_at")
+                 created_at = excluded.created_at, validation = excluded.validation")
                 .bind(id)
                 .bind(job.as_str())
                 .bind(i64::from(*attempt))
@@ -289,6 +289,7 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
                 .bind(i64::from(checkpoint.best))
                 .bind(int(checkpoint.size_bytes))
                 .bind(at.as_millisecond())
+                .bind(checkpoint.validation.as_ref().map(json).transpose()?)
                 .execute(db)
                 .await?;
         }

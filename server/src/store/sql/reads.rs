@@ -71,6 +71,11 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
             step: uint(row.try_get("step")?),
             val_accuracy: row.try_get("val_accuracy")?,
             val_loss: row.try_get("val_loss")?,
+            validation: row
+                .try_get::<Option<String>, _>("validation")?
+                .as_deref()
+                .map(from_json)
+                .transpose()?,
             best: row.try_get::<i64, _>("best")? != 0,
             size_bytes: uint(row.try_get("size_bytes")?),
         },

@@ -11,7 +11,8 @@ use reqwest::{Client, Method, header::HeaderMap};
 use serde_json::json;
 
 /// What a member reads of others by a method that may change something.
-const READING: [&str; 2] = ["/api/v1/jobs/{id}/fork", "/api/v1/checkpoints/{id}/predict"];
+const READING: [&str; 3] =
+    ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
 /// Where a person finds what is its own.
 const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
 

@@ -202,6 +202,7 @@ async fn a_stop_without_a_checkpoint_says_what_is_lost() {
         step: 40,
         val_accuracy: None,
         val_loss: None,
+        validation: None,
         best: false,
         size_bytes: 1,
     });

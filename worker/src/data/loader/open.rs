@@ -9,10 +9,13 @@ use super::{
     splits::{self, Opened, normalisation, open_splits, sizes},
 };
 use crate::data::{
-    Catalog, ChangeDetection, DataError, Random, shard, transform::Transform, transform::evaluation_resize,
+    Catalog, ChangeDetection, DataError, Random,
+    held_out::{self, Identity},
+    transform::Transform,
+    transform::evaluation_resize,
 };
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, Division, Validation};
 use std::{
     path::Path,
     sync::{Arc, Mutex},
@@ -105,20 +108,29 @@ impl DataSource {
         };
         let (height, width, channels) = (train.height, train.width, train.channels);
         let (training_sizes, side) = network_sizes(spec, height, width)?;
-        let total = train.labels.len();
         let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
-        let (train_chosen, held_out) = match &spec.validation {
-            Validation::Fraction(fraction) => shard::hold_out(total, *fraction, seed),
-            Validation::Split(_) => (all(total), Vec::new()),
+        let is_fraction = matches!(spec.validation, Validation::Fraction(_));
+        let division = Division::of(spec);
+        let held_out =
+            |place: &u32| is_fraction && held_out::is_held_out(&division, train.identities[*place as usize]);
+        let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
+            all(train.labels.len()).into_iter().partition(held_out);
+        let notes = match &spec.validation {
+            Validation::Fraction(fraction) => {
+                check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
+            }
+            Validation::Split(_) => Vec::new(),
         };
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
         let broken = || Broken::new(spec.broken_files == BrokenFiles::Skip);
+        let mut identities = train.identities;
         let validation = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
                 let (chosen, whole) = (all(split.labels.len()), resize.is_some());
                 let Opened { pixels, files_digest, labels, .. } = split;
+                identities = split.identities;
                 Part { pixels, files_digest, labels, chosen, size, whole, broken: broken() }
             }
             None => {
@@ -136,9 +148,10 @@ impl DataSource {
             whole: spec.random_resized_crop,
             broken: broken(),
         };
-        if train.chosen.is_empty() {
-            return Err(DataError::Invalid("no training picture is left".into()));
-        }
+        let measured: Vec<Identity> =
+            validation.chosen.iter().map(|place| identities[*place as usize]).collect();
+        let of_chosen = validation.chosen.iter().map(|place| validation.labels[*place as usize]);
+        let validation_set = held_out::fingerprint(measured.iter().copied().zip(of_chosen));
         let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
         let training = training_sizes.iter().map(|(_, side)| transform(*side)).collect();
         let evaluation = transform(side);
@@ -149,13 +162,15 @@ impl DataSource {
             classes: catalog.classes,
             train_samples: train.chosen.len() as u64,
             validation_samples: validation.chosen.len() as u64,
+            validation: validation_set,
             mean,
             std,
             skipped,
+            notes,
             whole_pictures: height != width,
             resize,
         };
-        Ok(Self::new(shape, training, evaluation, train, validation))
+        Ok(Self { measured, ..Self::new(shape, training, evaluation, train, validation) })
     }
 
     /// A source with batches in their default format, without mixing and without a device that decodes.
@@ -173,6 +188,7 @@ impl DataSource {
             evaluation,
             train: Arc::new(train),
             validation: Arc::new(validation),
+            measured: Vec::new(),
             format: BatchFormat::default(),
             mixing: Mixing::default(),
             stays: false,
@@ -210,15 +226,63 @@ impl DataSource {
             classes: (0..10).map(|c| c.to_string()).collect(),
             train_samples: count as u64,
             validation_samples: 0,
+            validation: None,
             mean,
             std,
             skipped: Vec::new(),
+            notes: Vec::new(),
             whole_pictures: false,
             resize: None,
         };
         let (train, validation) = (part((0..count as u32).collect()), part(Vec::new()));
         Self::new(shape, vec![transform.clone()], transform, train, validation)
     }
+}
+
+/// What to say of the classes of which a fraction holds out no picture, or every one. Of few pictures that happens by chance.
+///
+/// # Errors
+/// It holds out none at all, or leaves none to train on.
+fn check_held_out(
+    classes: &[String],
+    labels: &[u32],
+    held_out: &[u32],
+    trained_on: &[u32],
+    fraction: f64,
+) -> Result<Vec<String>, DataError> {
+    /// Classes that are named.
+    const NAMED: usize = 5;
+    let all = labels.len() as u64;
+    if held_out.is_empty() {
+        return Err(DataError::Invalid(format!(
+            "data.validation = {fraction} holds out none of {}: give a larger fraction, another data.validation_seed, or \"none\"",
+            plural(all, "training picture")
+        )));
+    }
+    if trained_on.is_empty() {
+        return Err(DataError::Invalid(format!(
+            "data.validation = {fraction} holds out all of {}, and none is left to train on: give a smaller fraction, or another \
+             data.validation_seed",
+            plural(all, "training picture")
+        )));
+    }
+    let lacking = |places: &[u32], what: &str| -> Option<String> {
+        let mut has = vec![false; classes.len()];
+        places.iter().for_each(|place| has[labels[*place as usize] as usize] = true);
+        let without: Vec<_> = classes.iter().zip(has).filter(|(_, has)| !has).map(|(name, _)| name).collect();
+        let named: Vec<_> = without.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
+        let more = without.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let have = if without.len() == 1 { "has" } else { "have" };
+        (!without.is_empty()).then(|| {
+            format!(
+                "{} {have} no {what} picture, as data.validation = {fraction} decides for each picture by itself: {}{more}",
+                plural(without.len() as u64, "class"),
+                named.join(", ")
+            )
+        })
+    };
+    Ok([lacking(held_out, "validation"), lacking(trained_on, "training")].into_iter().flatten().collect())
 }
 
 /// The sides of the network's input: those of training, each with the epoch (from 0) that it begins in, and that of

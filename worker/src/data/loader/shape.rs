@@ -1,5 +1,7 @@
 //! The shape of a dataset, as a job uses it: sizes, channels, classes, counts and normalisation.
 
+use lockstep_protocol::dataset::ValidationSet;
+
 /// The shape of a dataset, as a job uses it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shape {
@@ -16,12 +18,16 @@ pub struct Shape {
     pub train_samples: u64,
     /// 0 when there is no validation.
     pub validation_samples: u64,
+    /// The validation pictures; `None` when there are none.
+    pub validation: Option<ValidationSet>,
     /// By channel, of pixels scaled to 0..1.
     pub mean: Vec<f32>,
     /// By channel, of pixels scaled to 0..1.
     pub std: Vec<f32>,
     /// Broken files that were left out (`broken_files = "skip"`), each with what is wrong.
     pub skipped: Vec<String>,
+    /// What the job's log says about the classes that a fraction is held out of.
+    pub notes: Vec<String>,
     /// The pictures lie in one packed file and are not square. Each is scaled as a whole to the network's square.
     pub whole_pictures: bool,
     /// The short side that validation pictures are resized to before the centre crop. Absent: their largest centred

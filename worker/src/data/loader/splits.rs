@@ -3,6 +3,7 @@
 use super::part::Pixels;
 use crate::data::{
     Catalog, DataError, Samples,
+    held_out::{self, Identity},
     inspect::{Moments, STATISTICS_SAMPLES, Statistics},
     listing::Listing,
 };
@@ -20,6 +21,8 @@ pub(super) struct Opened {
     /// For pictures that were decoded: identifies their files, which other machines may decode to other bits.
     pub(super) files_digest: Option<u32>,
     pub(super) labels: Arc<Vec<u32>>,
+    /// Of each picture, in the split that validation pictures are in; else empty.
+    pub(super) identities: Vec<Identity>,
     pub(super) height: usize,
     pub(super) width: usize,
     pub(super) channels: usize,
@@ -117,12 +120,16 @@ pub(super) fn open_splits(
     let mut opened = Vec::new();
     for split in &mut catalog.splits {
         let mut labels = std::mem::take(&mut split.labels);
-        let mut files_digest = None;
+        let (mut files_digest, mut identities) = (None, Vec::new());
+        let has_validation = split.name == held_out::split_of(&spec.validation);
         let (pixels, width, height, channels) = match std::mem::replace(
             &mut split.samples,
             Samples::Listed(Listing::default()),
         ) {
             Samples::Memory { pixels, height, width, channels, .. } => {
+                if has_validation {
+                    identities = held_out::of_packed(&pixels, (height * width * channels) as usize);
+                }
                 (Pixels::Memory(Arc::new(pixels)), width, height, channels)
             }
             Samples::Listed(mut files) => {
@@ -154,8 +161,14 @@ pub(super) fn open_splits(
                     let mut hash = crc32fast::Hasher::new();
                     (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
                     files_digest = Some(hash.finalize());
+                    if has_validation {
+                        identities = held_out::of_listing(&files, &labels, &catalog.classes);
+                    }
                     Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                 } else {
+                    if has_validation {
+                        identities = held_out::of_listing(&files, &labels, &catalog.classes);
+                    }
                     Pixels::Files { files: Arc::new(files), square }
                 };
                 (pixels, width, height, 3)
@@ -168,6 +181,7 @@ pub(super) fn open_splits(
             pixels,
             files_digest,
             labels: Arc::new(labels),
+            identities,
             height: height as usize,
             width: width as usize,
             channels: channels as usize,

@@ -158,6 +158,7 @@ fn what_is_no_dataset_says_what_was_looked_for() {
     says(&refuses(), &["train/cat has no picture", "put some"]);
     fs::remove_dir_all(path.join("train")).expect("removes");
     folder(path, "train", &["cat"], 2, &[28]);
+    says(&refuses(), &["has one class, \"cat\": there is nothing to tell apart"]);
     folder(path, "test", &["dog"], 2, &[28]);
     says(&refuses(), &["test/dog", "training split does not have"]);
 }

@@ -1,6 +1,6 @@
 //! The learning rate of every step, from the step's number alone: continuing a run needs no state.
 
-use lockstep_protocol::spec::{ScheduleKind, TrainSpec};
+use crate::spec::{ScheduleKind, TrainSpec};
 
 /// How the learning rate moves over a run.
 ///
@@ -86,6 +86,36 @@ impl Schedule {
     }
 }
 
+/// How the learning rate goes on, in words, where a run of another schedule continues after `step` steps of `before`, which are `at` steps
+/// of `now`. `None` where it goes on as it was.
+pub fn change(before: &Schedule, step: u64, now: &Schedule, at: u64) -> Option<String> {
+    if step == 0 || at == 0 || at >= now.total {
+        return None;
+    }
+    let (was, goes_on) = (before.lr(step - 1), now.lr(at - 1));
+    // What nobody would see in a chart of it.
+    if f64::from((goes_on - was).abs()) <= before.lr.max(now.lr) / 100.0 {
+        return None;
+    }
+    let middle = at + (now.total - at) / 2;
+    Some(format!(
+        "the learning rate changes where the run continues: it was {} at the last step, {step}, and is {} at step {}, {} at step {middle} and {} at \
+         the last one, {} ({} over all {} steps; train.schedule, train.lr and train.epochs decide)",
+        three_digits(was),
+        three_digits(now.lr(at)),
+        at + 1,
+        three_digits(now.lr(middle.saturating_sub(1))),
+        three_digits(now.lr(now.total - 1)),
+        now.total,
+        now.kind.name(),
+        now.total,
+    ))
+}
+
+fn three_digits(lr: f32) -> String {
+    format!("{lr:.2e}").parse::<f64>().unwrap_or_default().to_string()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -156,6 +186,26 @@ mod tests {
             ..TrainSpec::default()
         };
         assert_near(&lrs(spec, 5, 10), &[0.1, 0.2, 0.3, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1]);
+    }
+
+    #[test]
+    fn a_longer_run_of_one_cycle_says_how_its_learning_rate_goes_on() {
+        let one_cycle = TrainSpec { lr: 0.1, schedule: ScheduleKind::OneCycle, ..TrainSpec::default() };
+        let of = |total: u64| Schedule::new(&one_cycle, 10, total);
+        let words = change(&of(100), 100, &of(200), 100).unwrap();
+        for part in [
+            "was 0 at the last step, 100, and is 0.0",
+            "at step 101",
+            "and 0 at the last one, 200 (one_cycle",
+        ] {
+            assert!(words.contains(part), "{part:?} in {words}");
+        }
+        // Retried, at its end, or before its first step.
+        assert_eq!(change(&of(100), 50, &of(100), 50), None);
+        assert_eq!(change(&of(100), 100, &of(100), 100), None);
+        assert_eq!(change(&of(100), 0, &of(200), 0), None);
+        let constant = Schedule::new(&TrainSpec { lr: 0.1, ..TrainSpec::default() }, 10, 200);
+        assert_eq!(change(&constant, 100, &constant, 120), None);
     }
 
     #[test]

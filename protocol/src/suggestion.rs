@@ -1,17 +1,21 @@
-//! What a job file for some pictures says, each with the reason.
+//! What a job on some pictures says, each key with the reason: `lockstep init` writes it into a file, and the page for a new job begins
+//! with it.
 
-use lockstep_protocol::dataset::{DatasetInfo, default_validation};
-use lockstep_protocol::numbers::plural;
+use crate::{
+    dataset::{DatasetInfo, default_validation, too_few_classes},
+    numbers::plural,
+    spec::{JobSpec, from_toml},
+};
 
 /// A comment and the lines of TOML that it is about.
 type Lines = (String, String);
 
-/// Lines of three tables.
+/// Lines of three tables of a job file.
 #[derive(Debug)]
-pub(super) struct Choice {
-    pub(super) data: Vec<Lines>,
-    pub(super) model: Vec<Lines>,
-    pub(super) train: Vec<Lines>,
+pub struct Suggestion {
+    pub data: Vec<Lines>,
+    pub model: Vec<Lines>,
+    pub train: Vec<Lines>,
 }
 
 /// Shorter sides than this are those of small pictures, such as CIFAR's and MNIST's.
@@ -23,12 +27,12 @@ const MANY: u64 = 100_000;
 /// Pictures that a run sees in all, where its epochs may be chosen freely.
 const SEEN: u64 = 1_000_000;
 
-impl Choice {
+impl Suggestion {
     /// For a dataset.
     ///
     /// # Errors
     /// It has no pictures to train on, or one class.
-    pub(super) fn of(info: &DatasetInfo) -> Result<Self, String> {
+    pub fn of(info: &DatasetInfo) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
             return Err(format!(
@@ -36,8 +40,8 @@ impl Choice {
                 plural(samples, "picture")
             ));
         }
-        if info.classes.len() < 2 {
-            return Err("has one class; there is nothing to tell apart".into());
+        if let Some(mistake) = too_few_classes(&info.classes) {
+            return Err(mistake);
         }
         // Of squares alone the side is known; a job has to give one otherwise.
         let own = (info.height == info.width && info.height > 0).then_some(info.height);
@@ -51,6 +55,15 @@ impl Choice {
             model: vec![network(samples, side, is_small)],
             train: train(train_on, batch, is_small),
         })
+    }
+
+    /// The job that it comes to, on a registered dataset.
+    pub fn spec(&self, dataset: &str) -> Option<JobSpec> {
+        let table = |lines: &[Lines]| lines.iter().map(|(_, lines)| format!("{lines}\n")).collect::<String>();
+        let name = serde_json::Value::from(dataset);
+        let [data, model, train] = [&self.data, &self.model, &self.train].map(|lines| table(lines));
+        from_toml(&format!("name = {name}\n[data]\ndataset = {name}\n{data}[model]\n{model}[train]\n{train}"))
+            .ok()
     }
 }
 
@@ -111,13 +124,16 @@ fn validation(info: &DatasetInfo) -> (Lines, u64) {
         return ((format!("The pictures of {split} measure the network."), lines), 0);
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
-    // As training does it.
-    let held_out = ((samples as f64 * 0.1).round() as u64).clamp(1, samples);
+    // Each picture is chosen by itself: of few ones, a tenth may be none.
+    let fraction = if samples < 50 { 0.3 } else { 0.1 };
+    let held_out = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
     (
         (
-            "There is no other split: a tenth of the pictures, chosen at random, measures the network."
-                .into(),
-            "validation = 0.1".into(),
+            format!(
+                "There is no other split: {:.0} % of the pictures, chosen at random, measure the network.",
+                fraction * 100.0
+            ),
+            format!("validation = {fraction}"),
         ),
         held_out,
     )
@@ -185,7 +201,7 @@ fn train(train_on: u64, batch: u64, is_small: bool) -> Vec<Lines> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::{dataset::SplitInfo, spec::from_toml};
+    use crate::dataset::SplitInfo;
 
     fn info(side: u32, splits: &[(&str, u64)]) -> DatasetInfo {
         let split = |(name, samples): &(&str, u64)| SplitInfo {
@@ -216,20 +232,18 @@ mod tests {
             for samples in [2, 9, 20, 100, 5_000, 60_000, 2_000_000] {
                 for splits in [&[("train", samples)][..], &[("train", samples), ("test", 10)]] {
                     let info = info(side, splits);
-                    let path = std::path::Path::new("/data/a \"b\" \\ c");
-                    let text = super::super::job_file(path, &info)
-                        .unwrap_or_else(|e| panic!("{side} {samples}: {e}"));
-                    let spec = from_toml(&text).unwrap_or_else(|e| panic!("{side} {samples}: {e:?}\n{text}"));
-                    assert_eq!(spec.data.dataset, path.to_str().unwrap());
+                    let suggestion =
+                        Suggestion::of(&info).unwrap_or_else(|e| panic!("{side} {samples}: {e}"));
+                    let text = format!("{suggestion:?}");
+                    let spec =
+                        suggestion.spec("a \"b\" \\ c").unwrap_or_else(|| panic!("{side} {samples}: {text}"));
+                    assert_eq!(spec.data.dataset, "a \"b\" \\ c");
+                    let share = if samples < 50 { 0.3 } else { 0.1 };
                     let held_out =
-                        if splits.len() == 1 { ((samples as f64 * 0.1).round() as u64).max(1) } else { 0 };
+                        if splits.len() == 1 { ((samples as f64 * share).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
                     let has_two_ranks = spec.global_batch_size().is_multiple_of(16);
                     assert!(has_two_ranks || samples - held_out < 16, "{side} {samples}: {text}");
-                    assert_eq!(
-                        text.lines().find(|line| line.chars().count() > 200 && line.starts_with('#')),
-                        None
-                    );
                 }
             }
         }
@@ -237,11 +251,11 @@ mod tests {
 
     #[test]
     fn what_cannot_be_trained_on_is_refused() {
-        assert!(Choice::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 picture to"));
-        assert!(Choice::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
+        assert!(Suggestion::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 picture to"));
+        assert!(Suggestion::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
         let mut one = info(28, &[("train", 100)]);
         one.classes.truncate(1);
-        assert!(Choice::of(&one).unwrap_err().contains("one class"));
+        assert!(Suggestion::of(&one).unwrap_err().contains("one class"));
     }
 
     #[test]
@@ -252,7 +266,7 @@ mod tests {
             (&[("train", 100), ("test", 0)], "validation = 0.1"),
             (&[("train", 100)], "validation = 0.1"),
         ] {
-            assert_eq!(Choice::of(&info(28, splits)).unwrap().data[0].1, expected);
+            assert_eq!(Suggestion::of(&info(28, splits)).unwrap().data[0].1, expected);
         }
     }
 }

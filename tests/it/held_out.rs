@@ -1,0 +1,92 @@
+//! Pictures that are held out of training for validation, when their dataset changes.
+
+use crate::{
+    pictures,
+    server::{Server, turn},
+    specs,
+};
+use serde_json::{Value, json};
+use std::{fs, path::Path};
+
+/// The files below `from`, in the folder of the same class below `to`.
+fn move_pictures(from: &Path, to: &Path) {
+    for class in ["boot", "trouser"] {
+        fs::create_dir_all(to.join(class)).expect("a folder");
+        for file in fs::read_dir(from.join(class)).expect("a folder") {
+            let file = file.expect("a file");
+            fs::rename(file.path(), to.join(class).join(file.file_name())).expect("moves");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_evaluation_says_which_pictures_it_is_of_and_how_many_were_trained_on() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    let images = pictures::image_folder(server.folder().path(), 60);
+    let later = server.folder().path().join("later");
+    fs::rename(images.join("val"), &later).expect("moves");
+    server.register("folder", &images).await;
+    let spec = specs::with(specs::short("one", "folder", 1, 6), json!({"data": {"validation": 0.2}}));
+    let id = server.submit(&spec).await;
+    server.succeeded(&id).await;
+    let checkpoints = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    let checkpoint = &checkpoints["checkpoints"][0];
+    let held_out = checkpoint["validation"]["pictures"].as_u64().expect("a count");
+    assert!((10..40).contains(&held_out), "{checkpoint:#}");
+
+    let own = server.evaluation(&id, "").await;
+    let facts = |of: &Value| (of["accuracy"].clone(), of["validation"].clone());
+    assert_eq!(facts(&own), (checkpoint["val_accuracy"].clone(), checkpoint["validation"].clone()));
+    assert_eq!((&own["trained_on"], &own["note"]), (&json!(0), &Value::Null), "{own:#}");
+
+    // Twice as many pictures: none that was trained on measures the network.
+    let added: Vec<_> = ["boot", "trouser"]
+        .into_iter()
+        .flat_map(|class| {
+            fs::read_dir(later.join(class))
+                .expect("a folder")
+                .map(move |file| (class, file.expect("a file").file_name()))
+        })
+        .collect();
+    move_pictures(&later, &images.join("train"));
+    let grown = server.evaluation(&id, "").await;
+    let pictures = grown["validation"]["pictures"].as_u64().expect("a count");
+    assert!(pictures > held_out && grown["samples"] == pictures, "{grown:#}");
+    assert_eq!(grown["trained_on"], 0);
+    let note = format!("the checkpoint's run was measured by another set of {held_out} pictures");
+    assert_eq!(grown["note"], note);
+    let said = server.cli(&["evaluate", &id]);
+    assert!(
+        said.ok().contains(&format!(" of {pictures} pictures, loss ")) && said.stdout.contains(&note),
+        "{}",
+        said.stdout
+    );
+    assert!(said.stdout.contains(" ± "), "{}", said.stdout);
+
+    // Without them it is what it was.
+    for (class, name) in added {
+        fs::remove_file(images.join("train").join(class).join(name)).expect("removes");
+    }
+    assert_eq!(facts(&server.evaluation(&id, "").await), facts(&own));
+
+    // A fork that holds out others is measured by what its parent trained on, and says so.
+    let set = json!({"set": {"data.validation_seed": 1, "train.steps": 8}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await.json();
+    assert!(fork["warnings"][0].as_str().is_some_and(|w| w.contains("the parent trained on")), "{fork:#}");
+    let fork = fork["id"].as_str().expect("an id");
+    server.succeeded(fork).await;
+    let foreign = server.evaluation(fork, "?checkpoint=latest").await;
+    let trained_on = foreign["trained_on"].as_u64().expect("a count");
+    assert!(trained_on > 0 && trained_on <= foreign["samples"].as_u64().expect("a count"), "{foreign:#}");
+    assert!(
+        foreign["note"]
+            .as_str()
+            .is_some_and(|note| note.starts_with(&format!("{trained_on} of these were trained on")))
+    );
+    let log = server.cli(&["logs", fork]);
+    let words =
+        format!("{trained_on} of the {} validation pictures were training pictures", foreign["samples"]);
+    assert!(log.ok().contains(&words), "{}", log.stdout);
+    server.stop().await;
+}

@@ -46,12 +46,15 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
     let job = server.job(&id).await;
     assert_eq!(job.state, JobState::Failed);
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
-    // A reason that no restart mends.
+    // A retry has all its restarts again.
     let (status, _) = server.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
     let third = agent.started().await;
     assert_eq!(third.resume.as_deref(), Some("1-50"));
-    agent.end(&third.attempt, failed("/some/pictures is gone", false)).await;
+    agent.end(&third.attempt, failed("rank 1 was killed by signal 9", true)).await;
+    let fourth = agent.started().await;
+    // A reason that no restart mends.
+    agent.end(&fourth.attempt, failed("/some/pictures is gone", false)).await;
     let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some("/some/pictures is gone")));
     server.stop().await;

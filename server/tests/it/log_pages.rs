@@ -57,6 +57,10 @@ async fn a_log_is_read_in_pages_from_either_end() {
     for (sort, expected) in [("seq", &expected[2..5]), ("-seq", &reversed[2..5])] {
         assert_eq!(walked(&server, &format!("{logs}?limit=1&sort={sort}&{between}")).await.0, expected);
     }
+    for (attempt, lines) in [(1, 7), (2, 0)] {
+        let (_, file) = server.text(&format!("/api/v1{logs}?format=text&attempt={attempt}")).await;
+        assert_eq!(file.lines().count(), lines, "{file}");
+    }
     // As the last version asked.
     let (_, tail) = server.get(&format!("{logs}?tail=2")).await;
     assert_eq!((&tail["lines"][0]["text"], &tail["lines"][1]["text"]), (&"line 6".into(), &"line 7".into()));

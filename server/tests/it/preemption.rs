@@ -102,20 +102,20 @@ async fn a_job_gives_way_with_a_checkpoint_and_continues_by_itself() {
 #[tokio::test]
 async fn only_jobs_that_allow_it_give_way_and_only_when_that_is_enough() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 3).await;
+    let mut agent = Agent::with_pictures(&server, 4).await;
     let mut attempts = Vec::new();
-    for (priority, preemptible) in [(0, false), (2, true), (1, true)] {
+    for (priority, preemptible) in [(0, false), (2, true), (1, true), (1, true)] {
         submit(&server, 1, priority, preemptible).await;
         attempts.push(agent.started().await.attempt);
     }
-    let too_large = submit(&server, 3, 9, false).await;
-    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 3 slots: 0 of 3"));
+    let too_large = submit(&server, 4, 9, false).await;
+    let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 4 slots: 0 of 4"));
     server.stream(too_large.id.as_str(), 0).await.until(waits).await;
     let (status, _) = server.post(&format!("/jobs/{}/cancel", too_large.id), &Value::Null).await;
     assert_eq!(status, 202);
-    // The first order is for this one: the lowest that allows it.
+    // The first order is for this one: the newest of the lowest priority that allows it.
     submit(&server, 1, 3, false).await;
-    assert_eq!(told_to_stop(&mut agent).await, attempts[2]);
+    assert_eq!(told_to_stop(&mut agent).await, attempts[3]);
     server.stop().await;
 }
 

@@ -319,6 +319,9 @@ async fn a_person_makes_tokens_of_its_own_within_its_role() {
     let (_, list) = server.get("/tokens").await;
     let id = list["tokens"].as_array().unwrap().iter().find(|t| t["name"] == "cli").unwrap()["id"].clone();
     let id = id.as_str().unwrap();
+    let page = mona.get("/account").await.text().await.unwrap();
+    let revoke = format!(r#"name="action" value="revoke"><input type="hidden" name="id" value="{id}""#);
+    assert!(page.contains(&revoke), "{page}");
     assert_eq!(mona.post("/account", &format!("action=revoke&id={id}")).await.status(), 303);
     assert_eq!(server.as_who(&client(&secret), "GET", "/jobs", None).await.0, 401);
 

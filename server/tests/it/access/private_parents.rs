@@ -116,7 +116,7 @@ async fn a_public_fork_of_a_private_job_names_it_to_those_alone_who_see_it() {
 async fn a_fork_of_a_job_that_all_see_names_it_and_so_does_a_private_one_of_one_s_own() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
     let mut agent = Agent::with_pictures(&server, 2).await;
-    let People { mona, .. } = people(&server).await;
+    let People { mona, otto, .. } = people(&server).await;
     server.http = mona.clone();
     for private in [false, true] {
         let (id, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(private)).await;
@@ -129,6 +129,15 @@ async fn a_fork_of_a_job_that_all_see_names_it_and_so_does_a_private_one_of_one_
         agent.end(&attempt, ended).await;
         let (_, history) = server.get(&format!("/jobs/{fork}/history")).await;
         assert_eq!(history["entries"][0]["checkpoint"], json!(checkpoint), "{history}");
+    }
+    // A private fork of a job that all see is named to others nowhere.
+    let (id, _) = a_job(&server, &mut agent, |_| {}).await;
+    let private = json!({"set": {"private": true}});
+    let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &private).await;
+    assert_eq!(status, 201, "{fork}");
+    let (_, otto_s) = server.client_of("otto", "submit").await;
+    for (what, text) in all_of(&server, &otto, &otto_s, &id).await {
+        assert!(!text.contains(fork["id"].as_str().unwrap()), "{what}: {text}");
     }
     // A job that was no fork was submitted.
     let (status, job) = server.post("/jobs", &spec()).await;

@@ -27,6 +27,9 @@ describe("a new server", () => {
     await until("they are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     assert.equal(new URL(page.url()).pathname, "/datasets");
     assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
+    const [counted] = await Promise.all([page.waitForResponse(/fashion-mnist\/inspect/), page.getByRole("button", { name: "Count again" }).click()]);
+    assert.equal(counted.status(), 200);
+    await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Those who come after find a server without any.
     const dialog = page.locator("#confirm");
     await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));

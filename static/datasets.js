@@ -1,8 +1,8 @@
 // Datasets: registering without leaving the page, and the pictures.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, confirmThen } from "./page.js";
-import { offerForm } from "./datasets/form.js";
+import { ask, byId, confirmThen, sentence, text } from "./page.js";
+import { inspected, offerForm } from "./datasets/form.js";
 import { Gallery } from "./datasets/gallery.js";
 
 offerBundled();
@@ -12,6 +12,16 @@ if (byId("add-dataset")) offerForm(byId("add-dataset"));
 for (const card of document.querySelectorAll("[data-dataset]")) {
   const name = card.dataset.dataset;
   new Gallery(card, name);
+  card.querySelector("[data-inspect]")?.addEventListener("click", async ({ currentTarget: button }) => {
+    button.disabled = true;
+    try {
+      await inspected(`/api/v1/datasets/${encodeURIComponent(name)}/inspect`, undefined, undefined, (words, far) => text(button, far || words));
+      location.reload();
+    } catch (error) {
+      button.disabled = false;
+      text(button, sentence(error));
+    }
+  });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({
     title: `Remove ${name}?`, detail: "Its files stay where they are; jobs can no longer be submitted on it, and those that are over are neither evaluated nor run again.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },

@@ -89,6 +89,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(datasets::inspect))
         .routes(routes!(pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
+        .routes(routes!(datasets::inspect_again))
         .routes(routes!(agents::list))
         .routes(routes!(machine_metrics::find))
         .routes(routes!(agents::remove))

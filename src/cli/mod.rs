@@ -26,6 +26,7 @@ pub(crate) mod init;
 pub(crate) mod inspect;
 pub(crate) mod job_actions;
 mod job_file;
+mod job_loss;
 pub(crate) mod launch;
 pub(crate) mod list;
 pub(crate) mod local_agent;

@@ -247,13 +247,14 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
 
 fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     match ended {
-        Ended::Succeeded { accuracy: Some(accuracy), .. } => output::line(format_args!(
-            "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}",
+        Ended::Succeeded { accuracy: Some(accuracy), best, .. } => output::line(format_args!(
+            "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
             lockstep_protocol::numbers::percent(*accuracy),
             began.elapsed().as_secs_f64(),
-            out.join("checkpoints").display()
+            out.join("checkpoints").display(),
+            best.as_deref().unwrap_or_default()
         )),
-        Ended::Succeeded { accuracy: None, step } => output::line(format_args!(
+        Ended::Succeeded { accuracy: None, step, .. } => output::line(format_args!(
             "succeeded: {} in {:.0} s; checkpoints are in {}",
             plural(*step, "step"),
             began.elapsed().as_secs_f64(),

@@ -3,15 +3,19 @@
 mod progress;
 
 use super::{
-    api::{Api, Away, PATIENCE, ServerArgs},
+    api::{Api, Away, PATIENCE, ServerArgs, list},
     block_on, output, sentence, wrong,
 };
 use lockstep_protocol::{
     Job, JobState,
+    agent::CheckpointInfo,
+    best::best_checkpoint,
+    job::{LastValues, Measured},
     numbers::percent,
     stream::{Event, EventBody, Frame},
 };
 use progress::Progress;
+use serde_json::Value;
 use std::time::{Duration, Instant};
 
 /// Show a job's progress until it ends
@@ -64,7 +68,11 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     if json {
         output::json(&job)?;
     } else {
-        output::line(summary(&job))?;
+        // Nothing is said of checkpoints where the server does not answer any more.
+        let checkpoints = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await;
+        let checkpoints: Vec<CheckpointInfo> =
+            list(&Value::Array(checkpoints.unwrap_or_default()), "checkpoints")?;
+        output::line(summary(&job, &checkpoints))?;
     }
     match job.state {
         JobState::Succeeded => Ok(()),
@@ -185,25 +193,73 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     api.get(&format!("/jobs/{}", job.id)).await
 }
 
-/// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % at 3-162)`, `failed after 0 s: <reason>`. The best is
-/// named, as the checkpoint of its step is called, where it is not the last.
-pub(crate) fn summary(job: &Job) -> String {
+/// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in epoch 3; best checkpoint 4-216 with
+/// 85.1 %)`, `failed after 0 s: <reason>`. Of `checkpoints` only one that is there is named.
+pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let how = match &job.reason {
         Some(reason) if job.state != JobState::Succeeded => Some(reason.clone()),
-        _ => accuracy(job),
+        _ => accuracy(&job.last, job.best, checkpoints),
     };
     let how = how.map(|how| format!(": {how}")).unwrap_or_default();
     format!("{}{after}{how}", job.state)
 }
 
-fn accuracy(job: &Job) -> Option<String> {
-    let best = job.best.map(|best| (percent(best.value), format!("{}-{}", best.epoch, best.step)));
-    let last = job.last.accuracy_in_words();
-    match (job.last.val_accuracy.map(percent), best) {
-        (Some(shown), Some((best, at))) if best != shown => {
-            Some(format!("validation accuracy {} (best {best} at {at})", last.unwrap_or(shown)))
+fn accuracy(values: &LastValues, best: Option<Measured>, checkpoints: &[CheckpointInfo]) -> Option<String> {
+    let best = best.map(|best| (percent(best.value), best.epoch));
+    let last = values.val_accuracy.map(percent).or_else(|| best.as_ref().map(|(best, _)| best.clone()))?;
+    let (shown, epoch) = best.unwrap_or_else(|| (last.clone(), 0));
+    let mut more = Vec::new();
+    if shown != last {
+        more.push(format!("best {shown} in epoch {epoch}"));
+    }
+    more.extend(best_checkpoint(checkpoints).map(|(kept, accuracy)| {
+        let accuracy = Some(percent(accuracy)).filter(|accuracy| *accuracy != shown);
+        let with = accuracy.map(|accuracy| format!(" with {accuracy}")).unwrap_or_default();
+        format!("best checkpoint {}-{}{with}", kept.epoch, kept.step)
+    }));
+    let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };
+    Some(format!("validation accuracy {}{more}", values.accuracy_in_words().unwrap_or(last)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_checkpoint_that_is_there_is_named() {
+        let best = Some(Measured { value: 0.417, loss: None, step: 336, epoch: 28 });
+        let checkpoint = |epoch: u32, accuracy| CheckpointInfo {
+            epoch,
+            step: u64::from(epoch) * 12,
+            val_accuracy: Some(accuracy),
+            val_loss: None,
+            validation: None,
+            best: true,
+            size_bytes: 1,
+        };
+        for (last, best, checkpoints, words) in [
+            (None, None, &[][..], None),
+            (Some(0.4), None, &[], Some("validation accuracy 40.0 %")),
+            (Some(0.417), best, &[], Some("validation accuracy 41.7 %")),
+            (Some(0.4), best, &[], Some("validation accuracy 40.0 % (best 41.7 % in epoch 28)")),
+            (
+                Some(0.4),
+                best,
+                &[checkpoint(28, 0.417)],
+                Some("validation accuracy 40.0 % (best 41.7 % in epoch 28; best checkpoint 28-336)"),
+            ),
+            (
+                Some(0.4),
+                best,
+                &[checkpoint(30, 0.41)],
+                Some(
+                    "validation accuracy 40.0 % (best 41.7 % in epoch 28; best checkpoint 30-360 with 41.0 %)",
+                ),
+            ),
+        ] {
+            let last = LastValues { val_accuracy: last, ..LastValues::default() };
+            assert_eq!(accuracy(&last, best, checkpoints).as_deref(), words);
         }
-        (_, best) => last.or(best.map(|(best, _)| best)).map(|last| format!("validation accuracy {last}")),
     }
 }

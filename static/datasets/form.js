@@ -37,7 +37,7 @@ function found({ info }) {
 }
 
 /** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */
-async function inspected(path, body, signal) {
+export async function inspected(path, body, signal, tell) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (answer.info) return answer;
@@ -60,7 +60,7 @@ export function offerForm(form) {
     const mine = inspecting = new AbortController();
     tell("Inspecting its files …");
     try {
-      const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal);
+      const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, tell);
       tell(found(answer));
       if (!form.name.value.trim()) form.name.value = path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
     } catch (error) {
@@ -77,7 +77,7 @@ export function offerForm(form) {
     show([]);
     tell("Inspecting its files …");
     try {
-      await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() });
+      await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, tell);
       location.reload();
     } catch (error) {
       button.disabled = false;

@@ -23,6 +23,9 @@ const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name
 const plain = (v) => String(Number(v.toPrecision(4)));
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 
+/** A row with a button below the names. A cell over more columns than there are would add columns, and the table gives each of them room of the column Job's. */
+const below = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
+
 /** What stands in the address as open: values of groups. */
 function opened() {
   try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
@@ -45,7 +48,7 @@ export class Groups {
    *  job that is shown, whenever it is read again. */
   constructor(table, { fill, extra, changed, ended }) {
     Object.assign(this, { table, fill, extra, changed, ended });
-    this.more = make("tbody", { className: "group-more", hidden: true }, make("tr", {}, make("td", { colSpan: 100 }, make("button", { type: "button", className: "quiet", textContent: "More groups" }))));
+    this.more = make("tbody", { className: "group-more", hidden: true }, below(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
     this.more.querySelector("button").addEventListener("click", () => this.#read(this.#next));
     table.append(this.more);
   }
@@ -232,7 +235,7 @@ export class Groups {
     if (next) {
       const button = make("button", { type: "button", className: "quiet", textContent: `${rows.length} of ${count(one.group.jobs)}: show more` });
       button.addEventListener("click", () => this.#openJobs(one, true).catch(() => {}));
-      one.rest = make("tr", { className: "group-rest" }, make("td", { colSpan: 100 }, button));
+      one.rest = below(button);
       one.body.append(one.rest);
     }
     this.#forgetUnshown();

@@ -27,7 +27,9 @@ export function fill(row, job) {
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
   about(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
-  cut(at("reason"), [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · "));
+  // Of a sentence the end goes first, which the layout cuts.
+  text(at("reason"), [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · "));
+  at("reason").title = at("reason").textContent;
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
   text(at("progress"), progress(job));

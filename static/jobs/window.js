@@ -24,7 +24,6 @@ export class Window {
       body.hidden = true;
       row.className = "pad";
       body.setAttribute("aria-hidden", "true");
-      cell.colSpan = 100;
       return body;
     };
     this.above = pad();

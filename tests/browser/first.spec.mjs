@@ -2,8 +2,9 @@
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
+import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { BINARY, Browser, TestServer, until } from "./test-server.mjs";
+import { BINARY, Browser, ROOT, TestServer, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false }), Browser.open()]); });
@@ -26,6 +27,9 @@ describe("a new server", () => {
     await until("they are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     assert.equal(new URL(page.url()).pathname, "/datasets");
     assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
+    const [counted] = await Promise.all([page.waitForResponse(/fashion-mnist\/inspect/), page.getByRole("button", { name: "Count again" }).click()]);
+    assert.equal(counted.status(), 200);
+    await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Those who come after find a server without any.
     const dialog = page.locator("#confirm");
     await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
@@ -62,6 +66,25 @@ describe("a new server", () => {
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the first preset's");
     await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes");
+    await page.end();
+  });
+});
+
+describe("a server with other pictures", () => {
+  test("offers the bundled ones where the preset needs them", async () => {
+    const { datasets } = await server.ask("/datasets");
+    for (const { name } of datasets) await fetch(`${server.url}/api/v1/datasets/${name}`, { method: "DELETE", headers: server.headers });
+    await server.ask("/datasets", { name: "pets", path: join(ROOT, "tests/data/parquet/hub") });
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const offer = page.getByRole("button", { name: "Use the bundled pictures" });
+    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "pets");
+    assert.ok(!await offer.isVisible());
+    await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
+    await until("the field says how to get them without the internet", async () => /Use the bundled pictures/.test(await page.locator("#f-data-dataset-error").textContent()));
+    await offer.click();
+    await page.waitForURL(/preset=fashion-mnist/);
+    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "fashion-mnist");
+    assert.equal(await page.locator("[data-bundled]").count(), 0);
     await page.end();
   });
 });

@@ -171,7 +171,9 @@ describe("groups of the list", () => {
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,
         json_object('value', (i % 10) / 10.0, 'step', 9, 'epoch', 1), created_at - i, created_at, 1 FROM jobs, n WHERE jobs.name = 'a1'`);
     const page = await browser.page(server, "/jobs?project=many&group_by=train.seed&sort=name");
+    const nameIs = async (least, when) => { const width = await page.locator("thead th.c-name").evaluate((th) => th.getBoundingClientRect().width); assert.ok(width >= least, `the column Job has ${width} pixels ${when}`); };
     await until("a hundred are there", async () => (await page.locator(".group").count()) === 100);
+    await nameIs(400, "above more groups");
     await page.getByRole("button", { name: "More groups" }).click();
     await until("and the others", async () => (await page.locator(".group").count()) === 150 && !(await page.getByRole("button", { name: "More groups" }).isVisible()));
     await page.goto(`${server.url}/jobs?project=many&group_by=train.lr&sort=name`);
@@ -182,6 +184,13 @@ describe("groups of the list", () => {
     await even.getByRole("button", { name: "train.lr 0.1" }).click();
     await even.getByRole("button", { name: "25 of 750: show more" }).click();
     await until("more are shown", async () => (await rows(page, "train.lr 0.1")).length === 50);
+    await nameIs(400, "above more jobs of a group");
+    await page.goto(`${server.url}/jobs?project=many&sort=name`);
+    await until("rows are left out", async () => {
+      await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight));
+      return (await page.locator(".pad:visible").count()) > 0;
+    });
+    await nameIs(400, "above rows that are left out");
     await page.end();
   });
 });

@@ -327,8 +327,7 @@ describe("reasons", () => {
     await server.ask(`/jobs/${over}/cancel`, {});
     const page = await browser.page(server, "/jobs", { viewport: { width: 320, height: 800 } }), reason = (id) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
     await until("they say why", async () => /place \d/.test(await reason(waits).textContent()) && /cancelled on request/.test(await reason(over).textContent()));
-    const ends = await reason(waits).evaluate((node) => [".cut-head", ".cut-tail"].map((part) => { const boxes = node.querySelector(part).getClientRects(); return { lines: boxes.length, top: boxes[0].top }; }));
-    assert.ok(ends[0].lines > 1 && ends[1].top > ends[0].top, `the end stands in the last line, not beside the first: ${JSON.stringify(ends)}`);
+    assert.ok(await reason(waits).evaluate((node) => node.scrollWidth <= node.clientWidth && node.clientHeight > 30), "it goes on in the next line");
     await page.setViewportSize({ width: 1024, height: 800 });
     assert.ok(await reason(over).evaluate((node) => node.scrollWidth <= node.clientWidth), "cancelled on request");
     await page.end();
@@ -434,13 +433,13 @@ describe("jobs that wait", () => {
   test("say their place and what they wait for now", async () => {
     const { id } = await server.ask("/jobs", spec("patient", 1, 100)), row = (page) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
     const page = await browser.page(server, "/jobs");
-    await until("it is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("data-whole")));
+    await until("it is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));
     const other = await server.ask("/jobs", { ...spec("urgent", 1, 100), priority: 5 });
-    await until("another goes first", async () => /^place 2 in the queue · /.test(await row(page).getAttribute("data-whole")));
+    await until("another goes first", async () => /^place 2 in the queue · /.test(await row(page).getAttribute("title")));
     const { queue, reason } = await until("the answer says so", async () => { const job = await server.job(id); return job.queue?.place === 2 && job; });
     assert.equal(queue.reason.words, reason);
     await server.ask(`/jobs/${other.id}/cancel`, {});
-    await until("and it is the first again", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("data-whole")));
+    await until("and it is the first again", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));
     const without = await browser.page(server, "/jobs", { javaScriptEnabled: false });
     assert.match(await without.locator(`tr[data-id="${id}"] [data-f=reason]`).textContent(), /^place 1 in the queue · /);
     await without.end();

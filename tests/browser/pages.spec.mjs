@@ -2,6 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
+import { picture } from "./looks.mjs";
 import { Browser, TestServer, losses, state, until } from "./test-server.mjs";
 
 let server, browser, done;
@@ -24,6 +25,16 @@ describe("every page", () => {
     for (const tab of tabs) await until("it is live", async () => (await tab.locator("#live").textContent()) === "live");
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
+    await page.end();
+  });
+
+  test("shows the audit log without scrolling to its side, however long an address is", async () => {
+    await fetch(`${server.url}/api/v1/datasets/${"a-name-that-nobody-has-".repeat(8)}`, { method: "DELETE", headers: server.headers });
+    const page = await browser.page(server, "/audit"), card = page.locator(".card.table");
+    await until("it is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
+    const over = await card.evaluate((node) => node.scrollWidth - node.clientWidth);
+    assert.ok(over <= 0, `the last column stands ${over} pixels out of the card`);
+    await picture(page, "audit");
     await page.end();
   });
 

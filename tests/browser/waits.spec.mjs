@@ -79,7 +79,8 @@ describe("a reason", () => {
     for (const width of [390, 1440, 1920]) {
       const page = await browser.page(server, "/jobs?state=queued", { viewport: { width, height: 1000 } });
       const reason = page.locator(`tr[data-id="${jobs.waits.id}"] [data-f=reason]`);
-      await until("it says what it waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()) && (await reason.locator(".cut-tail").count()) === 1);
+      await until("it says what it waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
+      assert.equal(await reason.locator("*").count(), 0, "nothing is left out of its middle");
       const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
       assert.deepEqual(await cut(), [], `at ${width}`);
       await fits(page, `at ${width}`);
@@ -88,11 +89,6 @@ describe("a reason", () => {
         return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
       });
       assert.deepEqual(apart, [], `nothing lies over it at ${width}`);
-      const goesOn = await reason.evaluate((node) => {
-        const [head, tail] = ["head", "tail"].map((part) => [...node.querySelector(`.cut-${part}`).getClientRects()]);
-        return tail[0].top >= head.at(-1).top - 1;
-      });
-      assert.ok(goesOn, `its end follows its beginning at ${width}`);
       await page.end();
     }
   });

@@ -58,7 +58,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     assert!(
         last.starts_with("succeeded after ")
             && last.contains(" s: validation accuracy ")
-            && last.ends_with('%'),
+            && last.ends_with(" % (best checkpoint 1-12)"),
         "{last}"
     );
 
@@ -225,6 +225,19 @@ async fn train_needs_no_server() {
     };
     let (finished, out) = train("whole", 12, &[]);
     assert!(finished.ok().contains("epoch: 1 step: 12, loss is "), "{}", finished.stdout);
+    // The job's loss is the mean over its ranks.
+    let loss = |said: &str| -> f32 {
+        let line = said.lines().find_map(|line| line.strip_prefix("epoch: 1 step: 12, loss is "));
+        line.and_then(|loss| loss.parse().ok()).unwrap_or_else(|| panic!("{said}"))
+    };
+    let of_rank = |rank: u32| {
+        let log = fs::read_to_string(out.join(format!("attempts/1/rank.{rank}.log"))).expect("a log");
+        loss(&log)
+    };
+    assert!(of_rank(0) != of_rank(1));
+    let mean = (of_rank(0) + of_rank(1)) / 2.0;
+    assert!((loss(finished.ok()) - mean).abs() < 1e-6, "{mean}: {}", finished.stdout);
+    assert!(finished.stdout.contains("; the best is 1-12 with "), "{}", finished.stdout);
     let model = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
     for rank in 0..2 {
         assert!(out.join(format!("attempts/1/rank.{rank}.log")).exists());

@@ -54,7 +54,8 @@ pub struct TrainSpec {
     pub milestones: Vec<u32>,
     /// `step`: the factor at each milestone.
     pub gamma: f32,
-    /// `one_cycle`: the fraction of all steps in which the learning rate rises to `lr` (`OneCycleLR`'s `pct_start`).
+    /// `one_cycle`: the fraction of all steps in which the learning rate rises to `lr`. Both ways are straight lines, up from 0 and down to
+    /// `final_lr_fraction`: not the two half cosines from `lr / 25` that PyTorch's `OneCycleLR` takes by default with the same `pct_start`.
     ///
     /// `rise` in files of the last version.
     #[serde(alias = "rise")]

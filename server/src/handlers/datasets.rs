@@ -249,6 +249,33 @@ pub(crate) async fn inspect(
     }
 }
 
+/// Inspect a registered dataset again
+///
+/// What its files are now takes the place of what they were when it was registered, also while jobs train on it.
+#[utoipa::path(post, path = "/datasets/{name}/inspect", tag = "datasets", params(("name" = String, Path), WaitQuery),
+    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 404, body = Problem), (status = 422, body = Problem),
+        (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
+pub(crate) async fn inspect_again(
+    State(app): State<App>,
+    Query(wait): Query<WaitQuery>,
+    Path(name): Path<String>,
+) -> Result<Response> {
+    let dataset = app.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
+    match inspections::inspect(&app, dataset.path.clone(), wait.patience()?).await? {
+        Inspected::Done { path, info } => {
+            found(&app, &path)?;
+            let dataset = Dataset { info: checked(*info)?, ..dataset };
+            app.store.update_dataset(&dataset).await?;
+            Ok(Json(dataset).into_response())
+        }
+        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
+}
+
+fn no_such_dataset() -> Error {
+    Error::NotFound("no dataset has this name".into())
+}
+
 /// What a dataset may be called, and what of `name` is something else.
 fn name_mistake(name: &str) -> String {
     let is = match name.chars().find(|c| !is_plain(*c)) {
@@ -301,8 +328,7 @@ pub(crate) async fn show(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<Response> {
-    let found = app.store.dataset(&name).await?;
-    tagged(&headers, &found.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?)
+    tagged(&headers, &app.store.dataset(&name).await?.ok_or_else(no_such_dataset)?)
 }
 
 /// Remove a dataset

@@ -260,6 +260,11 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// [`StoreError::NameTaken`].
     async fn add_dataset(&self, dataset: &Dataset) -> Result<()>;
+    /// Stores what a dataset's files are now.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]: it was removed, or another one has its name.
+    async fn update_dataset(&self, dataset: &Dataset) -> Result<()>;
     /// Removes a dataset that no job needs which is not over; its files stay.
     ///
     /// # Errors

@@ -67,6 +67,26 @@ async fn a_dataset_is_removed_when_no_job_needs_it_and_jobs_of_it_stay() {
 }
 
 #[tokio::test]
+async fn a_dataset_is_counted_again_while_a_job_trains_on_it() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    server.submit(|_| {}).await;
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    let (_, before) = server.get("/datasets/pictures").await;
+    let mut more = info();
+    more.splits[0].samples = 1200;
+    let (answer, ()) =
+        tokio::join!(server.post("/datasets/pictures/inspect", &Value::Null), agent.answer(Ok(more)));
+    assert_eq!((answer.0, &answer.1["info"]["splits"][0]["samples"]), (200, &json!(1200)), "{}", answer.1);
+    let (_, after) = server.get("/datasets/pictures").await;
+    assert_eq!(after, answer.1);
+    assert_eq!((&after["path"], &after["added_at"]), (&before["path"], &before["added_at"]));
+    assert_eq!(server.post("/datasets/none/inspect", &Value::Null).await.0, 404);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn of_a_job_and_the_removal_of_its_dataset_at_the_same_moment_one_is_refused() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;

@@ -232,6 +232,7 @@ async fn what_is_answered_is_documented() {
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
     good("post", "/jobs/validate", "", Some(spec()), 200).await;
     good("post", "/datasets/inspect", "", Some(json!({"path": "/x"})), 200).await;
+    good("post", "/datasets/{name}/inspect", "", None, 200).await;
     good("post", "/datasets", "", Some(json!({"name": "more", "path": "/x"})), 201).await;
     good("patch", "/jobs/{id}", &job, Some(json!({"notes": "n"})), 200).await;
     good("post", "/jobs/{id}/fork/check", &job, Some(json!({})), 200).await;

@@ -159,6 +159,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /annotations",
         "get /datasets/{name}/samples",
         "post /datasets/inspect",
+        "post /datasets/{name}/inspect",
         "post /checkpoints/{id}/predict",
         "get /tokens",
         "post /tokens",

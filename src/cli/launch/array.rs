@@ -226,7 +226,9 @@ fn tell(args: &Args, job: &Job) -> anyhow::Result<()> {
     match (args.server.json, job.state.is_final()) {
         (true, true) => output::json(job),
         (true, false) => Ok(()),
-        (false, _) => output::line(format_args!("{}  {}: {}", job.id, job.spec.name, watch::summary(job))),
+        (false, _) => {
+            output::line(format_args!("{}  {}: {}", job.id, job.spec.name, watch::summary(job, &[])))
+        }
     }
 }
 

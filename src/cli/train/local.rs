@@ -33,8 +33,8 @@ const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
 /// How training ended.
 pub(super) enum Ended {
-    /// With the last validation's accuracy, 0 to 1.
-    Succeeded { accuracy: Option<f64>, step: u64 },
+    /// With the last validation's accuracy, 0 to 1, and words about the best checkpoint.
+    Succeeded { accuracy: Option<f64>, step: u64, best: Option<String> },
     /// This rank is done; rank 0, in another process, says the rest.
     Elsewhere,
     /// Somebody pressed Ctrl-C, or sent a signal. Whether there is a checkpoint of the step shows on disk.
@@ -57,7 +57,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
             terminate: signal(SignalKind::terminate())?,
             hangup: if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) },
             interrupted: false,
-            show: Show::new(&start.spec),
+            show: Show::new(&start.spec, &configs.iter().map(|config| config.rank).collect::<Vec<_>>()),
         };
         // Ranks also end when this command ends by an error or a closed pipe. After SIGKILL they train on.
         let mut ranks = RankGroup::new(Orphans::Terminate);
@@ -148,7 +148,7 @@ impl Policy for Command {
 /// The first cause among the ranks' reports and exit statuses.
 fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Ended {
     if ranks.ends().all(RankEnd::is_success) {
-        return Ended::Succeeded { accuracy: show.accuracy, step: show.step };
+        return Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
     }
     // A rank that stopped in order is no cause if another has reported one.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
@@ -180,7 +180,7 @@ fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -
 /// No thread can be had, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
-    let mut show = Show::new(&config.start.spec);
+    let mut show = Show::new(&config.start.spec, &[config.rank]);
     let mut reason = None;
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
@@ -212,7 +212,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
-        EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step },
+        EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
         // Checkpoints are where rank 0 is.
         EXIT_STOPPED if config.rank > 0 => Ended::Failed(format!("stopped after step {}", show.step)),
         EXIT_STOPPED => Ended::Stopped { step: show.step },

@@ -1,16 +1,36 @@
-//! What `lockstep train` shows: a progress bar on a terminal, rank 0's log lines otherwise.
+//! What `lockstep train` shows: a progress bar on a terminal, rank 0's log lines otherwise, with the mean loss of all ranks.
 
-use super::super::output;
+use super::super::{job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use lockstep_protocol::{JobSpec, agent::AttemptEvent, throughput::Throughput};
-use std::{collections::BTreeMap, io::IsTerminal};
+use lockstep_protocol::{
+    JobSpec,
+    agent::{AttemptEvent, CheckpointInfo},
+    best::best_checkpoint,
+    numbers::{percent, rate},
+    throughput::Throughput,
+};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io::IsTerminal,
+};
 
 /// What ranks have reported so far.
 pub(super) struct Show {
     spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
-    losses: BTreeMap<u32, f32>,
+    /// Of the ranks whose records are read here.
+    loss: JobLoss,
+    /// Whose loss that is, where it is not all ranks'.
+    whose: String,
+    /// Rank 0's lines that were not printed yet: those of steps wait for the loss of the other ranks.
+    lines: VecDeque<String>,
+    /// Whether rank 0's lines come here.
+    has_lines: bool,
+    /// Losses of steps whose lines were not printed yet.
+    losses: BTreeMap<u64, f32>,
+    /// The checkpoints that this run has written and not removed.
+    checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
     speed: Throughput,
     /// The accuracy of the newest validation, 0 to 1.
@@ -24,7 +44,8 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 impl Show {
-    pub(super) fn new(spec: &JobSpec) -> Self {
+    /// For a run of which these ranks' records are read here.
+    pub(super) fn new(spec: &JobSpec, ranks: &[u32]) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             // Nothing to show before the run's length is known.
@@ -35,7 +56,16 @@ impl Show {
             spec: spec.clone(),
             bar,
             steps_per_epoch: 0,
+            loss: JobLoss::of(ranks.len()),
+            whose: match (ranks, spec.parallel.ranks) {
+                (ranks, all) if ranks.len() == all as usize => String::new(),
+                ([rank], all) => format!(" (rank {rank} of {all})"),
+                (ranks, all) => format!(" ({} of {all} ranks)", ranks.len()),
+            },
+            lines: VecDeque::new(),
+            has_lines: ranks.contains(&0),
             losses: BTreeMap::new(),
+            checkpoints: Vec::new(),
             speed: Throughput::default(),
             accuracy: None,
             step: 0,
@@ -59,12 +89,16 @@ impl Show {
                 }
                 AttemptEvent::Metrics { rank, columns } => {
                     for column in columns {
-                        let (Some(step), Some(value)) = (column.steps.last(), column.values.last()) else {
-                            continue;
-                        };
+                        let Some(step) = column.steps.last() else { continue };
                         self.step = self.step.max(*step);
                         match column.name.as_str() {
-                            "loss" => drop(self.losses.insert(rank, *value)),
+                            "loss" => {
+                                let losses = column.steps.iter().copied().zip(column.values.iter().copied());
+                                let means = self.loss.add(losses);
+                                if self.has_lines {
+                                    self.losses.extend(means);
+                                }
+                            }
                             "step_ms" if rank == 0 => self.speed.add(&column.steps, &column.values),
                             _ => {}
                         }
@@ -72,49 +106,75 @@ impl Show {
                     self.draw();
                 }
                 AttemptEvent::Log { rank: 0, lines } => {
-                    for line in lines {
-                        // A reader that has gone is no reason to stop training.
-                        let _ = match &self.bar {
-                            // The bar shows the loss already.
-                            Some(_) if line.text.contains(", loss is ") && line.text.contains(" step: ") => {
-                                Ok(())
-                            }
-                            Some(bar) => bar.suspend(|| output::line(&line.text)),
-                            None => output::line(&line.text),
-                        };
-                    }
+                    self.lines.extend(lines.into_iter().map(|line| line.text));
                 }
                 AttemptEvent::Evaluation(evaluation) => self.accuracy = Some(evaluation.accuracy),
+                AttemptEvent::Checkpoint(written) => self.checkpoints.push(written),
+                AttemptEvent::CheckpointRemoved { epoch, step } => {
+                    self.checkpoints.retain(|there| (there.epoch, there.step) != (epoch, step));
+                }
                 _ => {}
             }
         }
+        self.print(false);
+    }
+
+    /// Prints rank 0's lines in their order, up to that of a step whose loss is not known; `all`: no more losses come.
+    fn print(&mut self, all: bool) {
+        while let Some(line) = self.lines.front() {
+            let text = match of_step(line) {
+                None => Some(line.clone()),
+                Some((start, step)) => {
+                    let loss = self.losses.get(&step).copied();
+                    if loss.is_none() && !all {
+                        break;
+                    }
+                    // What is before it has been printed.
+                    self.losses = self.losses.split_off(&(step + 1));
+                    let with = |loss| format!("{start}, loss is {loss}{}", self.whose);
+                    // The bar shows the loss already.
+                    self.bar.is_none().then(|| loss.map_or_else(|| line.clone(), with))
+                }
+            };
+            self.lines.pop_front();
+            let Some(text) = text else { continue };
+            // A reader that has gone is no reason to stop training.
+            let _ = match &self.bar {
+                Some(bar) => bar.suspend(|| output::line(&text)),
+                None => output::line(&text),
+            };
+        }
+    }
+
+    /// `; the best is 2-24 with 88.6 %`, of the checkpoints that this run has written.
+    pub(super) fn best(&self) -> Option<String> {
+        let (best, accuracy) = best_checkpoint(&self.checkpoints)?;
+        Some(format!("; the best is {}-{} with {}", best.epoch, best.step, percent(accuracy)))
     }
 
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         bar.set_position(self.step);
         // Nobody knows the time left before a step.
-        if self.losses.is_empty() || self.steps_per_epoch == 0 {
-            return;
-        }
-        let loss = self.losses.values().sum::<f32>() / self.losses.len() as f32;
+        let Some(loss) = self.loss.newest.filter(|_| self.steps_per_epoch > 0) else { return };
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
-        let accuracy = self
-            .accuracy
-            .map(|a| format!(", accuracy {}", lockstep_protocol::numbers::percent(a)))
-            .unwrap_or_default();
-        let speed = self
-            .speed
-            .images_per_second()
-            .map(|v| format!(", {} images/s", lockstep_protocol::numbers::rate(v)))
-            .unwrap_or_default();
+        let accuracy = self.accuracy.map(|a| format!(", accuracy {}", percent(a))).unwrap_or_default();
+        let speed = self.speed.images_per_second();
+        let speed = speed.map(|v| format!(", {} images/s", rate(v))).unwrap_or_default();
         bar.set_style(style("{bar:30} {pos}/{len} {msg}, {eta} left"));
-        bar.set_message(format!("epoch {epoch}, loss {loss:.4}{accuracy}{speed}"));
+        bar.set_message(format!("epoch {epoch}, loss {loss:.4}{}{accuracy}{speed}", self.whose));
     }
 
-    pub(super) fn finish(&self) {
+    pub(super) fn finish(&mut self) {
+        self.print(true);
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
     }
+}
+
+/// What a line says before the loss of a step, and which step: `epoch: 1 step: 7, loss is 2.3`.
+fn of_step(line: &str) -> Option<(&str, u64)> {
+    let (start, _) = line.split_once(", loss is ")?;
+    Some((start, start.split_once(" step: ")?.1.parse().ok()?))
 }

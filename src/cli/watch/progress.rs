@@ -1,15 +1,15 @@
 //! What `lockstep watch` shows while a job waits and trains.
 
-use crate::cli::{age::span, output};
+use crate::cli::{age::span, job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job, JobState,
     queue::waits_for,
+    reason::ReasonCode,
     stream::{EventBody, Frame},
 };
 use std::{
-    collections::BTreeMap,
     io::IsTerminal,
     time::{Duration, Instant},
 };
@@ -28,8 +28,10 @@ pub(super) struct Progress {
     steps_per_epoch: u64,
     total_steps: u64,
     step: u64,
-    /// The newest loss of each rank.
-    losses: BTreeMap<u32, f32>,
+    /// Ranks of the job, and the attempt that [`Progress::loss`] is of.
+    ranks: u32,
+    attempt: u32,
+    loss: JobLoss,
     images_per_second: Option<f64>,
     /// As the server computes it; a bar's own estimate would start anew with each connection and count validations as slow steps.
     eta_secs: Option<f64>,
@@ -46,7 +48,9 @@ impl Progress {
             steps_per_epoch: 0,
             total_steps: 0,
             step: job.step,
-            losses: BTreeMap::new(),
+            ranks: job.ranks,
+            attempt: job.attempt,
+            loss: JobLoss::of(job.ranks_now() as usize),
             images_per_second: job.images_per_second,
             eta_secs: job.eta_secs,
             last_line: None,
@@ -80,17 +84,11 @@ impl Progress {
 
     /// The loss, the speed and the time left, as far as they are known; only what trains comes to its end.
     fn words(&self) -> String {
-        let loss = self.loss().map(|loss| format!("loss {loss:.4}"));
+        let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
         let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
         let left = self.eta_secs.filter(|_| self.state == JobState::Running);
         let left = left.map(|secs| format!("{} left", span(secs.round() as i64)));
         [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
-    }
-
-    /// The mean of the ranks' newest losses.
-    fn loss(&self) -> Option<f32> {
-        let count = self.losses.len();
-        (count > 0).then(|| self.losses.values().sum::<f32>() / count as f32)
     }
 
     /// Whether its place in the queue is to be asked for.
@@ -139,7 +137,13 @@ impl Progress {
             _ => return Ok(()),
         };
         match &event.body {
-            EventBody::State { state, reason, .. } => {
+            EventBody::State { state, reason, cause, attempt } => {
+                let fewer = cause.as_ref().filter(|why| *why.code() == ReasonCode::FewerRanks);
+                let fewer = fewer.and_then(|why| why.facts().ranks);
+                if fewer.is_some() || self.attempt != *attempt {
+                    self.attempt = *attempt;
+                    self.loss = JobLoss::of(fewer.unwrap_or(self.ranks) as usize);
+                }
                 // Why it waits for something else now is said with its place, by `show_place`.
                 let still_waits = self.state == *state && state.is_waiting();
                 if self.state != *state {
@@ -156,10 +160,9 @@ impl Progress {
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
                 self.plan(*total_steps, *steps_per_epoch, *start_step);
             }
-            EventBody::Metrics { rank, name, steps, values, .. } => {
-                let Some((step, value)) = steps.last().zip(values.last()) else { return Ok(()) };
-                if name == "loss" {
-                    self.losses.insert(*rank, value.unwrap_or(f32::NAN));
+            EventBody::Metrics { name, steps, values, .. } if name == "loss" => {
+                let losses = steps.iter().zip(values).map(|(step, loss)| (*step, loss.unwrap_or(f32::NAN)));
+                if let Some((step, _)) = self.loss.add(losses).last() {
                     self.step = self.step.max(*step);
                     self.moved()?;
                 }
@@ -223,10 +226,10 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::stream::Pace;
+    use lockstep_protocol::stream::{Event, Pace};
 
     #[test]
-    fn the_time_left_is_the_servers_and_nothing_before_it_is_known() {
+    fn the_loss_is_the_ranks_mean_and_the_time_left_is_the_servers() {
         let mut progress = Progress {
             json: false,
             bar: None,
@@ -235,11 +238,21 @@ mod tests {
             steps_per_epoch: 10,
             total_steps: 100,
             step: 1,
-            losses: BTreeMap::from([(0, 2.0), (1, 3.0)]),
+            ranks: 2,
+            attempt: 1,
+            loss: JobLoss::of(2),
             images_per_second: None,
             eta_secs: None,
             last_line: None,
         };
+        let loss = |rank: u32, value| {
+            let (name, values) = ("loss".into(), vec![Some(value)]);
+            let body = EventBody::Metrics { attempt: 1, rank, name, steps: vec![1], values };
+            Frame::Event(Event { seq: 1 + u64::from(rank), at: jiff::Timestamp::UNIX_EPOCH, body })
+        };
+        progress.show(&loss(0, 2.0)).unwrap();
+        assert_eq!(progress.words(), "", "the loss of one rank is not the job's");
+        progress.show(&loss(1, 3.0)).unwrap();
         assert_eq!(progress.words(), "loss 2.5000");
         let pace = Pace { step: 2, images_per_second: Some(9.56), eta_secs: Some(1020.0) };
         progress.show(&Frame::Progress(pace)).unwrap();

@@ -64,6 +64,16 @@ impl SqlStore {
         if done.rows_affected() == 0 { Err(StoreError::NameTaken(dataset.name.clone())) } else { Ok(()) }
     }
 
+    pub(super) async fn replace_dataset_info(&self, dataset: &Dataset) -> Result<()> {
+        let done = sqlx::query("UPDATE datasets SET info = $1 WHERE name = $2 AND added_at = $3")
+            .bind(json(&dataset.info)?)
+            .bind(plain(&dataset.name))
+            .bind(dataset.added_at.as_millisecond())
+            .execute(&self.writer)
+            .await?;
+        if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
+    }
+
     pub(super) async fn delete_dataset(&self, name: &str) -> Result<()> {
         // In one transaction with the check of its jobs: a job that is submitted meanwhile is stored before, or finds the dataset gone.
         let mut db = self.begin().await?;

@@ -264,6 +264,9 @@ impl Store for SqlStore {
     async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {
         self.insert_dataset(dataset).await
     }
+    async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
+        self.replace_dataset_info(dataset).await
+    }
     async fn remove_dataset(&self, name: &str) -> Result<()> {
         self.delete_dataset(name).await
     }

@@ -13,8 +13,8 @@ pub(super) struct Show {
     losses: BTreeMap<u32, f32>,
     /// Throughput, computed as on the server.
     speed: Throughput,
-    /// The accuracy of the newest validation, 0 to 1.
-    pub(super) accuracy: Option<f64>,
+    /// The accuracy of the newest validation, 0 to 1, and of how many pictures it is.
+    pub(super) accuracy: Option<(f64, u64)>,
     /// Optimizer steps done, by the rank that is furthest.
     pub(super) step: u64,
 }
@@ -84,7 +84,9 @@ impl Show {
                         };
                     }
                 }
-                AttemptEvent::Evaluation(evaluation) => self.accuracy = Some(evaluation.accuracy),
+                AttemptEvent::Evaluation(evaluation) => {
+                    self.accuracy = Some((evaluation.accuracy, evaluation.samples))
+                }
                 _ => {}
             }
         }
@@ -101,7 +103,7 @@ impl Show {
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
         let accuracy = self
             .accuracy
-            .map(|a| format!(", accuracy {}", lockstep_protocol::numbers::percent(a)))
+            .map(|(a, _)| format!(", accuracy {}", lockstep_protocol::numbers::percent(a)))
             .unwrap_or_default();
         let speed = self
             .speed

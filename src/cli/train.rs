@@ -247,9 +247,9 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
 
 fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     match ended {
-        Ended::Succeeded { accuracy: Some(accuracy), best, .. } => output::line(format_args!(
+        Ended::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
             "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
-            lockstep_protocol::numbers::percent(*accuracy),
+            lockstep_protocol::numbers::accuracy_of(*accuracy, *pictures),
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
             best.as_deref().unwrap_or_default()

@@ -53,6 +53,15 @@ describe("a model", () => {
     await page.end();
   });
 
+  test("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
+    const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
+    assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ % ± [0-9.]+ of 160/);
+    await page.locator("#fork").click();
+    await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
+    await until("it is said", async () => /^The learning rate changes where the run continues: .* and 0 at the last one, 240/.test(await page.locator("#fork-warnings").textContent()));
+    await page.end();
+  });
+
   test("classifies several dropped pictures as the command line does", async () => {
     const files = await pictures(3), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
     await writeFile(join(dir, "notes.png"), "no picture");

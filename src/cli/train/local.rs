@@ -33,8 +33,8 @@ const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
 /// How training ended.
 pub(super) enum Ended {
-    /// With the last validation's accuracy, 0 to 1, and words about the best checkpoint.
-    Succeeded { accuracy: Option<f64>, step: u64, best: Option<String> },
+    /// With the last validation's accuracy, 0 to 1, and of how many pictures it is, and words about the best checkpoint.
+    Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
     /// This rank is done; rank 0, in another process, says the rest.
     Elsewhere,
     /// Somebody pressed Ctrl-C, or sent a signal. Whether there is a checkpoint of the step shows on disk.

@@ -33,8 +33,8 @@ pub(super) struct Show {
     checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
     speed: Throughput,
-    /// The accuracy of the newest validation, 0 to 1.
-    pub(super) accuracy: Option<f64>,
+    /// The accuracy of the newest validation, 0 to 1, and of how many pictures it is.
+    pub(super) accuracy: Option<(f64, u64)>,
     /// Optimizer steps done, by the rank that is furthest.
     pub(super) step: u64,
 }
@@ -108,7 +108,9 @@ impl Show {
                 AttemptEvent::Log { rank: 0, lines } => {
                     self.lines.extend(lines.into_iter().map(|line| line.text));
                 }
-                AttemptEvent::Evaluation(evaluation) => self.accuracy = Some(evaluation.accuracy),
+                AttemptEvent::Evaluation(evaluation) => {
+                    self.accuracy = Some((evaluation.accuracy, evaluation.samples))
+                }
                 AttemptEvent::Checkpoint(written) => self.checkpoints.push(written),
                 AttemptEvent::CheckpointRemoved { epoch, step } => {
                     self.checkpoints.retain(|there| (there.epoch, there.step) != (epoch, step));
@@ -158,7 +160,7 @@ impl Show {
         // Nobody knows the time left before a step.
         let Some(loss) = self.loss.newest.filter(|_| self.steps_per_epoch > 0) else { return };
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
-        let accuracy = self.accuracy.map(|a| format!(", accuracy {}", percent(a))).unwrap_or_default();
+        let accuracy = self.accuracy.map(|(a, _)| format!(", accuracy {}", percent(a))).unwrap_or_default();
         let speed = self.speed.images_per_second();
         let speed = speed.map(|v| format!(", {} images/s", rate(v))).unwrap_or_default();
         bar.set_style(style("{bar:30} {pos}/{len} {msg}, {eta} left"));

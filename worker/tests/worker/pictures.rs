@@ -251,7 +251,8 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     let bomb = black(width, height + 1);
     assert!(bomb.len() < 1 << 20, "{} bytes become 200 MB", bomb.len());
     let words = Picture::decode(&bomb).expect_err("must not be decoded");
-    assert_eq!(words, "is 65536 x 1025 pixels; up to 64 megapixels are read");
+    let advice = "scale it down, or save it as baseline JPEG, which is scaled down as it is read";
+    assert_eq!(words, format!("is 65536 x 1025 pixels; up to 64 megapixels are read: {advice}"));
     // Whatever its header promises.
     let mut absurd = black(8, 8);
     absurd[16..24].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff, 0x7f, 0xff, 0xff, 0xff]);
@@ -271,6 +272,27 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; up to 536870912 are read"));
     sparse.set_len(512 << 20).expect("writes");
     assert!(refused(dir.path()).contains("sparse.jpg is not a JPEG, PNG"), "it is read, and is no picture");
+}
+
+#[test]
+fn a_jpeg_of_too_many_pixels_is_scaled_down_as_it_is_read() {
+    let (width, height) = (8200u16, 8201u16);
+    let mut pixels = vec![40; usize::from(width) * usize::from(height)];
+    pixels[usize::from(width) * 4000..].fill(220);
+    let mut file = Vec::new();
+    let encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+    encoder.encode(&pixels, width, height, jpeg_encoder::ColorType::Luma).expect("encodes");
+    drop(pixels);
+    let picture = Picture::decode(&file).expect("is read");
+    assert_eq!((picture.width, picture.height), (4100, 4101));
+    let row = |y: usize| &picture.pixels[y * 4100 * 3..][..4100 * 3];
+    assert!(row(1990).iter().all(|v| v.abs_diff(40) < 3) && row(2010).iter().all(|v| v.abs_diff(220) < 3));
+    // All of its coefficients would be in memory at a time.
+    let frame = file.windows(2).position(|marker| marker == [0xff, 0xc0]).expect("a frame");
+    file[frame + 1] = 0xc2;
+    let words = Picture::decode(&file).expect_err("must not be decoded");
+    let advice = "save it as baseline JPEG, which is scaled down as it is read";
+    assert_eq!(words, format!("is 8200 x 8201 pixels; up to 64 megapixels are read: {advice}"));
 }
 
 #[test]

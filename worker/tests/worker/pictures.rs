@@ -296,6 +296,53 @@ fn a_jpeg_of_too_many_pixels_is_scaled_down_as_it_is_read() {
 }
 
 #[test]
+fn tiff_pictures_that_are_not_read_are_refused_with_advice() {
+    let tiff = |picture: image::DynamicImage| {
+        let mut file = std::io::Cursor::new(Vec::new());
+        picture.write_to(&mut file, image::ImageFormat::Tiff).expect("writes");
+        file.into_inner()
+    };
+    // With another PhotometricInterpretation (tag 262, a short).
+    let said_to_be = |picture: image::DynamicImage, kind: u8| {
+        let mut file = tiff(picture);
+        let tag = file.windows(4).position(|tag| tag == [6, 1, 3, 0]).expect("the tag");
+        file[tag + 8] = kind;
+        file
+    };
+    let (grey, colours) = (image::DynamicImage::new_luma8(6, 4), image::DynamicImage::new_rgb8(6, 4));
+    let as_png = "save it as RGB or grey of 8 or 16 bits, or as PNG";
+    for (kind, file, advice) in [
+        ("palette", said_to_be(grey, 3), as_png),
+        ("YCbCr", said_to_be(colours.clone(), 6), as_png),
+        ("CIE Lab", said_to_be(colours.clone(), 8), as_png),
+        ("ICC Lab", said_to_be(colours, 9), as_png),
+        ("float", tiff(image::DynamicImage::new_rgb32f(6, 4)), "convert it to 8 or 16 bits"),
+    ] {
+        let words = Picture::decode(&file).expect_err(kind);
+        assert!(words.contains(advice), "{kind}: {words}");
+    }
+}
+
+#[test]
+fn values_of_12_bits_in_16_are_refused_instead_of_read_as_black() {
+    for format in [image::ImageFormat::Png, image::ImageFormat::Tiff] {
+        let decode = |picture: image::DynamicImage| {
+            let mut file = std::io::Cursor::new(Vec::new());
+            picture.write_to(&mut file, format).expect("writes");
+            Picture::decode(&file.into_inner())
+        };
+        let grey = |value: fn(u32) -> u16| image::ImageBuffer::from_fn(8, 8, |x, _| image::Luma([value(x)]));
+        let words = decode(grey(|x| x as u16 * 585).into()).expect_err("must not be read");
+        assert!(words.contains("values of up to 4095 in 16 bits") && words.contains("scale"), "{words}");
+        // Alpha is no value.
+        let clear = image::ImageBuffer::from_fn(8, 8, |x, _| image::Rgba([x as u16, 7, 9, u16::MAX]));
+        assert!(decode(image::DynamicImage::ImageRgba16(clear)).is_err(), "{format:?}");
+        assert!(decode(grey(|x| x as u16 * 586).into()).is_ok(), "{format:?}");
+        assert!(decode(grey(|_| 0).into()).is_ok(), "black is black");
+    }
+}
+
+#[test]
 fn a_folder_in_which_nothing_can_be_used_says_why() {
     let dir = TempDir::new().expect("a folder");
     let train = dir.path().join("train");

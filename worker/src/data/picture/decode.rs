@@ -5,7 +5,7 @@
 //! of its sides.
 
 use super::{MAX_BYTES, PictureRef, format_of, jpeg::Frame, no_picture, too_large, whole};
-use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
+use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use jpeg_decoder::PixelFormat;
 use std::io::Cursor;
 use zune_jpeg::{
@@ -101,7 +101,13 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     let mut limits = Limits::default();
     limits.max_alloc = Some(MAX_BYTES);
     reader.limits(limits);
-    let mut decoder = reader.into_decoder().map_err(cannot_be_decoded)?;
+    let mut decoder = reader.into_decoder().map_err(|error| match error {
+        // Palettes, YCbCr, Lab, 32 bits, and compressions.
+        ImageError::Unsupported(_) => format!(
+            "is a {format:?} picture of a kind that is not read ({error}); save it as RGB or grey of 8 or 16 bits, or as PNG"
+        ),
+        _ => cannot_be_decoded(error),
+    })?;
     let (width, height) = decoder.dimensions();
     if let Some(words) = too_large(width, height) {
         return Err(format!(
@@ -221,6 +227,24 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
             to.fill(value(from));
         }
     };
+    let is_of_16_bits =
+        matches!(kind, ColorType::L16 | ColorType::La16 | ColorType::Rgb16 | ColorType::Rgba16);
+    if is_of_16_bits {
+        let channels = usize::from(kind.channel_count());
+        let colours = channels - usize::from(kind.has_alpha());
+        let values = || {
+            let pixels =
+                stored.chunks_exact(2 * channels).flat_map(|pixel| pixel[..2 * colours].chunks_exact(2));
+            pixels.map(|value| u16::from_ne_bytes([value[0], value[1]]))
+        };
+        let (least, most) = (values().min().unwrap_or(0), values().max().unwrap_or(0));
+        // Of one value, it is as dark as it says.
+        if most < 1 << 12 && least < most {
+            return Err(format!(
+                "has values of up to {most} in 16 bits, of which the upper 8 are read: nearly black; scale its values up to 65535"
+            ));
+        }
+    }
     match kind {
         ColorType::L8 => grey(1, |p| p[0]),
         ColorType::La8 => grey(2, |p| p[0]),

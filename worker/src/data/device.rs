@@ -12,7 +12,7 @@ use std::{
 
 pub use super::picture::jpeg::CpuDecodeReason;
 #[cfg(test)]
-pub(crate) use super::picture::jpeg::{MOST_SIDE, Subsampling};
+pub(crate) use super::picture::jpeg::{MOST_SIDE, Subsampling, matrix};
 pub(crate) use super::picture::{
     ScaleTable,
     jpeg::{Stored, for_hardware},

@@ -132,13 +132,15 @@ pub(super) fn format_number(bytes: &[u8]) -> u8 {
 }
 
 /// Width and height of a picture that seems whole, once it is upright. It is decoded only where its format does not mark its
-/// end. `path` names it: kinds that are not read are recognised by name.
+/// end; a scan that a GPU may decode is followed, since a GPU does not report damage. `path` names it: kinds that are not read are recognised by name.
 pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String> {
     readable(path, bytes)?;
     let header = Header::read(bytes)?;
     let size = header.dimensions();
     if !whole::marks_its_end(header.format) {
         Decoder::default().pixels_of(header)?;
+    } else if jpeg::has_damaged_scan(bytes) {
+        return Err("is damaged: its data breaks off or cannot be followed; get it again".into());
     }
     Ok(size)
 }

@@ -254,7 +254,8 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     let bomb = black(width, height + 1);
     assert!(bomb.len() < 1 << 20, "{} bytes become 200 MB", bomb.len());
     let words = Picture::decode(&bomb).expect_err("must not be decoded");
-    assert_eq!(words, "is 65536 x 1025 pixels; up to 64 megapixels are read");
+    let advice = "scale it down, or save it as baseline JPEG, which is scaled down as it is read";
+    assert_eq!(words, format!("is 65536 x 1025 pixels; up to 64 megapixels are read: {advice}"));
     // Whatever its header promises.
     let mut absurd = black(8, 8);
     absurd[16..24].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff, 0x7f, 0xff, 0xff, 0xff]);
@@ -274,6 +275,74 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; up to 536870912 are read"));
     sparse.set_len(512 << 20).expect("writes");
     assert!(refused(dir.path()).contains("sparse.jpg is not a JPEG, PNG"), "it is read, and is no picture");
+}
+
+#[test]
+fn a_jpeg_of_too_many_pixels_is_scaled_down_as_it_is_read() {
+    let (width, height) = (8200u16, 8201u16);
+    let mut pixels = vec![40; usize::from(width) * usize::from(height)];
+    pixels[usize::from(width) * 4000..].fill(220);
+    let mut file = Vec::new();
+    let encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+    encoder.encode(&pixels, width, height, jpeg_encoder::ColorType::Luma).expect("encodes");
+    drop(pixels);
+    let picture = Picture::decode(&file).expect("is read");
+    assert_eq!((picture.width, picture.height), (4100, 4101));
+    let row = |y: usize| &picture.pixels[y * 4100 * 3..][..4100 * 3];
+    assert!(row(1990).iter().all(|v| v.abs_diff(40) < 3) && row(2010).iter().all(|v| v.abs_diff(220) < 3));
+    // All of its coefficients would be in memory at a time.
+    let frame = file.windows(2).position(|marker| marker == [0xff, 0xc0]).expect("a frame");
+    file[frame + 1] = 0xc2;
+    let words = Picture::decode(&file).expect_err("must not be decoded");
+    let advice = "save it as baseline JPEG, which is scaled down as it is read";
+    assert_eq!(words, format!("is 8200 x 8201 pixels; up to 64 megapixels are read: {advice}"));
+}
+
+#[test]
+fn tiff_pictures_that_are_not_read_are_refused_with_advice() {
+    let tiff = |picture: image::DynamicImage| {
+        let mut file = std::io::Cursor::new(Vec::new());
+        picture.write_to(&mut file, image::ImageFormat::Tiff).expect("writes");
+        file.into_inner()
+    };
+    // With another PhotometricInterpretation (tag 262, a short).
+    let said_to_be = |picture: image::DynamicImage, kind: u8| {
+        let mut file = tiff(picture);
+        let tag = file.windows(4).position(|tag| tag == [6, 1, 3, 0]).expect("the tag");
+        file[tag + 8] = kind;
+        file
+    };
+    let (grey, colours) = (image::DynamicImage::new_luma8(6, 4), image::DynamicImage::new_rgb8(6, 4));
+    let as_png = "save it as RGB or grey of 8 or 16 bits, or as PNG";
+    for (kind, file, advice) in [
+        ("palette", said_to_be(grey, 3), as_png),
+        ("YCbCr", said_to_be(colours.clone(), 6), as_png),
+        ("CIE Lab", said_to_be(colours.clone(), 8), as_png),
+        ("ICC Lab", said_to_be(colours, 9), as_png),
+        ("float", tiff(image::DynamicImage::new_rgb32f(6, 4)), "convert it to 8 or 16 bits"),
+    ] {
+        let words = Picture::decode(&file).expect_err(kind);
+        assert!(words.contains(advice), "{kind}: {words}");
+    }
+}
+
+#[test]
+fn values_of_12_bits_in_16_are_refused_instead_of_read_as_black() {
+    for format in [image::ImageFormat::Png, image::ImageFormat::Tiff] {
+        let decode = |picture: image::DynamicImage| {
+            let mut file = std::io::Cursor::new(Vec::new());
+            picture.write_to(&mut file, format).expect("writes");
+            Picture::decode(&file.into_inner())
+        };
+        let grey = |value: fn(u32) -> u16| image::ImageBuffer::from_fn(8, 8, |x, _| image::Luma([value(x)]));
+        let words = decode(grey(|x| x as u16 * 585).into()).expect_err("must not be read");
+        assert!(words.contains("values of up to 4095 in 16 bits") && words.contains("scale"), "{words}");
+        // Alpha is no value.
+        let clear = image::ImageBuffer::from_fn(8, 8, |x, _| image::Rgba([x as u16, 7, 9, u16::MAX]));
+        assert!(decode(image::DynamicImage::ImageRgba16(clear)).is_err(), "{format:?}");
+        assert!(decode(grey(|x| x as u16 * 586).into()).is_ok(), "{format:?}");
+        assert!(decode(grey(|_| 0).into()).is_ok(), "black is black");
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! share the index; what is said of a file holds only while its size and time of change are the same.
 //!
 //! ```text
-//! 8 bytes           "LSINDEX" and the format's version, 2
+//! 8 bytes           "LSINDEX" and the format's version, 3
 //! then blocks:      u32 length of the payload, u32 its CRC-32 (both little-endian), payload
 //! payload:          u32 length of the container's name, the name, then MessagePack:
 //!                   [stamp, trouble, [entry, ...]]
@@ -28,7 +28,7 @@ use std::{
     path::Path,
 };
 
-pub(super) const MAGIC: &[u8; 8] = b"LSINDEX\x02";
+pub(super) const MAGIC: &[u8; 8] = b"LSINDEX\x03";
 /// Larger index files are taken for damage: that of fourteen million pictures has 800 MB.
 const MAX_BYTES: u64 = 8 << 30;
 

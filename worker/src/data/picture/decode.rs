@@ -1,10 +1,12 @@
 //! Bytes of a file to RGB pixels, with Pillow's meaning: `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
 //!
 //! What a file's transparent pixels hold is kept and the alpha channel dropped; colour profiles and gamma are not
-//! applied; of 16 bits the upper 8 are taken.
+//! applied; of 16 bits the upper 8 are taken. A JPEG file of more pixels than are read is decoded at half, a quarter or an eighth
+//! of its sides.
 
-use super::{MAX_BYTES, PictureRef, format_of, no_picture, too_large, whole};
-use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits, metadata::Orientation};
+use super::{MAX_BYTES, PictureRef, format_of, jpeg::Frame, no_picture, too_large, whole};
+use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, metadata::Orientation};
+use jpeg_decoder::PixelFormat;
 use std::io::Cursor;
 use zune_jpeg::{
     JpegDecoder,
@@ -40,6 +42,8 @@ pub(super) struct Header<'a> {
 
 enum Body<'a> {
     Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
+    /// A rare kind of JPEG, or one that is scaled down.
+    RareJpeg(Box<jpeg_decoder::Decoder<&'a [u8]>>),
     Other(Box<dyn ImageDecoder + 'a>),
 }
 
@@ -51,11 +55,7 @@ impl<'a> Header<'a> {
         if !whole::is_whole(format, bytes) {
             return Err(format!("is cut off: a {format:?} picture without its end; get it again"));
         }
-        let header = if format == ImageFormat::Jpeg { jpeg(bytes)? } else { other(format, bytes)? };
-        if let Some(words) = too_large(header.width, header.height) {
-            return Err(words);
-        }
-        Ok(header)
+        if format == ImageFormat::Jpeg { jpeg(bytes) } else { other(format, bytes) }
     }
 
     /// Width and height of the upright picture.
@@ -65,17 +65,35 @@ impl<'a> Header<'a> {
 }
 
 fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
-    let options = DecoderOptions::default()
-        .set_strict_mode(false)
-        .set_max_width(usize::MAX)
-        .set_max_height(usize::MAX)
-        .jpeg_set_out_colorspace(ColorSpace::RGB);
-    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
-    decoder.decode_headers().map_err(cannot_be_decoded)?;
-    let (width, height) = decoder.dimensions().unwrap_or_default();
-    let orientation = orientation(decoder.exif().map(Vec::as_slice));
-    let (width, height) = (width as u32, height as u32);
-    Ok(Header { format: ImageFormat::Jpeg, width, height, orientation, body: Body::Jpeg(Box::new(decoder)) })
+    let frame = Frame::read(bytes).map_err(|_| cannot_be_decoded("its header is damaged; get it again"))?;
+    if let Some(words) = frame.refusal() {
+        return Err(words);
+    }
+    let Frame { mut width, mut height, exif, .. } = frame;
+    let side = |length: u32, shift: u32| length.div_ceil(1 << shift);
+    let fits = |shift: &u32| too_large(side(width, *shift), side(height, *shift)).is_none();
+    let shift = (0..=3).find(fits).filter(|_| frame.is_sequential()).unwrap_or(0);
+    let body = if shift == 0 && frame.is_usual() {
+        let options = DecoderOptions::default()
+            .set_strict_mode(false)
+            .set_max_width(usize::MAX)
+            .set_max_height(usize::MAX)
+            .jpeg_set_out_colorspace(ColorSpace::RGB);
+        let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
+        decoder.decode_headers().map_err(cannot_be_decoded)?;
+        Body::Jpeg(Box::new(decoder))
+    } else {
+        let mut decoder = jpeg_decoder::Decoder::new(bytes);
+        decoder.set_color_transform(frame.colours());
+        let scaled = decoder.scale(side(width, shift) as u16, side(height, shift) as u16);
+        let scaled = scaled.map_err(cannot_be_decoded)?;
+        (width, height) = (scaled.0.into(), scaled.1.into());
+        Body::RareJpeg(Box::new(decoder))
+    };
+    if let Some(words) = too_large(width, height) {
+        return Err(format!("{words}: save it as baseline JPEG, which is scaled down as it is read"));
+    }
+    Ok(Header { format: ImageFormat::Jpeg, width, height, orientation: orientation(exif), body })
 }
 
 fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
@@ -83,10 +101,18 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     let mut limits = Limits::default();
     limits.max_alloc = Some(MAX_BYTES);
     reader.limits(limits);
-    let mut decoder = reader.into_decoder().map_err(cannot_be_decoded)?;
+    let mut decoder = reader.into_decoder().map_err(|error| match error {
+        // Palettes, YCbCr, Lab, 32 bits, and compressions.
+        ImageError::Unsupported(_) => format!(
+            "is a {format:?} picture of a kind that is not read ({error}); save it as RGB or grey of 8 or 16 bits, or as PNG"
+        ),
+        _ => cannot_be_decoded(error),
+    })?;
     let (width, height) = decoder.dimensions();
     if let Some(words) = too_large(width, height) {
-        return Err(words);
+        return Err(format!(
+            "{words}: scale it down, or save it as baseline JPEG, which is scaled down as it is read"
+        ));
     }
     if decoder.total_bytes() > MAX_BYTES {
         return Err(format!(
@@ -111,7 +137,7 @@ pub(in crate::data) fn is_plain_jpeg(bytes: &[u8]) -> bool {
             let channels = decoder.info().map(|info| info.components);
             header.orientation == Orientation::NoTransforms && channels == Some(3)
         }
-        Body::Other(_) => false,
+        Body::RareJpeg(_) | Body::Other(_) => false,
     };
     format_of(bytes) == Some(ImageFormat::Jpeg) && jpeg(bytes).is_ok_and(plain)
 }
@@ -163,6 +189,15 @@ impl Decoder {
         self.pixels.resize(size, 0);
         match header.body {
             Body::Jpeg(mut decoder) => decoder.decode_into(&mut self.pixels).map_err(cannot_be_decoded)?,
+            Body::RareJpeg(mut decoder) => {
+                let stored = decoder.decode().map_err(cannot_be_decoded)?;
+                let kind = decoder.info().map(|info| info.pixel_format);
+                match kind {
+                    Some(PixelFormat::RGB24) => self.pixels.copy_from_slice(&stored),
+                    Some(PixelFormat::CMYK32) => cmyk_to_rgb(&stored, &mut self.pixels),
+                    _ => to_rgb(ColorType::L8, &stored, &mut self.pixels)?,
+                }
+            }
             Body::Other(decoder) => {
                 let kind = decoder.color_type();
                 match kind {
@@ -192,6 +227,24 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
             to.fill(value(from));
         }
     };
+    let is_of_16_bits =
+        matches!(kind, ColorType::L16 | ColorType::La16 | ColorType::Rgb16 | ColorType::Rgba16);
+    if is_of_16_bits {
+        let channels = usize::from(kind.channel_count());
+        let colours = channels - usize::from(kind.has_alpha());
+        let values = || {
+            let pixels =
+                stored.chunks_exact(2 * channels).flat_map(|pixel| pixel[..2 * colours].chunks_exact(2));
+            pixels.map(|value| u16::from_ne_bytes([value[0], value[1]]))
+        };
+        let (least, most) = (values().min().unwrap_or(0), values().max().unwrap_or(0));
+        // Of one value, it is as dark as it says.
+        if most < 1 << 12 && least < most {
+            return Err(format!(
+                "has values of up to {most} in 16 bits, of which the upper 8 are read: nearly black; scale its values up to 65535"
+            ));
+        }
+    }
     match kind {
         ColorType::L8 => grey(1, |p| p[0]),
         ColorType::La8 => grey(2, |p| p[0]),
@@ -215,6 +268,16 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
         }
     }
     Ok(())
+}
+
+/// As `Image.convert("RGB")`.
+fn cmyk_to_rgb(stored: &[u8], rgb: &mut [u8]) {
+    for (to, from) in rgb.chunks_exact_mut(3).zip(stored.chunks_exact(4)) {
+        let white = 255 - u32::from(from[3]);
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = (white - (u32::from(*from) * white + 127) / 255) as u8;
+        }
+    }
 }
 
 /// As `ImageOps.exif_transpose`: `from` is stored in rows of `width` pixels.

@@ -68,3 +68,21 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
     assert!(batches(&elsewhere) == wanted);
     assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);
 }
+
+#[test]
+fn a_damaged_scan_is_found_before_training_whoever_decodes() {
+    let dir = folder(|_| (40, 40));
+    let path = dir.path().join("train/all/05.jpg");
+    let file = fs::read(&path).unwrap();
+    // Breaks off in the middle, and the end of the file says that all is there.
+    fs::write(&path, [&file[..file.len() / 2], b"\xff\xd9"].concat()).unwrap();
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let error = DataSource::open(dir.path(), &spec, 5).unwrap_err().to_string();
+    assert!(error.contains("05.jpg is damaged: its data breaks off"), "{error}");
+    let spec = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
+    let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
+    let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+    assert_eq!(on_cores.shape.skipped.len(), 1);
+    assert!(batches(&on_cores) == batches(&elsewhere));
+}

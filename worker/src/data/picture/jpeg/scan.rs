@@ -1,0 +1,208 @@
+//! Whether a scan's data makes a whole picture: its Huffman codes are followed (ITU-T T.81, annex F). `zune-jpeg` and
+//! `jpeg-decoder` fill what is missing and report nothing, so they cannot say it; and this takes a third of decoding's time.
+
+use super::Frame;
+
+/// Codes of up to so many bits are looked up in one step.
+const SHORT: u32 = 10;
+/// Past the end of any block: "end of block".
+const END: u32 = 128;
+
+/// Of a Huffman code: how many bits it and the value behind it have, and by how much the coefficient's number grows.
+#[derive(Clone, Copy, Default)]
+struct Code {
+    bits: u8,
+    step: u8,
+}
+
+struct Table {
+    /// By the next [`SHORT`] bits; of no bits where the code is longer.
+    short: Vec<Code>,
+    /// Longer codes in ascending order, each with what its successor begins with, as 16 bits.
+    long: Vec<(u32, Code)>,
+}
+
+impl Table {
+    /// `None` if it is none. `spec`: how many codes there are of each length, and their symbols.
+    fn new(spec: &[u8], is_dc: bool) -> Option<Self> {
+        let (counts, symbols) = spec.split_at_checked(16)?;
+        let mut symbols = symbols.iter();
+        let mut table = Self { short: vec![Code::default(); 1 << SHORT], long: Vec::new() };
+        let mut next = 0;
+        for (length, count) in (1..).zip(counts) {
+            for _ in 0..*count {
+                let symbol = *symbols.next()?;
+                let (run, size) = (symbol >> 4, symbol & 15);
+                let step = match (run, size) {
+                    // libjpeg's limit.
+                    _ if is_dc && symbol > 15 => return None,
+                    (0..15, 0) => END as u8,
+                    _ => run + 1,
+                };
+                let (code, first) = (Code { bits: length as u8 + size, step }, next);
+                next += 1 << (16 - length);
+                if next > 1 << 16 {
+                    return None;
+                }
+                if length <= SHORT {
+                    table.short[(first >> (16 - SHORT)) as usize..(next >> (16 - SHORT)) as usize].fill(code);
+                } else {
+                    table.long.push((next, code));
+                }
+            }
+        }
+        Some(table)
+    }
+
+    /// The code that these bits begin with.
+    fn code(&self, bits: u64) -> Option<Code> {
+        let code = self.short[(bits >> (64 - SHORT)) as usize];
+        if code.bits > 0 {
+            return Some(code);
+        }
+        let first = (bits >> 48) as u32;
+        let place = self.long.partition_point(|(end, _)| *end <= first);
+        self.long.get(place).map(|(_, code)| *code)
+    }
+}
+
+/// The data of a scan, bit by bit.
+struct Bits<'a> {
+    data: &'a [u8],
+    at: usize,
+    /// The next bits, from the uppermost one on.
+    next: u64,
+    /// How many of them there are.
+    count: u32,
+    /// How many of these are beyond the data's end.
+    beyond: u32,
+}
+
+impl<'a> Bits<'a> {
+    fn new(data: &'a [u8]) -> Self {
+        Self { data, at: 0, next: 0, count: 0, beyond: 0 }
+    }
+
+    /// Makes sure that there are 32 bits or more.
+    fn fill(&mut self) {
+        if self.count >= 32 {
+            return;
+        }
+        if let Some(eight) = self.data.get(self.at..).and_then(<[u8]>::first_chunk) {
+            let word = u64::from_be_bytes(*eight);
+            let has_marker = (!word).wrapping_sub(0x0101_0101_0101_0101) & word & 0x8080_8080_8080_8080 != 0;
+            if !has_marker {
+                let bytes = (64 - self.count) / 8;
+                self.next |= (word & (u64::MAX << (64 - 8 * bytes))) >> self.count;
+                self.at += bytes as usize;
+                self.count += 8 * bytes;
+                return;
+            }
+        }
+        while self.count <= 56 {
+            let byte = match self.data.get(self.at..).unwrap_or_default() {
+                [0xff, 0, ..] => {
+                    self.at += 2;
+                    0xff
+                }
+                [byte, ..] if *byte != 0xff => {
+                    self.at += 1;
+                    *byte
+                }
+                // A marker, or nothing at all.
+                _ => {
+                    self.beyond += 8;
+                    0
+                }
+            };
+            self.next |= u64::from(byte) << (56 - self.count);
+            self.count += 8;
+        }
+    }
+
+    fn take(&mut self, table: &Table) -> Option<u32> {
+        self.fill();
+        let Code { bits, step } = table.code(self.next)?;
+        self.next <<= bits;
+        self.count -= u32::from(bits);
+        Some(step.into())
+    }
+
+    /// Passes over a block of 64 coefficients. `None` if there is none.
+    fn block(&mut self, dc: &Table, ac: &Table) -> Option<()> {
+        self.take(dc)?;
+        let mut number = 1;
+        while number < 64 {
+            number += self.take(ac)?;
+        }
+        (number == 64 || number >= END).then_some(())
+    }
+
+    /// Whether nothing was taken from beyond the data's end.
+    fn are_there(&self) -> bool {
+        self.beyond <= self.count
+    }
+
+    /// Goes behind the restart marker of this number.
+    fn restart(&mut self, number: usize) -> Option<()> {
+        let rest = &self.data[self.at..];
+        let is_marker = |pair: &[u8]| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff);
+        let place = rest.windows(2).position(is_marker)?;
+        if usize::from(rest[place + 1]) != 0xd0 + number % 8 {
+            return None;
+        }
+        *self = Self { at: self.at + place + 2, ..Self::new(self.data) };
+        Some(())
+    }
+}
+
+/// For each block of an MCU, the DC and the AC table that it is coded with. `None` where one is missing.
+pub(super) fn blocks<'a>(frame: &Frame<'a>) -> Option<Vec<[&'a [u8]; 2]>> {
+    let mut blocks = Vec::new();
+    for channel in frame.scan.chunks_exact(2) {
+        let described = frame.channels.chunks_exact(3).find(|described| described[0] == channel[0])?;
+        let (dc, ac) = (usize::from(channel[1] >> 4), usize::from(channel[1] & 15));
+        let tables = [*frame.tables[..4].get(dc)?, *frame.tables[4..].get(ac)?];
+        let [Some(dc), Some(ac)] = tables else { return None };
+        // A channel alone has MCUs of one block.
+        let count = if frame.scan.len() == 2 { 1 } else { (described[1] >> 4) * (described[1] & 15) };
+        blocks.extend((0..count).map(|_| [dc, ac]));
+    }
+    Some(blocks)
+}
+
+/// Whether the data of a frame's first scan, which has all channels and whose MCUs have these `blocks`, is a code for each block.
+pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -> bool {
+    let whole = || {
+        let mut tables = Vec::new();
+        let mut place = |spec, is_dc| {
+            let known = tables.iter().position(|(known, _)| *known == (spec, is_dc));
+            known.or_else(|| {
+                tables.push(((spec, is_dc), Table::new(spec, is_dc)?));
+                Some(tables.len() - 1)
+            })
+        };
+        let places = |[dc, ac]: &[_; 2]| Some([place(*dc, true)?, place(*ac, false)?]);
+        let blocks = blocks.iter().map(places).collect::<Option<Vec<_>>>()?;
+        let side = |length: u32, factors: &mut dyn Iterator<Item = u8>| {
+            let factor = if blocks.len() == 1 { 1 } else { factors.max().unwrap_or(1).max(1) };
+            length.div_ceil(8 * u32::from(factor)) as usize
+        };
+        let across = side(frame.width, &mut frame.sampling().map(|sampling| sampling >> 4));
+        let down = side(frame.height, &mut frame.sampling().map(|sampling| sampling & 15));
+        let mut bits = Bits::new(bytes.get(frame.data..)?);
+        for mcu in 0..across * down {
+            if frame.restart_interval > 0 && mcu > 0 && mcu % frame.restart_interval == 0 {
+                bits.restart(mcu / frame.restart_interval - 1)?;
+            }
+            for [dc, ac] in &blocks {
+                bits.block(&tables[*dc].1, &tables[*ac].1)?;
+            }
+            if !bits.are_there() {
+                return None;
+            }
+        }
+        Some(())
+    };
+    whole().is_some()
+}

@@ -111,7 +111,7 @@ impl DataSource {
             Validation::Fraction(fraction) => shard::hold_out(total, *fraction, seed),
             Validation::Split(_) => (all(total), Vec::new()),
         };
-        let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
+        let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
         let broken = || Broken::new(spec.broken_files == BrokenFiles::Skip);

@@ -12,7 +12,7 @@ use super::{
     output, wrong,
 };
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_protocol::dataset::{Dataset, DatasetInfo};
+use lockstep_protocol::dataset::{Dataset, DatasetInfo, SplitInfo};
 use lockstep_protocol::numbers::plural;
 use lockstep_worker::data::PrepareSettings;
 use reqwest::{Method, StatusCode};
@@ -284,9 +284,11 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
         let counts: Vec<_> = info
             .splits
             .iter()
-            .map(|s| format!("{} {}", s.per_class.get(index).copied().unwrap_or(0), s.name))
+            .map(|s| {
+                format!("{} {}", s.per_class.get(index).copied().unwrap_or(0), output::one_line(&s.name))
+            })
             .collect();
-        output::line(format_args!("  {index:>4}  {class:<24}{}", counts.join(", ")))?;
+        output::line(format_args!("  {index:>4}  {:<24}{}", output::one_line(class), counts.join(", ")))?;
     }
     broken_files(&info)
 }
@@ -297,7 +299,8 @@ fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
         output::line(note)?;
     }
     for broken in &info.broken {
-        output::line(format_args!("broken: {}: {}", output::one_line(&broken.file), broken.detail))?;
+        let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
+        output::line(format_args!("broken: {file}: {detail}"))?;
     }
     unnamed(info.broken_count.saturating_sub(info.broken.len() as u64))
 }
@@ -310,7 +313,8 @@ fn unnamed(count: u64) -> anyhow::Result<()> {
 }
 
 fn splits(info: &DatasetInfo) -> String {
-    info.splits.iter().map(|s| format!("{} {}", s.samples, s.name)).collect::<Vec<_>>().join(", ")
+    let one = |split: &SplitInfo| format!("{} {}", split.samples, output::one_line(&split.name));
+    info.splits.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
 pub(super) fn sentence(info: &DatasetInfo) -> String {

@@ -13,7 +13,7 @@ use rustix::{
 use std::{
     fs::{self, File, Metadata, OpenOptions},
     io::{self, Read, Seek, SeekFrom},
-    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
     path::Path,
 };
 
@@ -112,7 +112,22 @@ pub fn open(path: &Path) -> Result<(File, u64), String> {
 fn with_size(file: File) -> Result<(File, u64), String> {
     let found = file.metadata().map_err(cannot_be_read)?;
     regular(&found)?;
+    if is_lfs_pointer(&file, found.len()) {
+        return Err(
+            "is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in its repository"
+                .into(),
+        );
+    }
     Ok((file, found.len()))
+}
+
+/// Whether Git has left a pointer in the place of a large file (<https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>).
+fn is_lfs_pointer(file: &File, size: u64) -> bool {
+    const FIRST_LINE: &[u8] = b"version https://git-lfs.github.com/spec/";
+    // Pointers are shorter: pictures take no second system call.
+    const LIMIT: u64 = 1024;
+    let mut head = [0; FIRST_LINE.len()];
+    size < LIMIT && file.read_exact_at(&mut head, 0).is_ok() && head == FIRST_LINE
 }
 
 /// Reads a regular file of at most `most` bytes.
@@ -233,6 +248,8 @@ mod tests {
         symlink("../..", at("inner/up")).unwrap();
         // Belongs to this process, and says an error at the first byte, to whomever.
         symlink("/proc/self/mem", at("unreadable")).unwrap();
+        let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n";
+        fs::write(at("pointer"), pointer).unwrap();
         for (name, words) in [
             ("pipe", "is a named pipe (FIFO), not a regular file"),
             ("socket", "is a socket, not a regular file"),
@@ -242,10 +259,11 @@ mod tests {
             ("inner/up", "is a link to a folder that it lies in"),
             ("nothing", "cannot be read: No such file"),
             ("unreadable", "cannot be read: Input/output error"),
+            ("pointer", "is a Git LFS pointer, not the file that it stands for: run `git lfs pull`"),
         ] {
             let said = read(&at(name), 100).unwrap_err();
             assert!(said.starts_with(words), "{name}: {said}");
-            assert_eq!(stat(&at(name)).is_ok(), name == "unreadable", "{name}");
+            assert_eq!(stat(&at(name)).is_ok(), ["unreadable", "pointer"].contains(&name), "{name}");
         }
         assert_eq!(read(dir.path(), 9).unwrap_err(), "is a folder, not a file");
     }
@@ -262,7 +280,7 @@ mod tests {
         // Longer than what fits into memory; all but its end is a hole.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_len(1 << 40).unwrap();
-        std::os::unix::fs::FileExt::write_all_at(&file, b"end", (1 << 40) - 3).unwrap();
+        file.write_all_at(b"end", (1 << 40) - 3).unwrap();
         assert_eq!(end_of(&path, 4), b"\0end");
     }
 }

@@ -49,10 +49,10 @@ pub struct DataSpec {
     pub augment: Augment,
     /// The probability that a random rectangle is 0 after normalisation (torchvision's `RandomErasing`).
     pub random_erasing: f32,
-    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
+    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent. Grey pictures take the average of three.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mean: Option<Vec<f32>>,
-    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent.
+    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent. Grey pictures take the average of three.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub std: Option<Vec<f32>>,
     /// Leave out the last, smaller batch of an epoch. With `false`, one that has fewer pictures than there are ranks times

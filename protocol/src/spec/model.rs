@@ -16,8 +16,9 @@ pub struct ModelSpec {
     pub stem: Stem,
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,
-    /// Path of a safetensors file with torchvision's names, which are timm's too, or a checkpoint's id. Where it has
-    /// another number of classes, its last layer (`fc`) is initialised anew.
+    /// Path of a safetensors file with torchvision's names, which are timm's too, or a checkpoint's id. All names may have one
+    /// prefix, such as `module.`. The last layer (`fc`) is initialised anew where the file has none of the same shape. For grey
+    /// pictures, a first convolution for RGB is summed over its channels. The log says what was not taken as it is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
     /// Batch norms stay as the `pretrained` file has them, as with torchvision's `FrozenBatchNorm2d`: training normalises with their

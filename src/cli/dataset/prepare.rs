@@ -96,7 +96,8 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
 
 /// Prints what was made.
 pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
-    let splits: Vec<_> = made.splits.iter().map(|(name, pictures)| format!("{pictures} {name}")).collect();
+    let splits: Vec<_> =
+        made.splits.iter().map(|(name, pictures)| format!("{pictures} {}", output::one_line(name))).collect();
     let kept = match made.kept_shards {
         0 => String::new(),
         kept => format!(", {kept} of them were there"),
@@ -105,7 +106,8 @@ pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
     let shards = plural(made.shards, "shard");
     output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
     for broken in made.broken.iter().take(NAMED) {
-        output::line(format_args!("left out: {}: {}", output::one_line(&broken.file), broken.detail))?;
+        let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
+        output::line(format_args!("left out: {file}: {detail}"))?;
     }
     unnamed(made.broken.len().saturating_sub(NAMED) as u64)
 }

@@ -231,7 +231,7 @@ async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
     let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
     let three = [&two[..], &["--set", &weights]].concat();
     let said = succeeded(&bench.train("three", &three).output().expect("it runs"));
-    assert!(said.contains("fc.weight of ") && said.contains("[2, 64], this job's is [3, 64]"), "{said}");
+    assert!(said.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{said}");
     assert!(said.contains("the last layer (fc) keeps its initial values"), "{said}");
     assert!(!bench.model("three", "2-6").is_empty());
 
@@ -239,7 +239,7 @@ async fn the_head_of_pretrained_weights_is_made_anew_when_classes_differ() {
     let output = bench.train("other", &other).output().expect("it runs");
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("does not hold a resnet32") && said.contains("is missing"), "{said}");
+    assert!(said.contains("does not hold a resnet32") && said.contains("are missing"), "{said}");
 }
 
 /// Puts `value` in place of a tensor's first one.

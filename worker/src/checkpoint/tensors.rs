@@ -23,6 +23,9 @@ const TRACKED: &str = "num_batches_tracked";
 /// The largest network's weights in float64 have a gigabyte; a file that is larger than this is none of ours.
 const MAX_BYTES: u64 = 8 << 30;
 
+/// What is read, for a sentence.
+const TYPES: &str = "float32, float64, bfloat16 and float16 are read";
+
 /// A tensor on its way into a file.
 enum Data<'a> {
     Float32(&'a HostTensor),
@@ -117,7 +120,7 @@ pub(super) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Reads a file of tensors: float32, or float64 and bfloat16 made into it. `num_batches_tracked` is
+/// Reads a file of tensors: float32, or float64, bfloat16 and float16 made into it. `num_batches_tracked` is
 /// left out.
 ///
 /// # Errors
@@ -148,19 +151,17 @@ pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTenso
             Dtype::F64 => {
                 bytemuck::pod_collect_to_vec::<u8, f64>(data).into_iter().map(|v| v as f32).collect()
             }
-            Dtype::BF16 => bytemuck::pod_collect_to_vec::<u8, u16>(data)
-                .into_iter()
-                .map(|v| f32::from_bits(u32::from(v) << 16))
-                .collect(),
-            other => {
-                return Err(naming(format!(
-                    "{name} is of type {other:?}; float32, float64 and bfloat16 are read"
-                )));
-            }
+            Dtype::BF16 => halves(data).map(|bits| half::bf16::from_bits(bits).to_f32()).collect(),
+            Dtype::F16 => halves(data).map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
+            other => return Err(naming(format!("{name} is of type {other:?}; {TYPES}"))),
         };
         tensors.insert(name.to_string(), HostTensor { shape: view.shape().to_vec(), values });
     }
     Ok(tensors)
+}
+
+fn halves(data: &[u8]) -> impl Iterator<Item = u16> {
+    bytemuck::pod_collect_to_vec::<u8, u16>(data).into_iter()
 }
 
 /// What a file is that has no header.
@@ -174,13 +175,11 @@ fn no_header(path: &Path, why: NoHeader) -> String {
 /// Whether [`read`] knows the types of all tensors that it reads.
 fn readable_types(header: &Header) -> Result<(), String> {
     let read = |(name, entry): &(&String, &Entry)| {
-        name.ends_with(TRACKED) || ["F32", "F64", "BF16"].contains(&&*entry.dtype)
+        name.ends_with(TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
     };
     match header.tensors.iter().find(|tensor| !read(tensor)) {
         None => Ok(()),
-        Some((name, entry)) => {
-            Err(format!("{name} is of type {}; float32, float64 and bfloat16 are read", entry.dtype))
-        }
+        Some((name, entry)) => Err(format!("{name} is of type {}; {TYPES}", entry.dtype)),
     }
 }
 

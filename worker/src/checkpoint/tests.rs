@@ -318,6 +318,27 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
 }
 
 #[test]
+fn tensors_of_every_float_type_are_read_as_float32() {
+    use half::{bf16, f16};
+    use safetensors::{Dtype, tensor::TensorView};
+    let values = [1.5f32, -0.25, 65504.0, 0.0];
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights.safetensors");
+    for (dtype, bytes) in [
+        (Dtype::F32, values.map(|v| v.to_le_bytes()).concat()),
+        (Dtype::F64, values.map(|v| f64::from(v).to_le_bytes()).concat()),
+        (Dtype::BF16, values.map(|v| bf16::from_f32(v).to_le_bytes()).concat()),
+        (Dtype::F16, values.map(|v| f16::from_f32(v).to_le_bytes()).concat()),
+    ] {
+        let view = TensorView::new(dtype, vec![4], &bytes).unwrap();
+        fs::write(&path, safetensors::serialize([("bn1.bias", view)], None).unwrap()).unwrap();
+        let third = if dtype == Dtype::BF16 { 65536.0 } else { 65504.0 };
+        assert_eq!(read_tensors(&path).unwrap()["bn1.bias"].values, [1.5, -0.25, third, 0.0], "{dtype:?}");
+        assert_eq!(shapes(&path).unwrap()["bn1.bias"], [4]);
+    }
+}
+
+#[test]
 fn a_pickle_is_refused_with_how_to_convert_it() {
     let dir = tempfile::tempdir().unwrap();
     // What PyTorch writes since 1.6, and before.

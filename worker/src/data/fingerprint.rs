@@ -113,7 +113,7 @@ pub fn of_pictures(path: &Path, changes: ChangeDetection) -> Result<Option<Pictu
 /// Whether [`of_pictures`] has a fingerprint for `path`, as far as a few directory entries show.
 pub(crate) fn has_pictures(path: &Path) -> bool {
     super::pattern::fixed_part(path).is_some()
-        || path.join("train").is_dir()
+        || super::image_folder::training_folder(path).is_some_and(|train| train.is_dir())
         || [path.to_owned(), path.join("data")].iter().any(|dir| super::shards::has_any(dir))
 }
 

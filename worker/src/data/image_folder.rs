@@ -1,4 +1,5 @@
-//! Folders of pictures: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`.
+//! Folders of pictures: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`, also under the other usual
+//! names of these splits, in any case.
 //! Of any size; their format is read from their first bytes, not from their names.
 //!
 //! What cannot be read, or lies where no class is, is named: nothing that might be a picture is left out in silence.
@@ -8,6 +9,7 @@
 use super::{
     Catalog, DataError, Format, Samples, Split,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
+    label::composed,
     listing::{Listing, Place},
     picture::{self, is_named_like_one},
 };
@@ -16,70 +18,98 @@ use lockstep_protocol::dataset::BrokenFile;
 use lockstep_protocol::numbers::plural;
 use rayon::prelude::*;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     fs,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     time::SystemTime,
 };
 
-/// Names that always mean a split.
-const SPLITS: [&str; 5] = ["train", "val", "valid", "validation", "test"];
+/// Names of folders that always mean a split, in any case, and what it is called.
+const SPLITS: [(&str, &str); 7] = [
+    ("train", "train"),
+    ("training", "train"),
+    ("val", "val"),
+    ("valid", "valid"),
+    ("validation", "validation"),
+    ("test", "test"),
+    ("testing", "test"),
+];
+
+/// The split that a folder's name always means.
+pub(super) fn split_of(folder: &Path) -> Option<&'static str> {
+    let name = folder.file_name()?;
+    SPLITS.iter().find(|(usual, _)| name.eq_ignore_ascii_case(usual)).map(|(_, split)| *split)
+}
+
+/// Where the training split lies, if there is one.
+pub(super) fn training_folder(dir: &Path) -> Option<PathBuf> {
+    let all = entries(dir).ok()?.into_iter();
+    let mut named: Vec<_> = all.filter(|path| split_of(path) == Some("train")).collect();
+    // What holds classes counts first, then the usual name.
+    named.sort_by_key(|path| (!holds_folders(path), !path.ends_with("train")));
+    named.into_iter().next()
+}
+
+fn holds_folders(dir: &Path) -> bool {
+    entries(dir).is_ok_and(|all| all.iter().any(|path| path.is_dir()))
+}
 
 /// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
-    let train = dir.join("train");
+    let train = training_folder(dir)?;
     match files::stat(&train) {
-        Ok(Found::Folder) => {
-            let holds_folders = entries(&train).is_ok_and(|all| all.iter().any(|path| path.is_dir()));
-            holds_folders.then(|| read(dir, store))
-        }
+        Ok(Found::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
         Ok(Found::File { .. }) => None,
         // A link that leads nowhere, and the like.
-        Err(detail) if fs::symlink_metadata(&train).is_ok() => {
-            Some(Err(DataError::File { path: train.display().to_string(), detail }))
-        }
-        Err(_) => None,
+        Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
     }
 }
 
 /// What to do with a folder of classes that has pictures to measure with and none to train on; `None` where it is something
 /// else.
 pub(super) fn only_measures(dir: &Path) -> Option<String> {
-    let holds_folders =
-        |split: &&&str| entries(&dir.join(split)).is_ok_and(|all| all.iter().any(|path| path.is_dir()));
-    let split = SPLITS.iter().filter(|split| **split != "train").find(holds_folders)?;
-    let train = dir.join("train");
-    let link = if fs::symlink_metadata(&train).is_ok() {
-        String::new()
-    } else {
+    let all = entries(dir).ok()?;
+    let split = all
+        .iter()
+        .find(|path| split_of(path) != Some("train") && split_of(path).is_some() && holds_folders(path))?;
+    let split = split.file_name()?.to_string_lossy();
+    // Another folder may hold the training pictures.
+    let is_alone = all.iter().filter(|path| path.is_dir()).count() == 1 && training_folder(dir).is_none();
+    let link = if is_alone {
         format!(
             ". Where {split}/ is only to be evaluated on (`lockstep evaluate JOB --dataset NAME`), let it stand for both: ln -s \
              {split} '{}'",
-            train.display()
+            dir.join("train").display()
         )
+    } else {
+        String::new()
     };
     Some(format!("; it has {split}/<class>/ and no train/<class>/: put training pictures there{link}"))
 }
 
-fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
+fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
     let mut broken = Vec::new();
     let mut splits: Vec<Listed> = Vec::new();
     let began = SystemTime::now();
     let cached = index::load_cached(dir, store);
-    let train = classes(&dir.join("train"))?;
+    let train = classes(training)?;
     let names: Vec<String> = train.folders.keys().cloned().collect();
     if names.is_empty() {
         let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
         return Err(DataError::Invalid(format!(
             "{} holds no class folder that can be used: {}",
-            dir.join("train").display(),
+            training.display(),
             why.join("; ")
         )));
     }
-    for path in entries(dir).map_err(|detail| at(dir, detail))? {
-        let Some(split) = path.file_name().and_then(|n| n.to_str()) else { continue };
-        let always = SPLITS.contains(&split);
+    let mut folders = entries(dir).map_err(|detail| at(dir, detail))?;
+    // `train` first, as everywhere.
+    folders.sort_by_key(|path| path != training);
+    for path in folders {
+        let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
+        let split = split_of(&path).unwrap_or(name);
+        let always = split_of(&path).is_some();
         match files::stat(&path) {
             Ok(Found::Folder) => {}
             Err(detail) if always => {
@@ -98,10 +128,18 @@ fn read(dir: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
         if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
             continue;
         }
-        splits.push(list_split(dir, split, found, &names, &cached)?);
+        if splits.iter().any(|before| before.name == split) {
+            if found.folders.is_empty() {
+                broken.extend(found.broken);
+                continue;
+            }
+            return Err(DataError::Invalid(format!(
+                "{} has a second folder for the split {split:?}, {name}/: put their classes together, or give one another name",
+                dir.display()
+            )));
+        }
+        splits.push(list_split(dir, training, (split, found), &names, &cached)?);
     }
-    // `train` first, as everywhere.
-    splits.sort_by_key(|s| s.name != "train");
     let splits = examine(dir, splits, cached, store, began)?;
     Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
 }
@@ -172,8 +210,8 @@ fn empty(folder: &Path) -> DataError {
 
 fn list_split(
     dir: &Path,
-    split: &str,
-    found: Classes,
+    training: &Path,
+    (split, found): (&str, Classes),
     names: &[String],
     cached: &CachedFolders,
 ) -> Result<Listed, DataError> {
@@ -184,7 +222,7 @@ fn list_split(
             return Err(DataError::Invalid(format!(
                 "{} is a class that the training split does not have: add {} or take it away",
                 folder.display(),
-                dir.join("train").join(&class).display()
+                training.join(&class).display()
             )));
         };
         labelled.push((label as u32, folder));
@@ -223,7 +261,16 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
     for path in entries(split).map_err(|detail| at(split, detail))? {
         match files::stat(&path) {
             Ok(Found::Folder) => match path.file_name().and_then(|n| n.to_str()) {
-                Some(name) => drop(found.folders.insert(name.to_owned(), path)),
+                Some(name) => match found.folders.entry(composed(name)) {
+                    Entry::Vacant(class) => drop(class.insert(path)),
+                    Entry::Occupied(first) => {
+                        let detail = format!(
+                            "has the name of {} in another Unicode normalisation; put their pictures into one folder",
+                            first.get().display()
+                        );
+                        found.broken.push(named(&path, detail));
+                    }
+                },
                 None => {
                     let inside = entries(&path).map_or(0, |all| all.len());
                     found.broken.push(named(
@@ -289,7 +336,7 @@ fn is_picture(path: &Path) -> Result<bool, String> {
 }
 
 /// What lies in a folder, sorted, hidden files left out.
-fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
+pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
         let entry = entry.map_err(files::cannot_be_read)?;

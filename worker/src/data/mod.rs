@@ -202,21 +202,26 @@ impl Catalog {
         } else {
             ""
         };
-        let classes = folders_of_pictures(path);
-        let hint = match classes.len() {
-            0 => image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned()),
-            more => {
-                let named =
-                    classes.iter().take(3).map(|name| format!("{name}/")).collect::<Vec<_>>().join(", ");
-                let others = if more > 3 { format!(" and {} more", more - 3) } else { String::new() };
-                let are = if more == 1 { "is a folder" } else { "are folders" };
-                format!("; {named}{others} {are} of pictures: put each class in train/, as train/<class>/")
-            }
+        let there = image_folder::entries(path).unwrap_or_default();
+        let first = there.iter().take(ENTRIES_READ).filter(|path| has_pictures(path));
+        let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
+            first.partition(|path| image_folder::split_of(path).is_some());
+        let hint = if !classes.is_empty() {
+            let are = if classes.len() == 1 { "is a folder" } else { "are folders" };
+            format!("; {} {are} of pictures: put each class in train/, as train/<class>/", some_of(&classes))
+        } else if !splits.is_empty() || has_pictures(path) {
+            let has = if splits.is_empty() { "this folder".into() } else { some_of(&splits) };
+            format!(
+                "; pictures lie directly in {has}, and a picture's class is the folder that it lies in: move them to train/<class>/"
+            )
+        } else {
+            image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned())
         };
+        let it_has = if there.is_empty() { String::new() } else { format!("; it has {}", some_of(&there)) };
         Err(DataError::Invalid(format!(
             "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
-             *.parquet{hint}",
+             *.parquet{it_has}{hint}",
             path.display()
         )))
     }
@@ -234,23 +239,26 @@ fn no_training_split(catalog: &Catalog) -> String {
     )
 }
 
-/// Names of the folders in `path` that have pictures, as far as file names say.
-fn folders_of_pictures(path: &Path) -> Vec<String> {
-    const EXTENSIONS: [&str; 8] = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"];
-    /// Entries that are read in a folder: the first ones are representative.
-    const ENTRIES_READ: usize = 1000;
-    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
-    let is_picture = |name: &Path| {
-        let extension = name.extension().map(|extension| extension.to_string_lossy().to_lowercase());
-        extension.is_some_and(|extension| EXTENSIONS.contains(&&*extension))
+/// Entries that are read of a folder that is no dataset: the first ones are representative.
+const ENTRIES_READ: usize = 1000;
+
+/// Whether some of a folder's files are named like pictures.
+fn has_pictures(folder: &Path) -> bool {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
+    files.map(|file| file.path()).any(|path| picture::is_named_like_one(&path))
+}
+
+/// The names of the first files and folders, and how many more there are.
+fn some_of(paths: &[impl AsRef<Path>]) -> String {
+    const NAMED: usize = 5;
+    let name = |path: &Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if path.is_dir() { format!("{name}/") } else { name.into_owned() }
     };
-    let has_pictures = |folder: &Path| entries(folder).any(|entry| is_picture(&entry.path()));
-    let mut names: Vec<String> = entries(path)
-        .filter(|entry| has_pictures(&entry.path()))
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    names
+    let named: Vec<_> = paths.iter().take(NAMED).map(|path| name(path.as_ref())).collect();
+    let more = paths.len().saturating_sub(NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{}{more}", named.join(", "))
 }
 
 /// A dataset's path without links, also where it is a pattern of shards (`train-{000..127}.tar`).

@@ -5,13 +5,10 @@ use crate::{
     checkpoint,
     files::allowed,
     net,
-    tensors::fit::{Shapes, compare, first_of},
+    tensors::fit::{Shapes, compare},
 };
 use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
 use std::path::{Path, PathBuf};
-
-/// Tensors that are named; all are counted.
-const NAMED: usize = 3;
 
 /// What keeps a network from beginning with these weights, in words.
 pub(super) fn mistake(request: &FitWeights) -> Option<String> {
@@ -23,17 +20,13 @@ pub(super) fn mistake(request: &FitWeights) -> Option<String> {
     // A network that cannot be built is reported elsewhere.
     let network = net::build(model, *image_size as usize, *channels as usize, *classes as usize).ok()?;
     let wanted: Shapes = network.parameters().into_iter().map(|p| (p.name, p.shape)).collect();
-    let problems = compare(&given, &wanted, Some(network.head())).problems;
-    if problems.is_empty() {
-        return None;
-    }
+    let problems = compare(&given, &wanted, Some(network.head())).err()?;
     Some(format!(
-        "{} does not hold a {} as this job builds it: it has {} tensors of {}; {}",
+        "{} does not hold a {} as this job builds it: it has {} tensors of {}; {problems}",
         file.display(),
         model.arch.name(),
         given.len(),
         wanted.len(),
-        first_of(&problems, NAMED)
     ))
 }
 
@@ -95,7 +88,7 @@ mod tests {
         assert_eq!(mistake(&asked(&file, ours.clone(), 10)), None);
         assert_eq!(mistake(&asked(&file, ours.clone(), 131)), None, "a head of its own");
         let said = mistake(&asked(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
-        for words in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias is missing", "more"] {
+        for words in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
             assert!(said.contains(words), "{words:?} in {said}");
         }
         let said = mistake(&asked(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
@@ -103,11 +96,11 @@ mod tests {
         let tensor =
             |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
         let file = write(dir.path(), &ours, |tensors| {
-            tensors.insert("fc.bias".into(), tensor(&[9]));
-            tensors.insert("extra".into(), tensor(&[1]));
+            tensors.insert("bn1.bias".into(), tensor(&[9]));
+            tensors.insert("layer9.bias".into(), tensor(&[1]));
         });
         let said = mistake(&asked(&file, ours, 10)).unwrap();
-        assert!(said.contains("fc.bias is [9], wanted [10]; extra is not in this network"), "{said}");
+        assert!(said.contains("bn1.bias is [9], wanted [16]; layer9.bias is not in this network"), "{said}");
     }
 
     #[test]
@@ -140,15 +133,20 @@ mod tests {
         let whole = std::fs::read(write(dir.path(), &ours(), |_| {})).unwrap();
         let file = dir.path().join("other.safetensors");
         let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
-        let half = String::from_utf8_lossy(&whole[8..8 + header]).replace("\"F32\"", "\"F16\"").into_bytes();
-        let half = [&whole[..8], &half[..], &whole[8 + header..]].concat();
+        let numbers =
+            String::from_utf8_lossy(&whole[8..8 + header]).replace("\"F32\"", "\"I32\"").into_bytes();
+        let whole_numbers = [&whole[..8], &numbers[..], &whole[8 + header..]].concat();
         for (content, words) in [
             (&whole[..whole.len() - 1], "not a whole safetensors file: it has "),
             (&whole[..100], "not a whole safetensors file"),
             (&b"PK\x03\x04 and so on"[..], "is a pickle of PyTorch's"),
+            (
+                &b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"[..],
+                "run `git lfs pull`",
+            ),
             (&b""[..], "it has no header"),
             (&b"a letter to my aunt"[..], "it has no header"),
-            (&half[..], "is of type F16; float32, float64 and bfloat16 are read"),
+            (&whole_numbers[..], "is of type I32; float32, float64, bfloat16 and float16 are read"),
         ] {
             std::fs::write(&file, content).unwrap();
             let said = mistake(&asked(&file, ours(), 10)).unwrap();

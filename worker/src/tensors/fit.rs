@@ -1,73 +1,174 @@
-//! Whether tensors fit a network, by names and shapes alone: checked with a file's header when a job is submitted, and with the
+//! How tensors fit a network, by names and shapes alone: checked with a file's header when a job is submitted, and with the
 //! tensors themselves when the job starts.
 
 use super::NamedTensors;
-use std::collections::BTreeMap;
+use lockstep_protocol::numbers::plural;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Shapes of tensors under their names.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
+
+/// The first convolution's weights, which every network has.
+const FIRST: &str = "conv1.weight";
+/// Tensors of a kind that are named in a sentence.
+const NAMED: usize = 3;
 
 /// The shapes of `tensors`.
 pub fn shapes(tensors: &NamedTensors) -> Shapes {
     tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect()
 }
 
-/// What a comparison has found.
+/// How the tensors of a file become a network's.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Fit {
-    /// Every tensor that does not fit, by name, in words.
-    pub problems: Vec<String>,
-    /// Shapes of the head's weights as given and as wanted, where the given head is whole and differs in its number of
-    /// classes alone: it can be initialised anew, and is no problem.
-    pub other_head: Option<[Vec<usize>; 2]>,
+pub struct Mapping {
+    /// What the file has before the network's names, such as `module.` (DistributedDataParallel), `_orig_mod.`
+    /// (`torch.compile`) or `model.` (Lightning).
+    pub prefix: String,
+    /// Why the head keeps its initial values; `None` where the file's is taken.
+    pub new_head: Option<String>,
+    /// Tensors of the file that lie in no layer of the network, such as a head of another name.
+    pub left_out: Vec<String>,
+    /// The first convolution takes RGB in the file and grey pictures here. The sum over its input channels computes what
+    /// it would of a grey picture repeated three times.
+    pub sums_channels: bool,
 }
 
-/// Compares the tensors `given` with those `wanted`. `head`: the last layer, which has a row for each class, where it may have
-/// another number of them.
-pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Fit {
-    let head = head.map(|head| ["weight", "bias"].map(|suffix| format!("{head}.{suffix}")));
-    let other_head = head.as_ref().and_then(|head| other_head(given, wanted, head));
-    let head = head.unwrap_or_default();
-    let mut problems = Vec::new();
-    for (name, own) in wanted {
-        match given.get(name) {
-            None => problems.push(format!("{name} is missing")),
-            Some(_) if other_head.is_some() && head.contains(name) => {}
-            Some(shape) if shape == own => {}
+/// Compares the tensors `given` with those `wanted`. With a `head`, the last layer, they may also fit as [`Mapping`] says.
+///
+/// # Errors
+/// The tensors do not fit. Names some of the network's and of the file's, in words.
+pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Mapping, String> {
+    let is_head = |name: &str| head.is_some_and(|head| is_in(head, name));
+    let trunk: Vec<_> = wanted.iter().filter(|(name, _)| !is_head(name)).collect();
+    let prefix = if head.is_some() { prefix(given, &trunk)? } else { String::new() };
+    let mut sums_channels = false;
+    let (mut missing, mut differing) = (Vec::new(), Vec::new());
+    for (name, own) in &trunk {
+        let theirs = format!("{prefix}{name}");
+        match given.get(&theirs) {
+            None => missing.push(theirs),
+            Some(shape) if shape == *own => {}
+            Some(shape) if head.is_some() && *name == FIRST && takes_rgb_for_grey(shape, own) => {
+                sums_channels = true;
+            }
             Some(shape) => {
-                let hint = stem_hint(name, shape, own);
-                problems.push(format!("{name} is {shape:?}, wanted {own:?}{hint}"));
+                differing.push(format!("{theirs} is {shape:?}, wanted {own:?}{}", hint(name, shape, own)));
             }
         }
     }
-    let unknown = given.keys().filter(|name| !wanted.contains_key(*name));
-    problems.extend(unknown.map(|name| format!("{name} is not in this network")));
-    Fit { problems, other_head }
-}
-
-/// The first `most` of them, and how many more there are.
-pub fn first_of(problems: &[String], most: usize) -> String {
-    let more = problems.len().saturating_sub(most);
-    let mut text = problems[..problems.len() - more].join("; ");
-    if more > 0 {
-        text.push_str(&format!("; and {more} more"));
+    let layers: BTreeSet<_> = trunk.iter().map(|(name, _)| first_part(name)).collect();
+    let is_of_trunk = |name: &str| layers.contains(first_part(name)) || name.starts_with("layer");
+    let own_name = |name: &String| name.strip_prefix(&prefix).map(str::to_owned);
+    let others = given.keys().filter(|name| own_name(name).is_none_or(|own| !wanted.contains_key(&own)));
+    let (unknown, left_out): (Vec<String>, Vec<String>) = others
+        .cloned()
+        .partition(|name| head.is_none() || own_name(name).is_some_and(|own| is_of_trunk(&own)));
+    if missing.is_empty() && differing.is_empty() && unknown.is_empty() {
+        let new_head = head.and_then(|head| new_head(given, wanted, &prefix, head));
+        return Ok(Mapping { prefix, new_head, left_out, sums_channels });
     }
-    text
+    let unknown = [unknown, left_out].concat();
+    let are = |names: &[String]| if names.len() == 1 { "is" } else { "are" };
+    let mut problems = Vec::new();
+    if !differing.is_empty() {
+        problems.push(some_of(&differing, "; "));
+    }
+    if !missing.is_empty() {
+        problems.push(format!("{} {} missing", some_of(&missing, ", "), are(&missing)));
+    }
+    if !unknown.is_empty() {
+        problems.push(format!("{} {} not in this network", some_of(&unknown, ", "), are(&unknown)));
+    }
+    Err(problems.join("; "))
 }
 
-fn other_head(given: &Shapes, wanted: &Shapes, head: &[String; 2]) -> Option<[Vec<usize>; 2]> {
-    let [weight, bias] = head.each_ref().map(|name| given.get(name));
-    let (weight, bias, own) = (weight?, bias?, wanted.get(&head[0])?);
-    let (&[classes, inputs], &[own_classes, own_inputs]) = (&weight[..], &own[..]) else { return None };
-    (*bias == [classes] && inputs == own_inputs && classes != own_classes)
-        .then(|| [weight.clone(), own.clone()])
+impl Mapping {
+    /// What is not taken as the file has it, a sentence each.
+    pub fn notes(&self, head: &str) -> Vec<String> {
+        let mut notes = Vec::new();
+        if !self.prefix.is_empty() {
+            notes.push(format!("its names begin with {}, which this network's do not", self.prefix));
+        }
+        if self.sums_channels {
+            notes.push(format!(
+                "its {FIRST} takes colour and the pictures are grey: it is summed over its channels, which is the same as to repeat \
+                 each picture three times"
+            ));
+        }
+        if !self.left_out.is_empty() {
+            let names = some_of(&self.left_out, ", ");
+            notes.push(format!("left out, as they lie in no layer of this network: {names}"));
+        }
+        if let Some(why) = &self.new_head {
+            notes.push(format!("{why}: the last layer ({head}) keeps its initial values"));
+        }
+        notes
+    }
 }
 
-/// What to change where the first convolution has the kernel of the other stem.
-fn stem_hint(name: &str, given: &[usize], wanted: &[usize]) -> &'static str {
+/// Whether a tensor belongs to `layer`.
+pub fn is_in(layer: &str, name: &str) -> bool {
+    name.strip_prefix(layer).is_some_and(|rest| rest.starts_with('.'))
+}
+
+fn first_part(name: &str) -> &str {
+    name.split('.').next().unwrap_or(name)
+}
+
+/// The beginning of names under which most of the `trunk` is found.
+fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, String> {
+    let found = |prefix: &str| {
+        trunk.iter().filter(|(name, _)| given.contains_key(&format!("{prefix}{name}"))).count()
+    };
+    let candidates: BTreeSet<&str> = given
+        .keys()
+        .filter_map(|name| name.strip_suffix(FIRST))
+        .filter(|prefix| prefix.ends_with('.'))
+        .chain([""])
+        .collect();
+    let most = candidates.iter().map(|prefix| found(prefix)).max().unwrap_or(0);
+    let best: Vec<_> = candidates.into_iter().filter(|prefix| found(prefix) == most).collect();
+    match &best[..] {
+        [first, second, ..] if most == trunk.len() => {
+            Err(format!("it holds several networks, under {first:?} and {second:?}: keep the tensors of one"))
+        }
+        _ => Ok(best.first().copied().unwrap_or_default().to_owned()),
+    }
+}
+
+/// Why the file's head is not taken.
+fn new_head(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option<String> {
+    ["weight", "bias"].into_iter().find_map(|suffix| {
+        let name = format!("{head}.{suffix}");
+        let own = wanted.get(&name)?;
+        match given.get(&format!("{prefix}{name}")) {
+            Some(shape) if shape == own => None,
+            Some(shape) => Some(format!("its {name} is {shape:?}, this job's is {own:?}")),
+            None => Some(format!("it has no {name}")),
+        }
+    })
+}
+
+fn takes_rgb_for_grey(given: &[usize], wanted: &[usize]) -> bool {
+    matches!((given, wanted), ([out, 3, given @ ..], [own_out, 1, wanted @ ..]) if out == own_out && given == wanted)
+}
+
+/// What to change where the first convolution has the kernel of the other stem, or is for pictures of other channels.
+fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
     match (name, given, wanted) {
-        ("conv1.weight", [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")",
-        ("conv1.weight", [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")",
-        _ => "",
+        (FIRST, [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")".into(),
+        (FIRST, [.., 3, 3], [.., 7, 7]) => " (set model.stem = \"cifar\")".into(),
+        (FIRST, [_, theirs, ..], [_, own, ..]) if theirs != own => format!(
+            " (these weights are for pictures of {}, and those of data.dataset have {own})",
+            plural(*theirs as u64, "channel")
+        ),
+        _ => String::new(),
     }
+}
+
+/// The first [`NAMED`], and how many more there are.
+fn some_of(all: &[String], separator: &str) -> String {
+    let more = all.len().saturating_sub(NAMED);
+    let text = all[..all.len() - more].join(separator);
+    if more > 0 { format!("{text} and {more} more") } else { text }
 }

@@ -4,17 +4,14 @@
 use super::{TrainError, Training};
 use crate::{
     checkpoint,
-    engine::{NamedTensors, first_not_finite},
+    engine::{HostTensor, NamedTensors, first_not_finite},
     files::allowed,
-    tensors::fit::{Fit, compare, first_of, shapes},
+    tensors::fit::{Mapping, compare, is_in, shapes},
 };
 use std::path::Path;
 
-/// Differences between a file and the network that are named.
-const NAMED: usize = 5;
-
-/// Replaces `initial` by the weights of the file at `path`. If the file has another number of classes, the last layer `head`, which
-/// has a row for each class, keeps its initial values, which is logged.
+/// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the file has none
+/// that fits. What is not taken as the file has it is logged.
 ///
 /// # Errors
 /// The file cannot be read, or a tensor of it does not fit, is missing or is not of this network.
@@ -29,137 +26,208 @@ pub(super) fn weights(
     let path = checkpoint::model_file(&path).map_err(|e| wrong(e.to_string()))?;
     let (path, opened) = allowed::open(&path, training.weights_in).map_err(wrong)?;
     let given = checkpoint::read_opened_tensors(&path, opened).map_err(wrong)?;
-    if let Some(found) = first_not_finite(&given) {
+    let (weights, mapping) = take_over(given, initial, head).map_err(|problems| {
+        let arch = training.spec.model.arch.name();
+        wrong(format!("{} does not hold a {arch} as this job builds it: {problems}", path.display()))
+    })?;
+    if let Some(found) = first_not_finite(&weights) {
         return Err(wrong(format!(
             "{}: {found}; its training has diverged, give another file",
             path.display()
         )));
     }
-    let taken = take_over(given, initial, head).map_err(|problems| {
-        let (arch, text) = (training.spec.model.arch.name(), some_of(&problems));
-        wrong(format!("{} does not hold a {arch} as this job builds it: {text}", path.display()))
-    })?;
-    if let Some([theirs, ours]) = taken.other_head {
-        training.observer.log(&format!(
-            "{head}.weight of {} is {theirs:?}, this job's is {ours:?}: the last layer ({head}) keeps its initial values",
-            path.display()
-        ));
+    for note in mapping.notes(head) {
+        training.observer.log(&format!("{}: {note}", path.display()));
     }
-    Ok(taken.weights)
-}
-
-#[derive(Debug)]
-struct FittedWeights {
-    weights: NamedTensors,
-    /// Shapes of the head's weights in the file and in the network, where classes differ.
-    other_head: Option<[Vec<usize>; 2]>,
+    Ok(weights)
 }
 
 /// Replaces `initial` by `given`, tensor by tensor.
 ///
 /// # Errors
-/// The names of all tensors that do not fit.
+/// Tensors that do not fit, in words.
 fn take_over(
     mut given: NamedTensors,
     initial: NamedTensors,
     head: &str,
-) -> Result<FittedWeights, Vec<String>> {
-    let Fit { problems, other_head } = compare(&shapes(&given), &shapes(&initial), Some(head));
-    if !problems.is_empty() {
-        return Err(problems);
-    }
-    // Only a head for another number of classes still has another shape.
+) -> Result<(NamedTensors, Mapping), String> {
+    let mapping = compare(&shapes(&given), &shapes(&initial), Some(head))?;
     let taken = initial.into_iter().map(|(name, own)| {
-        let tensor = given.remove(&name).filter(|tensor| tensor.shape == own.shape).unwrap_or(own);
+        let keeps = mapping.new_head.is_some() && is_in(head, &name);
+        let tensor = match given.remove(&format!("{}{name}", mapping.prefix)).filter(|_| !keeps) {
+            Some(tensor) if tensor.shape == own.shape => tensor,
+            Some(tensor) => sum_channels(&tensor, own.shape),
+            None => own,
+        };
         (name, tensor)
     });
-    Ok(FittedWeights { weights: taken.collect(), other_head })
+    Ok((taken.collect(), mapping))
 }
 
-/// The first [`NAMED`] problems, and the number of further ones.
-pub(super) fn some_of(problems: &[String]) -> String {
-    first_of(problems, NAMED)
+/// The weights of a convolution (OIHW) summed over its input channels.
+fn sum_channels(weights: &HostTensor, shape: Vec<usize>) -> HostTensor {
+    let area: usize = weights.shape[2..].iter().product();
+    let filters = weights.values.chunks_exact(area * weights.shape[1]);
+    let values = filters.flat_map(|filter| (0..area).map(move |at| filter[at..].iter().step_by(area).sum()));
+    HostTensor { shape, values: values.collect() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::HostTensor, net};
+    use crate::net;
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 
-    fn network(arch: Arch, stem: Stem, classes: usize, seed: u64) -> NamedTensors {
+    fn network(arch: Arch, stem: Stem, channels: usize, classes: usize, seed: u64) -> NamedTensors {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
-        let network = net::build(&model, 64, 3, classes).unwrap();
+        let network = net::build(&model, 64, channels, classes).unwrap();
         assert_eq!(network.head(), "fc");
         net::init::initial_parameters(&network, false, seed)
     }
 
-    fn resnext(classes: usize, seed: u64) -> NamedTensors {
-        network(Arch::ResNeXt50_32x4d, Stem::Imagenet, classes, seed)
-    }
-
-    #[test]
-    fn all_that_a_file_of_the_same_network_has_is_taken() {
-        let taken = take_over(resnext(10, 1), resnext(10, 2), "fc").unwrap();
-        assert!(taken.weights == resnext(10, 1) && taken.other_head.is_none());
-    }
-
-    #[test]
-    fn a_head_of_other_classes_keeps_its_initial_values_and_nothing_else_does() {
-        let (theirs, ours) = (resnext(1000, 1), resnext(10, 2));
-        let taken = take_over(theirs.clone(), ours.clone(), "fc").unwrap();
-        assert_eq!(taken.other_head, Some([vec![1000, 2048], vec![10, 2048]]));
-        assert_eq!(taken.weights.len(), ours.len());
-        for (name, tensor) in &taken.weights {
-            let from = if name.starts_with("fc.") { &ours } else { &theirs };
-            assert!(*tensor == from[name], "{name}");
-        }
-    }
-
-    fn problems(change: impl FnOnce(&mut NamedTensors)) -> Vec<String> {
-        let mut given = resnext(10, 1);
-        change(&mut given);
-        take_over(given, resnext(10, 2), "fc").unwrap_err()
+    fn small(classes: usize, seed: u64) -> NamedTensors {
+        network(Arch::ResNet20, Stem::Cifar, 3, classes, seed)
     }
 
     fn tensor(shape: &[usize]) -> HostTensor {
         HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] }
     }
 
-    #[test]
-    fn every_other_mismatch_names_its_tensor() {
-        let put = |name: &'static str, shape: &'static [usize]| {
-            problems(|given| {
-                given.insert(name.into(), tensor(shape));
-            })
-        };
-        assert_eq!(
-            put("layer1.0.conv2.weight", &[128, 128, 3, 3]),
-            ["layer1.0.conv2.weight is [128, 128, 3, 3], wanted [128, 4, 3, 3]"]
-        );
-        assert_eq!(put("layer5.0.conv1.weight", &[1]), ["layer5.0.conv1.weight is not in this network"]);
-        assert_eq!(
-            problems(|given| drop(given.remove("layer4.2.bn3.running_var"))),
-            ["layer4.2.bn3.running_var is missing"]
-        );
-        // A head that is not whole, or of another width, is no head of other classes.
-        assert_eq!(put("fc.weight", &[12, 2048]), ["fc.weight is [12, 2048], wanted [10, 2048]"]);
-        assert_eq!(put("fc.bias", &[12]), ["fc.bias is [12], wanted [10]"]);
-        let narrow = problems(|given| {
-            given.insert("fc.weight".into(), tensor(&[12, 512]));
-            given.insert("fc.bias".into(), tensor(&[12]));
-        });
-        assert_eq!(narrow, ["fc.bias is [12], wanted [10]", "fc.weight is [12, 512], wanted [10, 2048]"]);
-        assert_eq!(problems(|given| given.retain(|name, _| !name.starts_with("fc."))).len(), 2);
+    fn under(prefix: &str, tensors: NamedTensors) -> NamedTensors {
+        tensors.into_iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor)).collect()
     }
 
     #[test]
-    fn another_stem_is_refused_with_what_to_set() {
-        let [imagenet, cifar] =
-            [Stem::Imagenet, Stem::Cifar].map(|stem| network(Arch::ResNet18, stem, 10, 1));
-        let found = take_over(imagenet.clone(), cifar.clone(), "fc").unwrap_err();
-        let wanted = "conv1.weight is [64, 3, 7, 7], wanted [64, 3, 3, 3] (set model.stem = \"imagenet\")";
-        assert_eq!(found, [wanted]);
-        assert!(take_over(cifar, imagenet, "fc").unwrap_err()[0].ends_with("(set model.stem = \"cifar\")"));
+    fn weights_fit_under_a_prefix_and_with_another_head() {
+        let head = |name: &str| name.starts_with("fc.");
+        let without_head = |mut all: NamedTensors| {
+            all.retain(|name, _| !head(name));
+            all
+        };
+        let with = |mut all: NamedTensors, name: &str, shape: &[usize]| {
+            all.insert(name.into(), tensor(shape));
+            all
+        };
+        let no_head = "it has no fc.weight: the last layer (fc) keeps its initial values";
+        let other_head =
+            |difference: &str| format!("its {difference}: the last layer (fc) keeps its initial values");
+        let begin = |prefix: &str| format!("its names begin with {prefix}, which this network's do not");
+        let left_out = |names: &str| format!("left out, as they lie in no layer of this network: {names}");
+        let lightning = with(under("model.", small(10, 1)), "criterion.weight", &[10]);
+        let bare = without_head(small(10, 1));
+        for (given, takes_head, notes) in [
+            (small(10, 1), true, vec![]),
+            (under("module.", small(10, 1)), true, vec![begin("module.")]),
+            (under("module._orig_mod.", small(10, 1)), true, vec![begin("module._orig_mod.")]),
+            (under("backbone.", small(10, 1)), true, vec![begin("backbone.")]),
+            (with(under("net.", small(10, 1)), "queue", &[4]), true, vec![begin("net."), left_out("queue")]),
+            (bare.clone(), false, vec![no_head.into()]),
+            (
+                with(with(bare.clone(), "head.fc.weight", &[10, 64]), "head.fc.bias", &[10]),
+                false,
+                vec![left_out("head.fc.bias, head.fc.weight"), no_head.into()],
+            ),
+            (small(12, 1), false, vec![other_head("fc.weight is [12, 64], this job's is [10, 64]")]),
+            (
+                with(small(10, 1), "fc.weight", &[10, 32]),
+                false,
+                vec![other_head("fc.weight is [10, 32], this job's is [10, 64]")],
+            ),
+            (
+                with(small(10, 1), "fc.bias", &[12]),
+                false,
+                vec![other_head("fc.bias is [12], this job's is [10]")],
+            ),
+            (
+                with(under("backbone.", bare), "fc.weight", &[10, 64]),
+                false,
+                vec![begin("backbone."), left_out("fc.weight"), no_head.into()],
+            ),
+            (lightning, true, vec![begin("model."), left_out("criterion.weight")]),
+        ] {
+            let (weights, mapping) = take_over(given, small(10, 2), "fc").unwrap();
+            assert_eq!(mapping.notes("fc"), notes);
+            let (theirs, ours) = (small(10, 1), small(10, 2));
+            assert!(weights.keys().eq(ours.keys()));
+            for (name, tensor) in &weights {
+                let from = if head(name) && !takes_head { &ours } else { &theirs };
+                assert!(*tensor == from[name], "{name}: {notes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn weights_that_do_not_fit_are_refused_with_names_of_both_sides() {
+        let problems = |change: &dyn Fn(&mut NamedTensors)| {
+            let mut given = small(10, 1);
+            change(&mut given);
+            take_over(given, small(10, 2), "fc").unwrap_err()
+        };
+        let put = |name: &'static str, shape: &'static [usize]| {
+            problems(&|given| drop(given.insert(name.into(), tensor(shape))))
+        };
+        for (said, wanted) in [
+            (
+                put("layer1.0.conv2.weight", &[128, 128, 3, 3]),
+                "layer1.0.conv2.weight is [128, 128, 3, 3], wanted [16, 16, 3, 3]",
+            ),
+            (put("layer4.0.conv1.weight", &[1]), "layer4.0.conv1.weight is not in this network"),
+            (put("conv1.0.weight", &[1]), "conv1.0.weight is not in this network"),
+            (
+                problems(&|given| drop(given.remove("layer3.2.bn2.running_var"))),
+                "layer3.2.bn2.running_var is missing",
+            ),
+            (
+                problems(&|given| *given = under("blocks.", small(10, 1)).into_iter().skip(12).collect()),
+                "and 112 more are missing; blocks.fc.weight, blocks.layer1.0.bn2.running_mean, \
+                 blocks.layer1.0.bn2.running_var and 101 more are not in this network",
+            ),
+            (
+                problems(&|given| given.extend(under("ema.", small(10, 1)))),
+                "it holds several networks, under \"\" and \"ema.\": keep the tensors of one",
+            ),
+        ] {
+            assert!(said.ends_with(wanted), "{said}");
+        }
+        let deeper = under("module.", network(Arch::ResNet32, Stem::Cifar, 3, 10, 1));
+        let said = take_over(deeper, small(10, 2), "fc").unwrap_err();
+        assert!(
+            said.starts_with("module.layer1.3.bn1.bias, ") && said.contains(" and 57 more are not in "),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn another_first_convolution_is_summed_for_grey_or_refused_with_what_to_do() {
+        let of = |stem: Stem, channels: usize| network(Arch::ResNet18, stem, channels, 10, 1);
+        let (weights, mapping) = take_over(of(Stem::Imagenet, 3), of(Stem::Imagenet, 1), "fc").unwrap();
+        assert!(mapping.notes("fc")[0].contains("conv1.weight takes colour and the pictures are grey"));
+        let (theirs, ours) = (&of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
+        assert_eq!(ours.shape, [64, 1, 7, 7]);
+        for (at, sum) in ours.values.iter().enumerate() {
+            let (filter, place) = (at / 49, at % 49);
+            let channels = [0, 1, 2].map(|channel| theirs.values[(filter * 3 + channel) * 49 + place]);
+            assert_eq!(*sum, channels.iter().sum::<f32>());
+        }
+        for (given, wanted, said) in [
+            (
+                of(Stem::Imagenet, 3),
+                of(Stem::Cifar, 3),
+                "conv1.weight is [64, 3, 7, 7], wanted [64, 3, 3, 3] (set model.stem = \"imagenet\")",
+            ),
+            (
+                of(Stem::Cifar, 3),
+                of(Stem::Imagenet, 1),
+                "conv1.weight is [64, 3, 3, 3], wanted [64, 1, 7, 7] (set model.stem = \"cifar\")",
+            ),
+            (
+                of(Stem::Cifar, 1),
+                of(Stem::Cifar, 3),
+                "conv1.weight is [64, 1, 3, 3], wanted [64, 3, 3, 3] (these weights are for pictures of 1 channel, and \
+                 those of data.dataset have 3)",
+            ),
+        ] {
+            assert_eq!(take_over(given, wanted, "fc").unwrap_err(), said);
+        }
     }
 }

@@ -1,11 +1,7 @@
 //! Where a run begins: fresh weights, given weights, or a checkpoint. Rank 0 reads files and sends their content, so the others
 //! need not have them.
 
-use super::{
-    TrainError, Training,
-    pretrained::{self, some_of},
-    setup::Plan,
-};
+use super::{TrainError, Training, pretrained, setup::Plan};
 use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, OptimizerNote, State},
     comm::{ProcessGroup, Reduction},
@@ -334,8 +330,7 @@ fn fits(
     {
         return refuse(difference);
     }
-    let problems = compare(&shapes(given), &shapes(own), None).problems;
-    if problems.is_empty() { Ok(()) } else { refuse(some_of(&problems)) }
+    compare(&shapes(given), &shapes(own), None).map_or_else(refuse, |_| Ok(()))
 }
 
 /// Rank 0's `loaded` on every rank; `template` has the names and shapes that it must have.

@@ -324,21 +324,6 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
             format!("{validation} pixels are less than the pictures' own {0}; give {0} or more", info.height);
         mistake("/data/validation_size", detail);
     }
-    for (pointer, values) in [("/data/mean", &spec.data.mean), ("/data/std", &spec.data.std)] {
-        if let Some(values) = values
-            && values.len() != 1
-            && values.len() != info.channels as usize
-        {
-            mistake(
-                pointer,
-                format!(
-                    "has {}, but the pictures have {}",
-                    plural(values.len() as u64, "value"),
-                    plural(info.channels.into(), "channel")
-                ),
-            );
-        }
-    }
     let samples = training_samples(spec, dataset);
     if spec.data.drop_remainder && samples < spec.global_batch_size() {
         let pointer = if spec.train.global_batch_size.is_some() {

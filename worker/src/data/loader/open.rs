@@ -121,7 +121,7 @@ impl DataSource {
             }
             Validation::Split(_) => Vec::new(),
         };
-        let (mean, std) = normalisation(spec, &train, channels, height * width * channels)?;
+        let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
         let broken = || Broken::new(spec.broken_files == BrokenFiles::Skip);

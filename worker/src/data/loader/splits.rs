@@ -7,7 +7,6 @@ use crate::data::{
     inspect::{Moments, STATISTICS_SAMPLES, Statistics},
     listing::Listing,
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::DataSpec;
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -33,7 +32,7 @@ pub(super) fn normalisation(
     train: &Opened,
     channels: usize,
     size: usize,
-) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+) -> (Vec<f32>, Vec<f32>) {
     let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
         (Vec::new(), Vec::new())
     } else {
@@ -58,17 +57,13 @@ pub(super) fn normalisation(
             }
         }
     };
-    let fit = |name: &str, given: &Option<Vec<f32>>, found: Vec<f32>| match given {
-        Some(values) if values.len() == channels => Ok(values.clone()),
-        Some(values) if values.len() == 1 => Ok(vec![values[0]; channels]),
-        Some(values) => Err(DataError::Invalid(format!(
-            "data.{name} has {} (a recipe's, unless the job gives its own), but the pictures have {}",
-            plural(values.len() as u64, "value"),
-            plural(channels as u64, "channel")
-        ))),
-        None => Ok(found),
+    // A recipe's values are for colour: grey takes their average.
+    let fit = |given: &Option<Vec<f32>>, found: Vec<f32>| match given {
+        Some(values) if values.len() == channels => values.clone(),
+        Some(values) => vec![values.iter().sum::<f32>() / values.len() as f32; channels],
+        None => found,
     };
-    Ok((fit("mean", &spec.mean, found_mean)?, fit("std", &spec.std, found_std)?))
+    (fit(&spec.mean, found_mean), fit(&spec.std, found_std))
 }
 
 /// The one size that all pictures have, if they do.

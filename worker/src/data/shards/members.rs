@@ -11,6 +11,7 @@ use crate::{
 use lockstep_protocol::limits::{CLASS_NAME_BYTES, MEMBER_NAME_BYTES};
 use rayon::prelude::*;
 use std::{
+    collections::HashSet,
     fs::File,
     io::{self, Read},
     os::unix::fs::FileExt,
@@ -24,6 +25,12 @@ const JSON_BYTES: u64 = 1 << 20;
 /// So many bytes are read behind a tar's end: another tar begins after at most some blocks of zeros.
 const BEHIND: u64 = 1 << 20;
 
+/// Follows what is wrong with members whose names have more than one dot.
+const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several, rename them";
+/// What compressed files begin with.
+const COMPRESSED: [(&[u8], &str); 4] =
+    [(b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\xfd7zXZ\0", "xz"), (b"BZh", "bzip2")];
+
 pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
 
 /// Looks at all members of the shard at `path`.
@@ -32,7 +39,8 @@ pub(super) fn of(path: &Path) -> Members {
         Ok(found) => found,
         Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
     };
-    let (samples, end) = samples(&file, size);
+    let (mut samples, end) = samples(&file, size);
+    name_scattered(&mut samples);
     let (trouble, passing) = match end {
         End::Whole => (None, false),
         End::Damaged(detail) => (Some(detail), false),
@@ -56,6 +64,10 @@ struct Sample {
     key: Vec<u8>,
     /// Name, place and size of the picture.
     picture: Option<(Vec<u8>, u64, u64)>,
+    /// The picture's name is its key and a format (`000.jpg`): it counts before others, such as `000.seg.png`.
+    is_plain: bool,
+    /// There are several pictures, and none counts before the others.
+    second_picture: Option<String>,
     class: Option<String>,
     /// From the `.json`, which counts where there is no `.cls`.
     described_class: Option<String>,
@@ -76,11 +88,10 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         let mut member = match member {
             Ok(member) => member,
             Err(error) if error.raw_os_error().is_some() => return (samples, End::Unread(error)),
-            Err(error) if count == 0 => {
-                return (samples, End::Damaged(format!("is no tar file: {error}")));
-            }
-            Err(error) => {
-                let detail = format!("is damaged after {count} members: {error}; get it again");
+            // The crate's words would quote bytes that are no text.
+            Err(_) if count == 0 => return (samples, End::Damaged(no_tar(file))),
+            Err(_) => {
+                let detail = format!("is damaged after {count} members; get it again");
                 return (samples, End::Damaged(detail));
             }
         };
@@ -101,14 +112,14 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         if offset.saturating_add(length) > size {
             // What there is of its sample is no sample.
-            let key = parts(&name).map(|(key, _)| key);
+            let key = parts(&name).map(|(key, ..)| key);
             samples.pop_if(|sample| Some(&sample.key) == key.as_ref());
             let name = String::from_utf8_lossy(&name);
             return (samples, End::Damaged(format!("is cut off in the middle of {name}; get it again")));
         }
         end = (offset + length).next_multiple_of(BLOCK);
         count += 1;
-        let Some((key, extension)) = parts(&name) else { continue };
+        let Some((key, extension, is_plain)) = parts(&name) else { continue };
         if kind.is_dir() {
             continue;
         }
@@ -128,7 +139,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         }
         if let Some(sample) = samples.last_mut() {
             let read = |limit: u64| text(&mut member, length, limit);
-            if let Err(error) = sample.add(&name, &extension, (offset, length), unfit, read) {
+            if let Err(error) = sample.add((&name, &extension, is_plain), (offset, length), unfit, read) {
                 return (samples, End::Unread(error));
             }
         }
@@ -151,6 +162,40 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
     }
 }
 
+/// What a file is that has no tar's header.
+fn no_tar(file: &File) -> String {
+    let mut head = [0; 8];
+    let read = file.read_at(&mut head, 0).unwrap_or(0);
+    match COMPRESSED.iter().find(|(magic, _)| head[..read].starts_with(magic)) {
+        Some((_, how)) => format!(
+            "is compressed with {how}, whatever its name says, and pictures are read from the middle of shards: unpack it"
+        ),
+        None => "is no tar file".into(),
+    }
+}
+
+/// Names samples whose picture and class do not follow each other.
+fn name_scattered(samples: &mut [Sample]) {
+    let mut seen = HashSet::new();
+    let again = samples.iter().filter(|sample| !seen.insert(&sample.key));
+    let again: HashSet<Vec<u8>> = again.map(|sample| sample.key.clone()).collect();
+    for sample in samples.iter_mut().filter(|sample| again.contains(&sample.key)) {
+        let has_class = sample.class.is_some() || sample.described_class.is_some();
+        match (&sample.picture, has_class) {
+            (Some(_), false) => {
+                sample.broken.get_or_insert(
+                    "has its class elsewhere in the shard, and members of a sample have to follow each other: pack them with \
+                     tar --sort=name"
+                        .into(),
+                );
+            }
+            // Said of the picture.
+            (None, true) => (sample.class, sample.described_class) = (None, None),
+            _ => {}
+        }
+    }
+}
+
 /// Whether something else than zeros lies behind a tar's last member.
 fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
     let mut bytes = vec![0; size.saturating_sub(end).min(BEHIND) as usize];
@@ -158,9 +203,10 @@ fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
     Ok(bytes.iter().any(|byte| *byte != 0))
 }
 
-/// Key and last extension of a member's name, as WebDataset has them: the key ends at the first dot of the file name.
-/// `None` of hidden files, what has no extension, and webdataset's own notes (`__name__`, and what lies in such a folder).
-fn parts(name: &[u8]) -> Option<(Vec<u8>, String)> {
+/// Key and last extension of a member's name, and whether nothing lies between them. As in WebDataset, the key ends at the first
+/// dot of the file name. `None` of hidden files, what has no extension, and webdataset's own notes (`__name__`, and what lies in
+/// such a folder).
+fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
     let file = name.iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
     let dot = file + name[file..].iter().position(|b| *b == b'.')?;
     let last = name.iter().rposition(|b| *b == b'.')?;
@@ -169,7 +215,7 @@ fn parts(name: &[u8]) -> Option<(Vec<u8>, String)> {
         return None;
     }
     let extension = String::from_utf8_lossy(&name[last + 1..]).to_lowercase();
-    Some((name[..dot].to_vec(), extension))
+    Some((name[..dot].to_vec(), extension, dot == last))
 }
 
 /// A short member's text; `None` when it is longer than `limit` or not UTF-8.
@@ -185,8 +231,7 @@ fn text(member: &mut impl Read, length: u64, limit: u64) -> io::Result<Option<St
 impl Sample {
     fn add(
         &mut self,
-        name: &[u8],
-        extension: &str,
+        (name, extension, is_plain): (&[u8], &str, bool),
         (offset, length): (u64, u64),
         unfit: Option<&str>,
         read: impl FnOnce(u64) -> io::Result<Option<String>>,
@@ -196,7 +241,8 @@ impl Sample {
         let mut broken = |detail: String| {
             self.broken.get_or_insert(detail);
         };
-        let second = || format!("has a second class, in {file_name}, in its sample; keep one of them");
+        let rule = if is_plain { "" } else { FIRST_DOT };
+        let second = || format!("has a second class, in {file_name}, in its sample; keep one of them{rule}");
         match (extension, unfit) {
             ("cls", Some(unfit)) => broken(format!("has a class in {file_name}, which {unfit}")),
             ("cls", None) => match read(LABEL_BYTES)?
@@ -232,11 +278,19 @@ impl Sample {
             _ if !picture::is_named_like_one(Path::new(&file_name)) => {}
             (_, Some(unfit)) => broken(format!("has a picture {file_name}, which {unfit}")),
             _ => match &self.picture {
-                None => self.picture = Some((name.to_vec(), offset, length)),
-                Some((first, ..)) => broken(format!(
-                    "has a second picture, {file_name}, in its sample; keep one of them (the first is {})",
-                    String::from_utf8_lossy(first)
-                )),
+                Some(_) if self.is_plain && !is_plain => {}
+                Some((first, ..)) if self.is_plain == is_plain => {
+                    self.second_picture.get_or_insert_with(|| {
+                        format!(
+                            "has a second picture, {file_name}, in its sample; keep one of them (the first is {}){rule}",
+                            String::from_utf8_lossy(first)
+                        )
+                    });
+                }
+                _ => {
+                    self.picture = Some((name.to_vec(), offset, length));
+                    (self.is_plain, self.second_picture) = (is_plain, None);
+                }
             },
         }
         Ok(())
@@ -248,6 +302,7 @@ impl Sample {
         if self.class.is_none() {
             self.broken = self.broken.or(self.undescribed);
         }
+        self.broken = self.broken.or(self.second_picture);
         let label = self.class.or(self.described_class);
         let Some((name, offset, size)) = self.picture else {
             let broken = self.broken.or(label.map(|_| "has no picture in its sample".into()));

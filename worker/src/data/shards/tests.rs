@@ -124,7 +124,13 @@ fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
     assert_eq!(catalog.splits[0].labels.len(), 2);
     let words = broken(&catalog).join("\n");
     assert!(words.contains("is damaged after 6 members"), "{words}");
-    for (bytes, wanted) in [(&b""[..], "is empty"), (&b"not a tar file at all"[..], "is no tar file")] {
+    let gzip = [b"\x1f\x8b\x08\0".to_vec(), vec![0x9d; 2000]].concat();
+    for (bytes, wanted) in [
+        (&b""[..], "is empty"),
+        (&b"not a tar file at all"[..], "is no tar file"),
+        (&[0x9d; 2000], "train-0.tar is no tar file"),
+        (&gzip, "train-0.tar is compressed with gzip, whatever its name says"),
+    ] {
         fs::write(&shard, bytes).unwrap();
         let words = open(dir.path()).unwrap_err().to_string();
         assert!(words.contains("holds no sample that can be used") && words.contains(wanted), "{words}");
@@ -234,15 +240,20 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
     let catalog = open(dir.path()).expect("opens");
     let names: Vec<_> = samples(&catalog).into_iter().map(|(_, name, class, _)| (name, class)).collect();
     let shown = |name: &str| dir.path().join("train.tar").join(name).display().to_string();
-    let wanted =
-        [("good.png", "1"), ("both.png", "0"), ("boxes.png", "1"), ("whole.png", "1"), ("__note.png", "1")];
+    let wanted = [
+        ("good.png", "1"),
+        ("both.png", "0"),
+        ("two.png", "1"),
+        ("boxes.png", "1"),
+        ("whole.png", "1"),
+        ("__note.png", "1"),
+    ];
     assert_eq!(names, wanted.map(|(name, class)| (shown(name), class.to_owned())));
     let words = broken(&catalog);
     for (name, detail) in [
         ("no-class.png", "has no class: put a member"),
         ("no-label.png", "has no class: put a member"),
         ("no-picture", "has no picture in its sample"),
-        ("two.png", "has a second picture, two.right.png"),
         ("text.jpg", "is text, not a JPEG"),
         ("long.png", "has a class in long.cls that is empty, no text, or too long"),
         ("list.png", "has a description list.json that is no JSON object"),
@@ -252,7 +263,7 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
         let fits = |text: &&String| text.contains(&format!("train.tar/{name} {detail}"));
         assert!(words.iter().any(|text| fits(&text)), "{name} {detail} is not in {words:#?}");
     }
-    assert_eq!(words.len(), 9, "{words:#?}");
+    assert_eq!(words.len(), 8, "{words:#?}");
     // The longest label that is read, and the largest number that is a class.
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", &[b'7'; 255])]);
     assert_eq!(open(dir.path()).expect("opens").classes[0].len(), 255);
@@ -261,6 +272,54 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"100000")]);
     let words = open(dir.path()).unwrap_err().to_string();
     assert!(words.contains("is 100000; classes are numbered from 0, up to 99999"), "{words}");
+}
+
+#[test]
+fn members_are_joined_to_samples_by_the_first_dot_of_their_names() {
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let rule = "names that are the same up to their first dot are one sample, as in WebDataset";
+    for (members, wanted, details) in [
+        (&["0.png", "0.seg.png", "0.cls"][..], &["0.png"][..], &[][..]),
+        (&["0.cls", "0.left.png", "0.right.png", "0.png"], &["0.png"], &[]),
+        (&["0.image.png", "0.cls"], &["0.image.png"], &[]),
+        (
+            &["0.jpg", "0.png", "0.cls"],
+            &[],
+            &["0.jpg has a second picture, 0.png, in its sample; keep one of them"],
+        ),
+        (&["22.00.png", "22.00.cls", "22.01.png", "22.01.cls"], &[], &[rule]),
+        // As `find` lists them, and not as they sort.
+        (&["0.png", "1.png", "0.cls", "1.cls"], &[], &["0.png has its class elsewhere", "tar --sort=name"]),
+        (&["0.png", "0.cls", "1.cls", "0.txt"], &["0.png"], &["has no picture in its sample"]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let content = |name: &str| if name.ends_with("cls") { &b"0"[..] } else { &png.get_ref()[..] };
+        let mut all: Vec<_> = members.iter().map(|name| (*name, content(name))).collect();
+        all.extend([("last.png", content("png")), ("last.cls", content("cls"))]);
+        write(&dir.path().join("train.tar"), &all);
+        let catalog = open(dir.path()).expect("opens");
+        let found: Vec<_> = samples(&catalog).into_iter().map(|(_, name, ..)| name).collect();
+        let shown = |name: &&str| dir.path().join("train.tar").join(name).display().to_string();
+        assert_eq!(found, wanted.iter().chain(&["last.png"]).map(shown).collect::<Vec<_>>());
+        let words = broken(&catalog).join("\n");
+        assert!(details.iter().all(|detail| words.contains(detail)), "{members:?}: {words}");
+        assert_eq!(words.is_empty(), details.is_empty(), "{members:?}: {words}");
+        assert_eq!(words.contains("has no picture"), members.contains(&"0.txt"), "{words}");
+    }
+}
+
+#[test]
+fn class_names_that_differ_in_unicode_normalisation_are_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    for (split, class) in [("train", "cafe\u{301}"), ("val", "caf\u{e9}")] {
+        let shard = dir.path().join(format!("{split}.tar"));
+        write(&shard, &[("a.png", png.get_ref()), ("a.cls", class.as_bytes())]);
+    }
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!((catalog.classes, catalog.splits.len()), (vec!["caf\u{e9}".to_owned()], 2));
 }
 
 #[test]

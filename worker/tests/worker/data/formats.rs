@@ -146,6 +146,93 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
 }
 
 #[test]
+fn usual_names_of_splits_are_recognised_in_any_case() {
+    for (folders, splits) in [
+        (["training", "validation"], ["train", "validation"]),
+        (["Train", "Val"], ["train", "val"]),
+        (["TRAINING", "Testing"], ["train", "test"]),
+        (["train", "Valid"], ["train", "valid"]),
+    ] {
+        let dir = TempDir::new().expect("a folder");
+        folder(dir.path(), folders[0], &["cat", "dog"], 4, &[28]);
+        folder(dir.path(), folders[1], &["dog"], 2, &[28]);
+        let info = inspect(dir.path()).expect("readable");
+        let found: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
+        assert_eq!(found, [(splits[0], 8), (splits[1], 2)]);
+        let spec = DataSpec { validation: Validation::Split(splits[1].into()), ..DataSpec::default() };
+        let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
+        assert_eq!((shape.train_samples, shape.validation_samples), (8, 2), "{folders:?}");
+    }
+    let dir = TempDir::new().expect("a folder");
+    folder(dir.path(), "train", &["cat"], 2, &[28]);
+    folder(dir.path(), "Training", &["cat"], 2, &[28]);
+    let words = inspect(dir.path()).expect_err("two folders of one split").to_string();
+    says(&words, &["a second folder for the split \"train\", ", "put their classes together"]);
+}
+
+#[test]
+fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
+    for (files, words) in [
+        (
+            &["train/1.jpg", "val/2.jpg"][..],
+            "; it has train/, val/; pictures lie directly in train/, val/, and a picture's class is the folder that it lies in: \
+             move them to train/<class>/",
+        ),
+        (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, and "),
+        (
+            &["cat/1.jpg", "dog/1.jpg", "labels.csv"],
+            "; it has cat/, dog/, labels.csv; cat/, dog/ are folders of pictures: put each class in train/",
+        ),
+        (
+            &["pictures/cat/1.jpg", "validation/cat/1.jpg"],
+            "; it has pictures/, validation/; it has validation/<class>/ and no train/<class>/: put training pictures there",
+        ),
+        (&["a", "b", "c", "d", "e", "f", "g"], "; it has a, b, c, d, e and 2 more"),
+    ] {
+        let dir = TempDir::new().expect("a folder");
+        for file in files {
+            let file = dir.path().join(file);
+            fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
+            fs::write(file, "").expect("writes");
+        }
+        let said = inspect(dir.path()).expect_err("no dataset").to_string();
+        says(&said, &["holds no dataset that is known", words]);
+        assert!(!said.contains("ln -s"), "it would train on the pictures that measure: {said}");
+    }
+}
+
+#[test]
+fn classes_whose_names_differ_in_unicode_normalisation_are_one() {
+    let dir = TempDir::new().expect("a folder");
+    let (composed, decomposed) = ("caf\u{e9}", "cafe\u{301}");
+    folder(dir.path(), "train", &[decomposed, "dog"], 4, &[28]);
+    folder(dir.path(), "val", &[composed], 2, &[28]);
+    let info = inspect(dir.path()).expect("readable");
+    assert_eq!((info.classes, info.broken_count), (vec![composed.into(), "dog".into()], 0));
+    assert_eq!(info.splits[1].per_class, [2, 0]);
+    folder(dir.path(), "train", &[composed], 4, &[28]);
+    let info = inspect(dir.path()).expect("readable");
+    assert_eq!((info.splits[0].per_class.as_slice(), info.broken_count), (&[4, 4][..], 1));
+    says(&info.broken[0].detail, &["in another Unicode normalisation", "put their pictures into one folder"]);
+}
+
+#[test]
+fn git_lfs_pointers_are_named_in_every_format() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n";
+    for file in
+        ["train/cat/0.jpg", "train-0.tar", "train-0.parquet", "train-images-idx3-ubyte", "data_batch_1.bin"]
+    {
+        let dir = TempDir::new().expect("a folder");
+        let path = dir.path().join(file);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        fs::write(dir.path().join("train-labels-idx1-ubyte"), pointer).expect("writes");
+        fs::write(path, pointer).expect("writes");
+        let spec = DataSpec { validation: Validation::Split("none".into()), ..DataSpec::default() };
+        says(&error(dir.path(), &spec), &[file, " is a Git LFS pointer", "run `git lfs pull`"]);
+    }
+}
+
+#[test]
 fn what_is_no_dataset_says_what_was_looked_for() {
     let dir = TempDir::new().expect("a folder");
     let path = dir.path();

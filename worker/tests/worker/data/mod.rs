@@ -171,9 +171,14 @@ fn pictures_are_scaled_to_the_size_that_the_job_wants() {
 }
 
 #[test]
-fn normalisation_must_fit_the_channels() {
-    let spec = DataSpec { mean: Some(vec![0.1, 0.2, 0.3]), ..DataSpec::default() };
-    says(&error(&bundled(), &spec), &["data.mean has 3 values", "1 channel"]);
+fn grey_pictures_take_the_average_of_a_colour_normalisation() {
+    let spec = DataSpec {
+        mean: Some(vec![0.125, 0.25, 0.375]),
+        std: Some(vec![0.25, 0.5, 0.75]),
+        ..DataSpec::default()
+    };
+    let shape = DataSource::open(&bundled(), &spec, 0).expect("opens").shape;
+    assert_eq!((shape.mean, shape.std), (vec![0.25], vec![0.5]));
 }
 
 #[test]

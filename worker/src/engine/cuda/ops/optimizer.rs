@@ -202,7 +202,6 @@ impl Ops {
             Arg::InOut(average),
             Arg::In(values),
             Arg::U64(length),
-            Arg::F32(decay as f32),
             Arg::F32((1.0 - decay) as f32),
             Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
             Arg::U32(steps),

@@ -288,6 +288,18 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
     if (!finite) *found = 1;
 }
 
+// Adds a checksum of `length` values to *sum: of the bits of each and of its place, so that a change of any one of them changes it.
+extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
+    enter();
+    u64 step = (u64)gridDim.x * blockDim.x, own = 0;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+        u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
+        own += (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
+    }
+    for (u32 lane = 16; lane > 0; lane /= 2) own += __shfl_xor_sync(0xffffffffu, own, lane);
+    if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
+}
+
 // float32 to the activations' format.
 extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
     enter();

@@ -220,6 +220,12 @@ impl Ops {
         kernel("find_not_finite", self.items(length, 8), args)
     }
 
+    /// *sum (`u64`) += a checksum of `length` values of 4 bytes.
+    pub(in crate::engine::cuda) fn add_checksum(&self, values: Operand, length: u64, sum: Operand) -> Kernel {
+        let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
+        kernel("add_checksum", self.items(length, 4), args)
+    }
+
     /// to (T) = from (float32); `length` values, a multiple of 8.
     pub(in crate::engine::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
         let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];

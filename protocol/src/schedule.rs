@@ -70,7 +70,7 @@ impl Schedule {
             }
             ScheduleKind::Cosine => {
                 let angle = std::f64::consts::PI * progress(at, steps);
-                self.end + (self.lr - self.end) * (1.0 + angle.cos()) / 2.0
+                self.end + (self.lr - self.end) * (1.0 + libm::cos(angle)) / 2.0
             }
             ScheduleKind::OneCycle => {
                 let rise = ((self.pct_start * steps as f64).round() as u64).clamp(1, steps.max(1));

@@ -297,7 +297,11 @@ def suspend(stage):
 
 
 def across(stage):
-    """A checkpoint of one device continues on the other, and back."""
+    """A checkpoint of one device continues on the other, and back.
+
+    Whether it learns is said by the training loss: at the end of the first epoch it is 1.15 to 1.19 on every device and in every format. The
+    validation of so early an epoch is not: 20 to 56 % on the same job. So it has to be better than chance, which is 10 % with a standard
+    deviation of 1 % for the 1,000 bundled pictures. worker/src/engine/cuda/tests/trajectories.rs compares its distribution."""
     text = "\n".join(
         [
             'name = "across"',
@@ -311,7 +315,7 @@ def across(stage):
     (stage.folder / "across.toml").write_text(text)
 
     def train(device, epochs, resume=None):
-        """Trains up to an epoch, or only evaluates where the checkpoint is that far: (newest checkpoint, accuracy)."""
+        """Trains up to an epoch, or only evaluates where the checkpoint is that far: (newest checkpoint, accuracy, last training loss)."""
         out = stage.folder / f"across-{epochs}-{device}"
         command = [stage.program, "train", str(stage.folder / "across.toml"), "--out", str(out)]
         command += ["--set", f"parallel.device={device}", "--set", f"train.epochs={epochs}"]
@@ -320,22 +324,26 @@ def across(stage):
         expect(done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}")
         said = re.findall(r"validation accuracy is ([0-9.]+) %", done.stdout + done.stderr)
         expect(said, f"no accuracy was reported: {done.stdout[-2000:]}")
+        losses = re.findall(rf"epoch: {epochs} step: \d+, loss is ([0-9.]+)", done.stdout + done.stderr)
         newest = max((out / "checkpoints").glob(f"{epochs}-*"), key=lambda f: f.stat().st_mtime, default=resume)
-        return newest, float(said[-1])
+        return newest, float(said[-1]), float(losses[-1]) if losses else None
 
     def same(reported, checkpoint, epochs, device):
-        _, again = train(device, epochs, checkpoint)
+        _, again, _ = train(device, epochs, checkpoint)
         stage.note(f"epoch {epochs}: {reported} %, looked at again on {device}: {again} %")
         expect(abs(again - reported) <= 1, f"the same weights are {reported} % right, and {again} % on {device}")
 
     other = "cpu"
-    one, first = train(stage.device, 1)
+    one, first, loss = train(stage.device, 1)
+    stage.note(f"epoch 1: training loss {loss}")
+    expect(loss is not None and loss < 1.3, f"it learns nothing: a training loss of {loss} after the first epoch, 2.3 is chance")
     same(first, one, 1, other)
-    two, second = train(other, 2, one)
+    two, second, _ = train(other, 2, one)
     same(second, two, 2, stage.device)
-    _, third = train(stage.device, 3, two)
-    stage.note(f"epoch 3 on {stage.device}: {third} %")
-    expect(min(first, second, third) > 30, "it learns nothing")
+    _, third, last = train(stage.device, 3, two)
+    stage.note(f"epoch 3 on {stage.device}: {third} %, training loss {last}")
+    expect(last is not None and last < loss, f"the training loss was {loss} after epoch 1 and is {last} after epoch 3")
+    expect(min(first, second, third) > 15, f"no better than chance: {first}, {second}, {third} %")
 
 
 def overflow(stage):

@@ -266,16 +266,17 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
     }
 }
 
-// average = decay average + rest values; rest: 1 - decay. Nothing where not all of `steps` have finished: the weights are
+// average = (1 - rest) average + rest values, as the CPU engine's `sums::average`. Nothing where not all of `steps` have finished: the weights are
 // held, and no average of the newest step.
 extern "C" __global__ void __launch_bounds__(256)
-    average_values(float* average, const float* values, u64 length, float decay, float rest, const u32* finished,
-                   u32 steps) {
+    average_values(float* average, const float* values, u64 length, float rest, const u32* finished, u32 steps) {
     enter();
     if (*finished != steps) return;
     u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
-        average[i] = decay * average[i] + rest * values[i];
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+        float a = average[i], v = values[i];
+        average[i] = rest < 0.5f ? a + rest * (v - a) : v - (v - a) * (1 - rest);
+    }
 }
 
 // *found = 1 if any of `length` values is not finite.
@@ -285,6 +286,18 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
     bool finite = true;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= values[i] - values[i] == 0;
     if (!finite) *found = 1;
+}
+
+// Adds a checksum of `length` values to *sum: of the bits of each and of its place, so that a change of any one of them changes it.
+extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
+    enter();
+    u64 step = (u64)gridDim.x * blockDim.x, own = 0;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+        u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
+        own += (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
+    }
+    for (u32 lane = 16; lane > 0; lane /= 2) own += __shfl_xor_sync(0xffffffffu, own, lane);
+    if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
 }
 
 // float32 to the activations' format.

@@ -24,7 +24,7 @@ pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs}
 
 use crate::{
     comm::{
-        ProcessGroup, Reduction, SingleRank,
+        ProcessGroup, Reduction, SingleRank, first_to_differ,
         rendezvous::{RendezvousConfig, Store},
         ring::Ring,
         shm::ShmProcessGroup,
@@ -190,7 +190,7 @@ fn attempt(
         }
         say_where_ranks_listen(config, reporter);
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
-        store.barrier("connected")?;
+        check_backends(&store, device.backend.name())?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
             if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
@@ -247,6 +247,18 @@ fn attempt(
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
+}
+
+/// Collective: refuses ranks of different backends, which would not take part in the same collectives.
+fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
+    let names = store.exchange("backend", name.as_bytes())?;
+    first_to_differ(&names).map_or(Ok(()), |rank| {
+        let [first, other] = [0, rank].map(|rank| String::from_utf8_lossy(&names[rank]));
+        Err(RankError::Train(TrainError::Impossible(format!(
+            "rank {rank} computes with {other} and rank 0 with {first}: a job has one kind of device. Set parallel.device to it, and leave \
+             out the machines that have none (lockstep doctor says what a machine has)"
+        ))))
+    })
 }
 
 /// One all-reduce whose sum is known, before training depends on the connection.

@@ -47,10 +47,35 @@ pub fn widen(from: &[f32], to: &mut [f64]) {
     );
 }
 
-/// `average = decay average + (1 - decay) values`.
+/// `average = decay average + (1 - decay) values`, computed as `torch.lerp` computes it. `decay` and `1 - decay` as two float32 numbers do
+/// not add up to 1, which shows after as many steps as the average looks back.
 pub fn average(decay: f64, average: &mut [f32], values: &[f32]) {
-    let (decay, rest) = (decay as f32, (1.0 - decay) as f32);
+    let rest = (1.0 - decay) as f32;
     average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| {
-        average.iter_mut().zip(values).for_each(|(a, v)| *a = decay * *a + rest * v);
+        average.iter_mut().zip(values).for_each(|(a, v)| *a = lerp(*a, *v, rest));
     });
+}
+
+/// Exactly `to` where `weight` is 1.
+fn lerp(from: f32, to: f32, weight: f32) -> f32 {
+    if weight < 0.5 { from + weight * (to - from) } else { to - (to - from) * (1.0 - weight) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_average_is_not_biased_however_far_it_looks_back() {
+        for decay in [0.0, 0.5, 0.9, 0.999, 0.99998, 0.999999] {
+            let (mut averages, values) = ([0.0, -3.7, 0.1], [1.0, -3.7, 0.1]);
+            let mut wanted = 0.0;
+            for _ in 0..200_000 {
+                average(decay, &mut averages, &values);
+                wanted += (1.0 - decay) * (1.0 - wanted);
+            }
+            assert!((f64::from(averages[0]) - wanted).abs() < 1e-4, "{decay}: {} of {wanted}", averages[0]);
+            assert_eq!(averages[1..], values[1..], "{decay}: what stays the same has itself as its average");
+        }
+    }
 }

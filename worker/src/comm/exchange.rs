@@ -6,8 +6,9 @@ use std::time::Duration;
 /// Where ranks that are about to connect exchange what they need for it: the ranks of the store, or those of the group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// All ranks of an attempt, where they met. A rank that is asked to stop gives up waiting there.
-    Store(&'a Store),
+    /// All ranks of an attempt, where they met, and the longest wait for each other: one that first compiles kernels takes longer than ranks
+    /// take to meet. A rank that is asked to stop gives up waiting there.
+    Store(&'a Store, Duration),
     /// The ranks of a group that is connected already.
     Group(&'a dyn ProcessGroup),
 }
@@ -16,37 +17,29 @@ impl<'a> Exchange<'a> {
     /// An exchange among the ranks of `group`: at `store` where all that meet there are in it.
     pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
         match store {
-            Some(store) if store.config().world_size == group.size() => Self::Store(store),
+            Some(store) if store.config().world_size == group.size() => Self::Store(store, group.timeout()),
             _ => Self::Group(group),
         }
     }
 
     pub fn rank(&self) -> u32 {
         match self {
-            Self::Store(store) => store.config().rank,
+            Self::Store(store, _) => store.config().rank,
             Self::Group(group) => group.rank(),
         }
     }
 
     pub fn size(&self) -> u32 {
         match self {
-            Self::Store(store) => store.config().world_size,
+            Self::Store(store, _) => store.config().world_size,
             Self::Group(group) => group.size(),
-        }
-    }
-
-    /// Longest wait for others.
-    pub fn timeout(&self) -> Duration {
-        match self {
-            Self::Store(store) => store.config().timeout,
-            Self::Group(group) => group.timeout(),
         }
     }
 
     /// Whether this rank is asked to stop and should give up waiting for the others.
     pub fn gives_up(&self) -> bool {
         match self {
-            Self::Store(store) => store.gives_up(),
+            Self::Store(store, _) => store.gives_up(),
             Self::Group(_) => false,
         }
     }
@@ -63,9 +56,9 @@ impl<'a> Exchange<'a> {
         value: &[u8],
     ) -> Result<Vec<Vec<u8>>, CommError> {
         match self {
-            Self::Store(store) => {
-                store.exchange(what, value).map_err(|error| CommError::at_rendezvous(operation, error))
-            }
+            Self::Store(store, timeout) => store
+                .exchange_within(what, value, *timeout)
+                .map_err(|error| CommError::at_rendezvous(operation, error)),
             Self::Group(group) => group.all_gather_bytes(value),
         }
     }

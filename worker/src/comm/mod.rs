@@ -28,6 +28,11 @@ use std::{sync::Arc, time::Duration};
 /// Most bytes that a rank may give to [`ProcessGroup::all_gather_bytes`].
 pub const LONGEST_MESSAGE: usize = 1 << 20;
 
+/// The first rank that said something else than rank 0, of what each rank said.
+pub fn first_to_differ(said: &[Vec<u8>]) -> Option<usize> {
+    said.iter().position(|other| *other != said[0])
+}
+
 /// Memory that all ranks see, or why there is none.
 pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 

@@ -38,6 +38,10 @@ const POLL: Duration = Duration::from_micros(50);
 /// For the end of a communicator: others may be gone.
 const GOODBYE: Duration = Duration::from_secs(2);
 
+/// Blocks of a collective at most, each of which takes a multiprocessor. Kernels that wait for other ranks leave as many free, so that a
+/// collective on another stream can run to its end meanwhile. NVIDIA's own choice on Hopper is up to as many.
+pub const MAX_BLOCKS: u32 = 32;
+
 /// One rank's end of a group of GPUs.
 ///
 /// A captured CUDA graph that holds collectives refers to it: graphs are destroyed first. Two groups

@@ -51,7 +51,7 @@ struct IpcDescriptor {
 
 impl Peers {
     /// Collective: every rank of `place` calls it, and all get buffers or none does; then with the reason. `name` may be used
-    /// once an attempt.
+    /// once an attempt. A rank that must not share its memory says why in `wanted`.
     ///
     /// Buffers are freed when it is dropped, which must not be before all ranks have done their last
     /// step with them (a barrier between the two).
@@ -64,6 +64,7 @@ impl Peers {
         ordinal: i32,
         data_bytes: usize,
         flag_bytes: usize,
+        wanted: Result<(), String>,
     ) -> Result<Result<Self, String>, CommError> {
         const OPERATION: &str = "sharing GPU memory";
         let (rank, world) = (place.rank(), place.size());
@@ -72,7 +73,7 @@ impl Peers {
         }
         let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
         let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK);
-        let allocated = Allocated::new(ordinal, bytes);
+        let allocated = wanted.and_then(|()| Allocated::new(ordinal, bytes));
         let descriptor = IpcDescriptor {
             host: host(),
             gpu: allocated.as_ref().map_or([0; 16], |a| a.gpu),
@@ -282,13 +283,27 @@ mod tests {
     /// Where a machine has GPUs two ranks on one of them must not share memory either.
     #[test]
     fn ranks_that_cannot_share_all_learn_why() {
+        let reasons = reasons([Ok(()), Ok(())]);
+        assert!(!reasons[0].is_empty());
+        assert_eq!(reasons[0], reasons[1]);
+    }
+
+    #[test]
+    fn a_rank_that_must_not_share_keeps_all_from_it() {
+        let reasons = reasons([Err("it is not wanted".into()), Ok(())]);
+        assert_eq!(reasons, ["rank 0: it is not wanted"; 2]);
+    }
+
+    fn reasons(wanted: [Result<(), String>; 2]) -> Vec<String> {
         let port = unused_port();
-        let reasons: Vec<String> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..2)
-                .map(|rank| {
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..)
+                .zip(wanted)
+                .map(|(rank, wanted)| {
                     scope.spawn(move || {
                         let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
-                        let peers = Peers::connect(Exchange::Store(&store), "test", 0, 4096, 64).unwrap();
+                        let place = Exchange::Store(&store, store.config().timeout);
+                        let peers = Peers::connect(place, "test", 0, 4096, 64, wanted).unwrap();
                         // The store goes with rank 0's.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()
@@ -296,8 +311,6 @@ mod tests {
                 })
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        });
-        assert!(!reasons[0].is_empty());
-        assert_eq!(reasons[0], reasons[1]);
+        })
     }
 }

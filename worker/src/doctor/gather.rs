@@ -39,7 +39,7 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
         |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };
-    let nccl = Nccl::connect(Exchange::Store(store), "doctor", ordinal, PATIENCE)?;
+    let nccl = Nccl::connect(Exchange::Store(store, PATIENCE), "doctor", ordinal, PATIENCE)?;
     let gpu = Gpu::open(ordinal).map_err(failed)?;
     let ranks = nccl.size() as usize;
     let from = gpu.memory(4).map_err(failed)?;
@@ -76,7 +76,8 @@ pub(crate) fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     };
     let short_us = mean_secs(SHORT, 200)? * 1e6;
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 20)?.max(1e-9);
-    let no_peer_memory = Peers::connect(Exchange::Store(store), "doctor", ordinal, 4096, 256)?.err();
+    let no_peer_memory =
+        Peers::connect(Exchange::Store(store, PATIENCE), "doctor", ordinal, 4096, 256, Ok(()))?.err();
     Ok(Found { values, short_us, bytes_per_second, no_peer_memory })
 }
 

@@ -320,6 +320,11 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
+    /// A checksum of the weights and biases, which after a step are the same bits on every replica. No step may be under way.
+    ///
+    /// # Errors
+    /// The device fails.
+    fn checksum(&self) -> Result<u64, EngineError>;
     /// Collective: rank 0's parameters and running statistics to every rank.
     ///
     /// # Errors

@@ -167,3 +167,24 @@ fn what_leaves_the_machine_in_clear_is_said_with_what_to_do() {
         assert_eq!(words.lines().count(), 1);
     }
 }
+
+#[test]
+fn ranks_of_different_backends_are_refused_with_the_rank() {
+    use crate::comm::rendezvous::tests::{rendezvous_config, unused_port};
+    let port = unused_port();
+    let said: Vec<String> = std::thread::scope(|scope| {
+        let ranks = [(0, "cuda"), (1, "cuda"), (2, "cpu")].map(|(rank, backend)| {
+            scope.spawn(move || {
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
+                let refused = check_backends(&store, backend).unwrap_err();
+                // The store goes with rank 0's.
+                store.barrier("done").unwrap();
+                assert!(!refused.is_retriable());
+                refused.to_string()
+            })
+        });
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert!(said[0].starts_with("rank 2 computes with cpu and rank 0 with cuda"), "{}", said[0]);
+    assert!(said.iter().all(|other| *other == said[0]));
+}

@@ -25,6 +25,12 @@ pub enum TrainError {
          train.warmup_epochs"
     )]
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
+    /// Ranks that are to have the same weights do not.
+    #[error(
+        "{what} after step {step}, although all ranks are to have the same weights: a device or memory may be faulty, or the machines differ. \
+         No checkpoint of these weights is written; the job can continue from its newest one. If it happens again, leave that rank's device out"
+    )]
+    ReplicasDiffer { what: String, step: u64 },
     /// The job asks for float16, which cannot hold its numbers.
     #[error(
         "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which continues in bfloat16 \
@@ -68,7 +74,9 @@ impl TrainError {
     /// Whether another attempt may succeed.
     pub fn is_retriable(&self) -> bool {
         match self {
-            TrainError::System(_) | TrainError::Checkpoint(CheckpointError::Io { .. }) => true,
+            TrainError::System(_)
+            | TrainError::Checkpoint(CheckpointError::Io { .. })
+            | TrainError::ReplicasDiffer { .. } => true,
             TrainError::Engine(EngineError::Backend(error)) => error.is_retriable(),
             _ => self.comm().is_some_and(|error| !matches!(error, CommError::Mismatch { .. })),
         }

@@ -24,7 +24,7 @@ pub(super) struct LayerReports {
     times: bool,
 }
 
-/// The layers that rank 0 reports about; empty on other ranks.
+/// The layers that rank 0 reports about; other ranks only time the same step.
 #[derive(Default)]
 pub(super) struct Layers {
     description: Vec<LayerDescription>,
@@ -37,15 +37,16 @@ pub(super) struct Layers {
 impl Layers {
     /// For a run that has done `step` steps. Rank 0 reports the network's description.
     pub(super) fn describe(training: &Training<'_>, shape: &Shape, step: u64) -> Self {
-        if training.group.rank() != 0 {
-            return Self::default();
-        }
+        // On all ranks: a step that is timed is not replayed, and its collectives are those of ranks that do the same.
+        let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
         let model = &training.spec.model;
         let network = net::build(model, shape.image_size, shape.channels, shape.classes.len());
-        let Ok(network) = network else { return Self::default() };
-        let (description, outputs) = network.describe();
-        training.observer.event(&AttemptEvent::Network(description.clone()));
-        Self { description: description.layers, outputs, timed: step + TIMED_STEP }
+        if let (0, Ok(network)) = (training.group.rank(), network) {
+            let (description, outputs) = network.describe();
+            training.observer.event(&AttemptEvent::Network(description.clone()));
+            (layers.description, layers.outputs) = (description.layers, outputs);
+        }
+        layers
     }
 
     /// Where a parameter stands in the network: its layer's place, and a bias after its weight.
@@ -77,6 +78,9 @@ impl Run<'_> {
             return;
         }
         let times = self.engine.layer_times();
+        if times.is_empty() || !self.is_first() {
+            return;
+        }
         let Layers { description, outputs, .. } = &mut self.layers;
         for time in &times {
             let mut layers = description.iter_mut().zip(outputs.iter());
@@ -88,10 +92,8 @@ impl Run<'_> {
                 layer.time_us = Some(time.micros as f32);
             }
         }
-        if !times.is_empty() {
-            let description = NetworkDescription { layers: description.clone() };
-            self.training.observer.event(&AttemptEvent::Network(description));
-        }
+        let description = NetworkDescription { layers: description.clone() };
+        self.training.observer.event(&AttemptEvent::Network(description));
     }
 
     /// Reports the histograms of a step that has kept its gradients, once it is done.

@@ -48,6 +48,8 @@ impl Observer for Log {
 struct Bench {
     folder: tempfile::TempDir,
     ranks: u32,
+    /// The rank whose weights are others from the beginning.
+    differs: Option<u32>,
 }
 
 /// What became of a run.
@@ -83,7 +85,7 @@ impl Bench {
             fs::write(dataset.join(format!("{name}-labels-idx1-ubyte")), labels).unwrap();
         }
         fs::create_dir(folder.path().join("checkpoints")).unwrap();
-        Self { folder, ranks }
+        Self { folder, ranks, differs: None }
     }
 
     fn spec(&self) -> JobSpec {
@@ -99,13 +101,8 @@ impl Bench {
 
     /// Trains on all ranks. Only the last rank is asked to stop.
     fn train(&self, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
-        let port = unused_port();
-        let ranks: Vec<_> = std::thread::scope(|scope| {
-            let rank = |rank| scope.spawn(move || self.rank(rank, port, overflow, stop_in, resume));
-            let threads: Vec<_> = (0..self.ranks).map(rank).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        });
-        let mut ranks = ranks.into_iter();
+        let ranks = self.all_ranks(overflow, stop_in, resume).into_iter().enumerate();
+        let mut ranks = ranks.map(|(rank, ended)| ended.unwrap_or_else(|e| panic!("rank {rank}: {e}")));
         let mut first = ranks.next().unwrap();
         for rank in ranks {
             first.outcomes.extend(rank.outcomes);
@@ -114,7 +111,28 @@ impl Bench {
         first
     }
 
-    fn rank(&self, rank: u32, port: u16, overflow: Overflow, stop_in: StopIn, resume: Option<&str>) -> Ended {
+    fn all_ranks(
+        &self,
+        overflow: Overflow,
+        stop_in: StopIn,
+        resume: Option<&str>,
+    ) -> Vec<Result<Ended, TrainError>> {
+        let port = unused_port();
+        std::thread::scope(|scope| {
+            let rank = |rank| scope.spawn(move || self.rank(rank, port, overflow, stop_in, resume));
+            let threads: Vec<_> = (0..self.ranks).map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    fn rank(
+        &self,
+        rank: u32,
+        port: u16,
+        overflow: Overflow,
+        stop_in: StopIn,
+        resume: Option<&str>,
+    ) -> Result<Ended, TrainError> {
         let stop: Arc<AtomicBool> = Arc::default();
         let is_asked = rank + 1 == self.ranks;
         let timeout = Duration::from_secs(60);
@@ -154,7 +172,7 @@ impl Bench {
             let engine = Scripted {
                 precision,
                 overflow,
-                weights: one_value("fc.bias", 0.0),
+                weights: one_value("fc.bias", f32::from(self.differs == Some(rank))),
                 momentum: one_value("fc.bias.momentum", 0.0),
                 updates: 0,
                 replica: training.group.rank(),
@@ -197,14 +215,14 @@ impl Bench {
             kept: &kept,
             stop_within: Duration::from_secs(20),
         };
-        let outcome = train_with(&training, &build).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
-        Ended {
+        let outcome = train_with(&training, &build)?;
+        Ok(Ended {
             outcomes: vec![outcome],
             engines: engines.into_inner().unwrap(),
             evaluated_in_bfloat16: evaluated.load(Ordering::Relaxed),
             log: log.0.into_inner().unwrap().join("\n"),
             copied: vec![copied.load(Ordering::Relaxed)],
-        }
+        })
     }
 
     fn state(&self, name: &str) -> State {
@@ -268,6 +286,21 @@ fn a_stop_while_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_before_it_be
         assert_eq!((&ended.engines[..], ended.evaluated_in_bfloat16), (&BOTH[..], 0));
         let state = bench.state("1-20");
         assert_eq!((state.precision, state.val_loss), (Some(Precision::Bf16), None));
+    }
+}
+
+#[test]
+fn a_rank_whose_weights_differ_ends_the_run_on_all_ranks_before_they_are_kept() {
+    for (ranks, differs, named) in [(2, 1, "ranks 0 and 1"), (3, 0, "rank 0"), (3, 2, "rank 2")] {
+        let bench = Bench { differs: Some(differs), ..Bench::new(ranks) };
+        for ended in bench.all_ranks(Overflow::Nothing, StopIn::Never, None) {
+            let error = ended.unwrap_err();
+            let wanted = format!("the weights of {named} differ from ");
+            assert!(error.to_string().starts_with(&wanted), "{error}");
+            assert!(error.to_string().contains("No checkpoint of these weights is written"), "{error}");
+            assert!(error.is_retriable() && !error.is_secondary());
+        }
+        assert_eq!(fs::read_dir(bench.folder.path().join("checkpoints")).unwrap().count(), 0);
     }
 }
 

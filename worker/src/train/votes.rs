@@ -117,22 +117,58 @@ impl Run<'_> {
         Ok(stop == 0.0)
     }
 
-    /// An error that ends the run on all ranks if any has weights, running statistics or optimizer state that are not finite.
+    /// An error that ends the run on all ranks if any has weights, running statistics or optimizer state that are not finite, or other
+    /// weights than the others.
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];
         self.training.group.all_reduce((&mut votes).into(), Reduction::Sum)?;
         if votes == [0.0] {
-            return Ok(());
+            return self.check_replicas();
         }
         let found = own.unwrap_or_else(|| "a tensor of another rank".into());
         Err(self.diverged(found))
+    }
+
+    /// An error on all ranks unless all have the same weights.
+    fn check_replicas(&self) -> Result<(), TrainError> {
+        let group = &self.training.group;
+        if group.size() == 1 {
+            return Ok(());
+        }
+        let own = self.engine.checksum()?.to_le_bytes();
+        let mut all = vec![0u8; own.len() * group.size() as usize];
+        group.all_gather((&own).into(), (&mut all).into())?;
+        match differing(all.as_chunks::<8>().0) {
+            None => Ok(()),
+            Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
+        }
     }
 
     /// The error that says that training has diverged at the newest step.
     pub(super) fn diverged(&self, what: String) -> TrainError {
         let (step, lr) = (self.step, self.schedule.lr(self.step.saturating_sub(1)));
         TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
+    }
+}
+
+/// Which ranks have other weights than most have, by all ranks' checksums; a sentence without its end. `None`: all have the same.
+fn differing(checksums: &[[u8; 8]]) -> Option<String> {
+    let count = |of: &[u8; 8]| checksums.iter().filter(|other| *other == of).count();
+    let most = checksums.iter().max_by_key(|of| count(of))?;
+    let has_majority = 2 * count(most) > checksums.len();
+    let ranks: Vec<String> = (0..)
+        .zip(checksums)
+        .filter(|(_, of)| !has_majority || *of != most)
+        .map(|(rank, _): (u32, _)| rank.to_string())
+        .collect();
+    match &ranks[..] {
+        [] => None,
+        [one] => Some(format!("the weights of rank {one} differ from those of the others")),
+        [first @ .., last] => {
+            let others = if has_majority { "those of the others" } else { "each other" };
+            Some(format!("the weights of ranks {} and {last} differ from {others}", first.join(", ")))
+        }
     }
 }
 
@@ -154,6 +190,20 @@ mod tests {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
             assert!(many.is_due(100 + next + 1), "one that was passed by is caught up on");
+        }
+    }
+
+    #[test]
+    fn ranks_that_differ_are_named_and_all_of_them_without_a_majority() {
+        for (checksums, named) in [
+            (&[7, 7][..], None),
+            (&[7, 8][..], Some("the weights of ranks 0 and 1 differ from each other")),
+            (&[8, 7, 7][..], Some("the weights of rank 0 differ from those of the others")),
+            (&[7, 7, 8, 9, 7][..], Some("the weights of ranks 2 and 3 differ from those of the others")),
+            (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
+        ] {
+            let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
+            assert_eq!(differing(&checksums).as_deref(), named);
         }
     }
 

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)] // NCCL's calls take a communicator, which callers vouch for.
 
+use super::MAX_BLOCKS;
 use crate::comm::CommError;
 use cudarc::nccl::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t};
 use std::{
@@ -17,7 +18,7 @@ const CONFIG_VERSION: u32 = 2_27_00;
 /// "Choose yourself" in `ncclConfig_t`.
 const UNDEFINED: c_int = c_int::MIN;
 
-/// `NCCL_CONFIG_INITIALIZER` of `nccl.h` (a macro there), but non-blocking.
+/// `NCCL_CONFIG_INITIALIZER` of `nccl.h` (a macro there), but non-blocking and of at most [`MAX_BLOCKS`].
 pub(super) fn config() -> ncclConfig_t {
     ncclConfig_t {
         size: size_of::<ncclConfig_t>(),
@@ -26,7 +27,7 @@ pub(super) fn config() -> ncclConfig_t {
         blocking: 0,
         cgaClusterSize: UNDEFINED,
         minCTAs: UNDEFINED,
-        maxCTAs: UNDEFINED,
+        maxCTAs: MAX_BLOCKS.cast_signed(),
         netName: null_mut(),
         splitShare: UNDEFINED,
         trafficClass: UNDEFINED,
@@ -61,4 +62,15 @@ pub(super) fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
     // SAFETY: takes any status; and a communicator, or null for the thread's own last error.
     let (words, more) = unsafe { (text(sys::ncclGetErrorString(status)), text(sys::ncclGetLastError(comm))) };
     if more.is_empty() { format!("NCCL: {words}") } else { format!("NCCL: {words}: {more}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Kernels that wait for other ranks count on it.
+    #[test]
+    fn nccl_is_given_a_limit_of_blocks() {
+        assert_eq!(config().maxCTAs, MAX_BLOCKS.cast_signed());
+    }
 }

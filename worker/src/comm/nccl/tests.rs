@@ -15,7 +15,7 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
     let found = gather(&store, 0).unwrap();
     assert_eq!(found.values, [0.0]);
     let patience = Duration::from_secs(60);
-    let nccl = Nccl::connect(Exchange::Store(&store), "another", 0, patience).unwrap();
+    let nccl = Nccl::connect(Exchange::Store(&store, patience), "another", 0, patience).unwrap();
     nccl.async_error().unwrap();
     let began = Instant::now();
     nccl.abort("enough");
@@ -30,7 +30,8 @@ fn gpu_a_group_of_one_gathers_and_is_aborted() {
 fn gpu_an_abort_while_other_threads_ask_for_errors() {
     for round in 0..5 {
         let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
-        let nccl = Nccl::connect(Exchange::Store(&store), "asked", 0, Duration::from_secs(60)).unwrap();
+        let patience = Duration::from_secs(60);
+        let nccl = Nccl::connect(Exchange::Store(&store, patience), "asked", 0, patience).unwrap();
         std::thread::scope(|scope| {
             let asking: Vec<_> = (0..4)
                 .map(|_| {
@@ -60,8 +61,9 @@ fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
         return;
     }
     let store = Store::join(rendezvous_config(unused_port(), 0, 1)).unwrap();
+    let patience = Duration::from_secs(5);
     let error =
-        Nccl::connect(Exchange::Store(&store), "none", 0, Duration::from_secs(5)).unwrap_err().to_string();
+        Nccl::connect(Exchange::Store(&store, patience), "none", 0, patience).unwrap_err().to_string();
     assert!(error.contains("not found") || error.contains("cannot be loaded"), "{error}");
 }
 

@@ -109,7 +109,7 @@ impl Store {
     /// # Errors
     /// Rank 0 is gone, or this rank was asked to stop.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, RendezvousError> {
-        Ok(self.wait_for(vec![key.into()])?.pop().flatten())
+        Ok(self.wait_for(vec![key.into()], self.config.timeout)?.pop().flatten())
     }
 
     /// The values that are there now, without waiting for the rest.
@@ -140,19 +140,28 @@ impl Store {
     /// # Errors
     /// [`RendezvousError::Missing`] names those who did not come in time.
     pub fn exchange(&self, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
+        self.exchange_within(what, value, self.config.timeout)
+    }
+
+    /// As [`Store::exchange`], with another time-out.
+    ///
+    /// # Errors
+    /// As [`Store::exchange`].
+    pub fn exchange_within(
+        &self,
+        what: &str,
+        value: &[u8],
+        timeout: Duration,
+    ) -> Result<Vec<Vec<u8>>, RendezvousError> {
         let key = |rank: u32| format!("{what}/{rank}");
         self.set(&key(self.config.rank), value)?;
-        let values = self.wait_for((0..self.config.world_size).map(key).collect())?;
+        let values = self.wait_for((0..self.config.world_size).map(key).collect(), timeout)?;
         let missing: Vec<u32> =
             (0..).zip(&values).filter(|(_, value)| value.is_none()).map(|(rank, _)| rank).collect();
         if missing.is_empty() {
             return Ok(values.into_iter().flatten().collect());
         }
-        Err(RendezvousError::Missing {
-            ranks: missing,
-            secs: self.config.timeout.as_secs_f64(),
-            what: what.into(),
-        })
+        Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: what.into() })
     }
 
     /// Returns when every rank has called it; `what` may be used once.
@@ -163,10 +172,14 @@ impl Store {
         self.exchange(&format!("barrier/{what}"), &[]).map(drop)
     }
 
-    fn wait_for(&self, keys: Vec<String>) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+    fn wait_for(
+        &self,
+        keys: Vec<String>,
+        timeout: Duration,
+    ) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
         let began = Instant::now();
         loop {
-            let left = self.config.timeout.saturating_sub(began.elapsed());
+            let left = timeout.saturating_sub(began.elapsed());
             let wait_ms = left.min(SLICE).as_millis() as u64;
             match self.ask(&Request::Get { keys: keys.clone(), wait_ms })? {
                 Reply::Values(values) if left.is_zero() || values.iter().all(Option::is_some) => {

@@ -1,4 +1,5 @@
 use super::*;
+use crate::comm::Exchange;
 use std::{
     sync::atomic::{AtomicU16, Ordering},
     time::Instant,
@@ -63,6 +64,22 @@ fn who_does_not_come_is_named() {
     store.set("ring/2", b"").unwrap();
     let error = store.exchange("ring", b"").unwrap_err();
     assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
+}
+
+/// As on a machine that compiles kernels first.
+#[test]
+fn an_exchange_may_wait_longer_than_ranks_take_to_meet() {
+    const SHORT: Duration = Duration::from_millis(50);
+    let port = unused_port();
+    let config = move |rank| RendezvousConfig { timeout: SHORT, ..rendezvous_config(port, rank, 2) };
+    let store = Store::join(config(0)).unwrap();
+    let late = std::thread::spawn(move || {
+        std::thread::sleep(4 * SHORT);
+        Store::join(config(1)).unwrap().set("handles/1", b"rank 1").unwrap();
+    });
+    let values = Exchange::Store(&store, Duration::from_secs(20)).exchange("test", "handles", b"rank 0");
+    assert_eq!(values.unwrap(), [b"rank 0", b"rank 1"]);
+    late.join().unwrap();
 }
 
 #[test]

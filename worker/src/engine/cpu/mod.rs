@@ -224,6 +224,10 @@ impl Engine for CpuEngine {
         finite::first_of_engine(self)
     }
 
+    fn checksum(&self) -> Result<u64, EngineError> {
+        Ok(crc32fast::hash(bytemuck::cast_slice(&self.executor.state.weights[..])).into())
+    }
+
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         if self.executor.state.memory().is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;

@@ -76,7 +76,7 @@ pub(super) enum Region {
     /// Where each parameter lies; its own learning rate.
     Segments,
     Rates,
-    /// Whether a number that is not finite was found.
+    /// Whether a number that is not finite was found; a checksum of the weights.
     Found,
     /// The kernels' counters and partial sums.
     Scratch,

@@ -23,6 +23,8 @@ pub(super) struct Device {
     pub(super) multiprocessors: u32,
     /// 90 for Hopper.
     pub(super) capability: u32,
+    /// Shared memory that a block may ask for.
+    pub(super) shared_bytes: u32,
 }
 
 // SAFETY: a context may be used from any thread that makes it current; `bind` does.
@@ -55,7 +57,9 @@ impl Device {
         // SAFETY: released when this is dropped.
         let context = unsafe { result::primary_ctx::retain(device) }
             .map_err(CudaError::driver("opening a context on the GPU"))?;
-        let this = Self { device, context, name, multiprocessors, capability: (10 * major + minor) as u32 };
+        let shared_bytes = ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
+        let capability = (10 * major + minor) as u32;
+        let this = Self { device, context, name, multiprocessors, capability, shared_bytes };
         this.bind()?;
         Ok(this)
     }

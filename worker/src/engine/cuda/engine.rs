@@ -192,6 +192,12 @@ impl Engine for CudaEngine {
         finite::first_of_engine(self)
     }
 
+    fn checksum(&self) -> Result<u64, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        Ok(self.program.checksum()?)
+    }
+
     fn exchange(&self) -> String {
         self.program.reducer.as_ref().map(Reducer::exchange).unwrap_or_default()
     }

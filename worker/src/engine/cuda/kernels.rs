@@ -18,6 +18,7 @@ use sha2::{Digest, Sha256};
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_void},
+    time::Duration,
 };
 
 /// Every kernel: files are parts of one source.
@@ -69,7 +70,10 @@ impl Value {
 /// The kernels of one dtype on one GPU.
 pub(super) struct Kernels {
     module: sys::CUmodule,
-    functions: std::sync::Mutex<HashMap<&'static str, sys::CUfunction>>,
+    /// With the dynamic shared memory that a block of each may have.
+    functions: std::sync::Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
+    /// Shared memory of a block, at most.
+    shared_bytes: u32,
     /// Whether kernels are set up early.
     early: bool,
     pub(super) profile: Profile,
@@ -80,20 +84,36 @@ unsafe impl Send for Kernels {}
 // SAFETY: as above; all else in it is behind locks or never changes.
 unsafe impl Sync for Kernels {}
 
-/// Dynamic shared memory that kernels may ask for: what Hopper gives a block, less some of their own.
-const MOST_SHARED_BYTES: i32 = 216 << 10;
+/// How long another rank of a machine may compile the kernels before this one does so, too: it takes up to 25 seconds.
+const OTHERS_COMPILE_WITHIN: Duration = Duration::from_secs(60);
 
 impl Kernels {
-    /// Loads the kernels, compiling them when the cache does not have them.
+    /// Loads the kernels. Where the cache does not have them, one rank of a machine compiles them and the others wait for it.
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
-        let image = compiled(device.capability, dtype)?;
-        let mut module = std::ptr::null_mut();
-        // SAFETY: a whole cubin; the driver copies it.
-        unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }
-            .result()
-            .map_err(CudaError::driver("loading kernels"))?;
+        let options = options(device.capability, dtype);
+        let name = cache_name(device.capability, dtype, &options);
+        let module = match cached(&name) {
+            Some(module) => module,
+            None => {
+                let _one_at_a_time = cache::lock(&name, OTHERS_COMPILE_WITHIN);
+                match cached(&name) {
+                    Some(module) => module,
+                    None => {
+                        let image = compile(&options)?;
+                        cache::write(&name, &image);
+                        load_module(&image)?
+                    }
+                }
+            }
+        };
         let early = device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
-        Ok(Self { module, functions: Default::default(), early, profile: Profile::default() })
+        Ok(Self {
+            module,
+            functions: Default::default(),
+            shared_bytes: device.shared_bytes,
+            early,
+            profile: Profile::default(),
+        })
     }
 
     /// The same, each of which begins when what was started before it has ended.
@@ -111,7 +131,8 @@ impl Kernels {
         geometry: Geometry,
         args: &[Value],
     ) -> Result<(), CudaError> {
-        let function = self.function(name, geometry)?;
+        let (function, room) = self.function(name)?;
+        has_room(name, geometry.shared_bytes, room)?;
         let mut bits = [0u64; 40];
         assert!(args.len() <= bits.len(), "{name} has too many arguments");
         args.iter().zip(&mut bits).for_each(|(arg, bits)| *bits = arg.bits());
@@ -161,32 +182,33 @@ impl Kernels {
         self.profile.around(stream, || name.into(), start)
     }
 
-    fn function(&self, name: &'static str, geometry: Geometry) -> Result<sys::CUfunction, CudaError> {
+    /// A kernel, and the bytes of dynamic shared memory that its blocks may have.
+    fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
         let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
         }
         let c_name = CString::new(name).unwrap_or_default();
-        let mut function = std::ptr::null_mut();
+        let (mut function, mut own) = (std::ptr::null_mut(), 0);
         use sys::CUfunction_attribute_enum as A;
         // SAFETY: the module is loaded; the name ends in zero.
         unsafe {
             sys::cuModuleGetFunction(&mut function, self.module, c_name.as_ptr())
                 .result()
                 .map_err(CudaError::driver(name))?;
-            // Kernels that ask for more than is given unasked; those with much of their own refuse.
-            let most = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            let _ = sys::cuFuncSetAttribute(function, most, MOST_SHARED_BYTES);
-            if geometry.cluster > 8 {
-                let _ = sys::cuFuncSetAttribute(
-                    function,
-                    A::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
-                    1,
-                );
-            }
+            sys::cuFuncGetAttribute(&mut own, A::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+                .result()
+                .map_err(CudaError::driver(name))?;
         }
-        functions.insert(name, function);
-        Ok(function)
+        // More than is given unasked: all that the GPU has, less what the kernel has of its own.
+        let room = self.shared_bytes.saturating_sub(own as u32);
+        let most = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is of a loaded module.
+        unsafe { sys::cuFuncSetAttribute(function, most, room.cast_signed()) }
+            .result()
+            .map_err(CudaError::driver(name))?;
+        functions.insert(name, (function, room));
+        Ok((function, room))
     }
 }
 
@@ -195,6 +217,18 @@ impl Drop for Kernels {
         // SAFETY: loaded by `load`.
         let _ = unsafe { sys::cuModuleUnload(self.module) };
     }
+}
+
+/// Whether a block's dynamic shared memory, of `bytes`, fits into the `room` that there is. The kernels that resize pictures take more the
+/// wider these are; all others take what every GPU has that they are made for.
+fn has_room(kernel: &str, bytes: u32, room: u32) -> Result<(), CudaError> {
+    if bytes <= room {
+        return Ok(());
+    }
+    Err(CudaError::Unsupported(format!(
+        "{kernel} needs {bytes} bytes of shared memory, and this GPU has {room}: the pictures are too wide. Train from a copy with smaller \
+         ones (lockstep dataset prepare)"
+    )))
 }
 
 /// The options of NVRTC for `capability` (90: 9.0) and `dtype`.
@@ -210,9 +244,8 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
-/// The machine code for `capability`.
-fn compiled(capability: u32, dtype: DType) -> Result<Vec<u8>, CudaError> {
-    let options = options(capability, dtype);
+/// The name of the machine code in the cache.
+fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two places for two numbers.
     let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
@@ -221,13 +254,22 @@ fn compiled(capability: u32, dtype: DType) -> Result<Vec<u8>, CudaError> {
     options.iter().for_each(|o| hash.update(o));
     hash.update([major as u8, minor as u8]);
     let key: String = hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect();
-    let name = format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name());
-    if let Some(image) = cache::read(&name) {
-        return Ok(image);
-    }
-    let image = compile(&options)?;
-    cache::write(&name, &image);
-    Ok(image)
+    format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
+}
+
+/// The module in the cache. One that the driver does not load is removed.
+fn cached(name: &str) -> Option<sys::CUmodule> {
+    load_module(&cache::read(name)?).inspect_err(|error| cache::remove(name, error)).ok()
+}
+
+/// `image` is whole: the driver crashes on machine code that is cut or damaged.
+fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
+    let mut module = std::ptr::null_mut();
+    // SAFETY: as NVRTC has made it; the driver copies it.
+    unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }
+        .result()
+        .map_err(CudaError::driver("loading kernels"))?;
+    Ok(module)
 }
 
 /// Compiles [`SOURCE`].
@@ -243,10 +285,14 @@ fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
         let outcome = match done {
             Ok(()) => {
                 let mut size = 0;
-                let _ = nvrtc::sys::nvrtcGetCUBINSize(program, &mut size);
+                let sized = nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result();
                 let mut image = vec![0u8; size];
-                let _ = nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast());
-                if size > 0 { Ok(image) } else { Err(failed("no machine code came out".into())) }
+                let read = sized
+                    .and_then(|()| nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()).result());
+                match read {
+                    Ok(()) if size > 0 => Ok(image),
+                    read => Err(failed(format!("no machine code came out: {read:?}"))),
+                }
             }
             Err(error) => {
                 let log = result::get_program_log(program)

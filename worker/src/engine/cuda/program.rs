@@ -139,7 +139,7 @@ pub(super) struct Program {
     normalisation: Buffer,
     /// By the size of the network's input, tables that scale pictures of other sizes to it.
     scalings: HashMap<usize, [Scaled; 2]>,
-    /// `u32`: whether a look for numbers that are not finite found one.
+    /// `u32`: whether a look for numbers that are not finite found one; `u64`: a checksum.
     found: Buffer,
     /// Loss and right answers of the step.
     totals: Buffer,
@@ -300,6 +300,16 @@ impl Program {
         let mut spoilt = [0u32];
         self.found.read(0, &mut spoilt)?;
         Ok(spoilt == [0])
+    }
+
+    /// A checksum of the weights.
+    pub(super) fn checksum(&self) -> Result<u64, CudaError> {
+        self.found.write(&[0u64])?;
+        self.launch([self.state.checksum(&self.ops)])?;
+        self.main.0.synchronize()?;
+        let mut sum = [0u64];
+        self.found.read(0, &mut sum)?;
+        Ok(sum[0])
     }
 
     /// Replaces weights and running statistics, which are known to be whole.

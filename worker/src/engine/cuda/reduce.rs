@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     comm::{
-        CommError, Exchange, ProcessGroup, Reduction,
+        CommError, Exchange, ProcessGroup, Reduction, first_to_differ,
         nccl::Nccl,
         peers::{MAX_PEERS, Peers},
     },
@@ -64,12 +64,14 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// Connects the ranks' GPUs. `sync` has the channels of each batch norm if statistics are synchronised.
+    /// Connects the ranks' GPUs. `gradients` says what they add up, which must be the same on all ranks; `sync` has the channels of each
+    /// batch norm if statistics are synchronised.
     pub(super) fn new(
         device: &Device,
         gpu: &GpuConfig,
         comm: &dyn ProcessGroup,
         buckets: usize,
+        gradients: &str,
         sync: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
         // Of a group that is not all ranks of the job only its own meet.
@@ -83,11 +85,11 @@ impl Reducer {
             None => (Statistics::Apart, Memory::None),
             Some(channels) => {
                 let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
-                let wanted = std::env::var_os("LOCKSTEP_NO_PEER_MEMORY").is_none();
-                let shared = match wanted {
-                    true => Peers::connect(place, &name("statistics"), gpu.ordinal, all, 256)?,
-                    false => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
+                let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
+                    None => Ok(()),
+                    Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
+                let shared = Peers::connect(place, &name("statistics"), gpu.ordinal, all, 256, wanted)?;
                 device.bind()?;
                 match shared {
                     Ok(peers) => {
@@ -109,8 +111,14 @@ impl Reducer {
                 }
             }
         };
-        // Nobody writes into a buffer that its owner has not cleared yet.
-        comm.barrier()?;
+        // Also a barrier: nobody writes into a buffer that its owner has not cleared yet.
+        let of_all = comm.all_gather_bytes(gradients.as_bytes())?;
+        if let Some(rank) = first_to_differ(&of_all) {
+            return Err(EngineError::Device(format!(
+                "rank {rank} has gradients of another layout than rank 0, so they cannot be added up: its GPU or its lockstep is of \
+                 another kind. Give the job GPUs of one kind, and all machines the same lockstep"
+            )));
+        }
         Ok(Self {
             nccl,
             statistics,

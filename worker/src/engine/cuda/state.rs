@@ -287,6 +287,12 @@ impl State {
             .collect()
     }
 
+    /// Adds a checksum of the weights to [`Region::Found`].
+    pub(super) fn checksum(&self, ops: &Ops) -> Kernel {
+        let weights = Operand::new(Region::Weights, 0, self.weights.bytes);
+        ops.add_checksum(weights, self.weights.bytes as u64 / 4, Operand::new(Region::Found, 0, 8))
+    }
+
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let mut slots = NamedTensors::new();
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {

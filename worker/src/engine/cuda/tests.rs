@@ -22,6 +22,7 @@ mod optimizers;
 mod runs;
 mod scaling;
 mod sizes;
+mod trajectories;
 mod unfused;
 
 use data::fashion_mnist;

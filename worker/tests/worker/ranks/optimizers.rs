@@ -143,7 +143,7 @@ fn the_average_follows_weights_and_running_statistics_and_comes_back_as_it_was_s
         let wanted = wanted.get_or_insert_with(|| now.clone());
         for (name, average) in wanted.iter_mut() {
             let values = average.values.iter_mut().zip(&now[name].values);
-            values.for_each(|(a, v)| *a = 0.75 * *a + 0.25 * v);
+            values.for_each(|(a, v)| *a += 0.25 * (v - *a));
         }
         assert!(engine.averaged().unwrap().as_ref() == Some(wanted), "step {step}");
     }

@@ -120,3 +120,51 @@ fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
     let error = compile(&options).unwrap_err().to_string();
     assert!(error.contains("sm_90a") && error.contains("lockstep.cu"), "{error}");
 }
+
+/// What is left of a file after a crash of the machine, and what only looks like one.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kernels_that_are_damaged_in_the_cache_are_compiled_again() {
+    let device = Device::open(0).unwrap();
+    let options = options(device.capability, DType::F32);
+    let name = cache_name(device.capability, DType::F32, &options);
+    drop(Kernels::load(&device, DType::F32).unwrap());
+    let path = crate::cache::dir().unwrap().join(&name);
+    let whole = std::fs::read(&path).unwrap();
+    let mut flipped = whole.clone();
+    flipped[whole.len() / 2] ^= 1;
+    for (what, damaged) in
+        [("emptied", &[][..]), ("cut", &whole[..whole.len() / 2]), ("flipped", &flipped[..])]
+    {
+        std::fs::write(&path, damaged).unwrap();
+        assert!(cached(&name).is_none(), "{what}");
+        assert!(!path.exists(), "{what}: it stays");
+    }
+    cache::write(&name, b"neither machine code nor a text that becomes some\0");
+    drop(Kernels::load(&device, DType::F32).unwrap());
+    assert!(cached(&name).is_some(), "it was not compiled again");
+}
+
+#[test]
+fn a_launch_that_this_gpu_has_no_room_for_is_an_error() {
+    // An A10 (8.6) has 99 KB for a block, an H100 227.
+    for (bytes, room, fits) in [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
+    {
+        let found = has_room("gather_scaled", bytes, room);
+        assert_eq!(found.is_ok(), fits, "{bytes} of {room}");
+        if let Err(error) = found {
+            assert!(error.to_string().starts_with("gather_scaled needs 167936 bytes"), "{error}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kernels_that_resize_may_use_all_of_the_shared_memory() {
+    let device = Device::open(0).unwrap();
+    let kernels = Kernels::load(&device, DType::F32).unwrap();
+    for name in ["gather_scaled", "crop"] {
+        let (_, room) = kernels.function(name).unwrap();
+        assert!(room > 48 << 10 && room <= device.shared_bytes, "{name}: {room}");
+    }
+}

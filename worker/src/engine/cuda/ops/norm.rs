@@ -5,6 +5,7 @@
 //! launches, each at the memory's speed.
 
 use super::{Arg, Geometry, Kernel, Operand, Ops, in_flight, kernel, plain};
+use crate::comm::nccl;
 
 mod backward;
 mod forward;
@@ -149,20 +150,16 @@ pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
 const SMALL_ROWS_PER_THREAD: u32 = 4;
 /// Groups of 8 channels of a block there, at most.
 pub(in crate::engine::cuda) const SMALL_GROUPS: u32 = 4;
-/// Multiprocessors that a launch leaves free while it waits for other ranks, so that a collective on
-/// another stream can run to its end concurrently: NCCL uses up to 32 blocks.
-const LEFT_FREE: u32 = 32;
-
 impl Ops {
     /// The launch of the one-launch way, when it is the faster one.
     ///
     /// A cluster of `k` blocks owns 16 channels (32 where there would be too many blocks); a thread walks
     /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) every cluster has to be resident
-    /// at once, which a grid of fewer blocks than multiprocessors is, with [`LEFT_FREE`] spared.
+    /// at once, which a grid of fewer blocks than multiprocessors is, with those of NCCL's blocks spared.
     fn small(&self, shape: Shape, waits: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
         let all = self.multiprocessors;
-        let room = if waits { all.saturating_sub(LEFT_FREE) } else { all };
+        let room = if waits { all.saturating_sub(nccl::MAX_BLOCKS) } else { all };
         let x = match groups {
             0 => return None,
             1 => 1,
@@ -192,4 +189,27 @@ impl Ops {
 /// Blocks of 64 channels, two threads each, for kernels that only finish sums.
 fn per_channel(channels: u32) -> Geometry {
     plain([1, channels.div_ceil(64), 1], [8, 16, 1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::cuda::dtype::DType;
+
+    #[test]
+    fn kernels_that_wait_for_other_ranks_leave_room_for_nccl() {
+        // A small Ampere card, A100, H100 over PCIe, H100 and H200.
+        for (multiprocessors, capability) in [(46, 86), (108, 80), (114, 90), (132, 90)] {
+            let ops = Ops::new(DType::F16, multiprocessors, capability);
+            let mut most = 0;
+            for channels in (8..=4096).step_by(8) {
+                for pixels in [1, 4, 49, 196, 784] {
+                    let shape = Shape { pictures: 32, pixels, channels };
+                    let blocks = |g: Geometry| g.grid.iter().product::<u32>();
+                    most = most.max(ops.small(shape, true).map_or(0, blocks));
+                }
+            }
+            assert!(most > 0 && most + nccl::MAX_BLOCKS <= multiprocessors, "{most} of {multiprocessors}");
+        }
+    }
 }

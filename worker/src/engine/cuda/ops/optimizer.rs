@@ -202,7 +202,6 @@ impl Ops {
             Arg::InOut(average),
             Arg::In(values),
             Arg::U64(length),
-            Arg::F32(decay as f32),
             Arg::F32((1.0 - decay) as f32),
             Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
             Arg::U32(steps),
@@ -219,6 +218,12 @@ impl Ops {
     ) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(found)];
         kernel("find_not_finite", self.items(length, 8), args)
+    }
+
+    /// *sum (`u64`) += a checksum of `length` values of 4 bytes.
+    pub(in crate::engine::cuda) fn add_checksum(&self, values: Operand, length: u64, sum: Operand) -> Kernel {
+        let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
+        kernel("add_checksum", self.items(length, 4), args)
     }
 
     /// to (T) = from (float32); `length` values, a multiple of 8.

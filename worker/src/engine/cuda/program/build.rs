@@ -42,11 +42,13 @@ impl Program {
             1 => None,
             _ => {
                 let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
+                let gradients = format!("{} {:?} {}", dtype.name(), layout.buckets, layout.trained);
                 Some(Reducer::new(
                     device,
                     gpu,
                     comm.as_ref(),
                     layout.buckets.len(),
+                    &gradients,
                     sync.then_some(&channels[..]),
                 )?)
             }

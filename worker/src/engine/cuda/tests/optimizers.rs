@@ -234,6 +234,55 @@ fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ah
 
 #[test]
 #[ignore = "needs a GPU"]
+fn gpu_the_checksum_is_that_of_every_weight_and_the_same_in_every_engine() {
+    let network = network(Arch::ResNet20, Stem::Cifar, 16);
+    let config = config(8);
+    for precision in [Precision::Fp32, Precision::Fp16] {
+        let mut engines = [cuda(&network, &config, precision), cuda(&network, &config, precision)];
+        let before = engines[0].checksum().unwrap();
+        for engine in &mut engines {
+            engine.train_step(&[pictures(&network, 8, 0)], 0.02).unwrap();
+        }
+        let [one, other] = engines.each_ref().map(|engine| engine.checksum().unwrap());
+        assert!(one == other && one != before, "{before} {one} {other}");
+        let weights = engines[0].parameters().unwrap();
+        for (name, place) in [("conv1.weight", 0), ("layer2.0.conv1.weight", 77), ("fc.bias", 9)] {
+            let mut changed = weights.clone();
+            let value = &mut changed.get_mut(name).unwrap().values[place];
+            *value = f32::from_bits(value.to_bits() ^ 1);
+            engines[1].set_parameters(&changed).unwrap();
+            assert_ne!(engines[1].checksum().unwrap(), one, "{name}");
+        }
+        engines[1].set_parameters(&weights).unwrap();
+        assert_eq!(engines[1].checksum().unwrap(), one);
+    }
+}
+
+/// From zeros to weights that stay the same, for twice as long as the average looks back.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_the_average_is_not_biased_however_far_it_looks_back() {
+    const DECAY: f64 = 0.99998;
+    const STEPS: i32 = 100_000;
+    let network = network(Arch::ResNet20, Stem::Cifar, 16);
+    let mut engine = cuda(&network, &config(8), Precision::Fp32);
+    let mut wanted = engine.parameters().unwrap();
+    let mut nothing = wanted.clone();
+    nothing.values_mut().for_each(|tensor| tensor.values.fill(0.0));
+    engine.set_averaged(&nothing).unwrap();
+    for _ in 0..STEPS {
+        engine.average(DECAY).unwrap();
+    }
+    let reached = 1.0 - DECAY.powi(STEPS);
+    for value in wanted.values_mut().flat_map(|tensor| &mut tensor.values) {
+        *value = (f64::from(*value) * reached) as f32;
+    }
+    let (worst, name) = apart(&engine.averaged().unwrap().unwrap(), &wanted);
+    assert!(worst < 5e-5, "{name} is {worst} apart");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn gpu_a_second_moment_that_is_not_finite_is_found() {
     let network = network(Arch::ResNet20, Stem::Cifar, 16);
     let optimizer = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };

@@ -59,6 +59,17 @@ pub struct AttemptRef {
     pub fencing_token: FencingToken,
 }
 
+impl AttemptRef {
+    /// The name of the attempt's folder: its number and 32 random bits of its fencing token, or the number alone if no server has started
+    /// it. A database that was put back gives numbers out again, and records of the earlier attempt must not be taken for the new one's.
+    pub fn folder_name(&self) -> String {
+        match self.fencing_token.secret >> 96 {
+            0 => self.attempt.to_string(),
+            bits => format!("{}-{bits:08x}", self.attempt),
+        }
+    }
+}
+
 /// Messages of an agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]

@@ -4,7 +4,7 @@
 //! <dir>/agent_id                     made once
 //! <dir>/agent.lock                   locked while an agent runs on the folder
 //! <dir>/server                       the file that the server keeps locked, when that is on this machine
-//! <dir>/attempts/<job>-<n>.json      an attempt that the server does not know the end of yet
+//! <dir>/attempts/<job>-<attempt>.json  an attempt that the server does not know the end of yet
 //! <dir>/jobs/<job>/                  job folders, when the server's disk is not this machine's (place.rs)
 //! ```
 
@@ -41,7 +41,7 @@ pub struct StoredAttempt {
 impl StoredAttempt {
     /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
-        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
+        self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
 }
 
@@ -211,8 +211,13 @@ impl StateDir {
     }
 
     fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
-        self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
+        attempt_path(&self.dir, attempt)
     }
+}
+
+/// The note of an attempt in an agent's folder.
+pub(super) fn attempt_path(dir: &Path, attempt: &AttemptRef) -> PathBuf {
+    dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.folder_name()))
 }
 
 /// The files of attempts in an agent's folder, as far as each can be read.
@@ -300,6 +305,29 @@ mod tests {
         let stored = state_dir.stored_attempts();
         assert_eq!(stored.len(), 1);
         assert_eq!(stored[0].start.spec, lockstep_protocol::JobSpec::default());
+    }
+
+    /// The database of the server was put back, and gives the attempt's number out again.
+    #[test]
+    fn two_attempts_of_one_number_have_folders_and_notes_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let state_dir = StateDir::open(dir.path()).unwrap();
+        let job = lockstep_protocol::JobId::generate();
+        let stored = [7u128, 8].map(|secret| {
+            let fencing_token = lockstep_protocol::agent::FencingToken { number: 2, secret: secret << 96 };
+            let start: StartAttempt = serde_json::from_value(serde_json::json!({
+                "attempt": AttemptRef { job: job.clone(), attempt: 2, fencing_token },
+                "spec": lockstep_protocol::JobSpec::default(), "dataset_path": "/none", "world_size": 1, "ranks": [[0, 0]],
+                "master_addr": "127.0.0.1", "master_port": 1, "secret": "", "job_dir": null, "resume": null,
+            }))
+            .unwrap();
+            let stored = StoredAttempt { start, job_dir: "/none".into() };
+            state_dir.store(&stored).unwrap();
+            stored
+        });
+        assert_ne!(stored[0].attempt_dir(), stored[1].attempt_dir());
+        state_dir.forget(&stored[0].start.attempt);
+        assert_eq!(state_dir.stored_attempts(), stored[1..]);
     }
 
     #[test]

@@ -49,6 +49,9 @@ use lockstep_protocol::{
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
 
+/// A page whose rows have so much that may be long (specifications, notes, log lines) ends there, whatever its limit says.
+pub(crate) const PAGE_BYTES: usize = 4 << 20;
+
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();

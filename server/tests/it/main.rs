@@ -29,6 +29,7 @@ mod groups;
 mod history;
 mod ingest;
 mod job_page;
+mod large_pages;
 mod layers;
 mod life;
 mod limits;

@@ -19,6 +19,7 @@ mod job_list;
 mod jobs;
 mod layers;
 mod machines;
+mod pages;
 mod panels;
 mod people;
 mod purge;

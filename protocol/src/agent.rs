@@ -86,9 +86,19 @@ pub enum FromAgent {
         attempts: Vec<AttemptRef>,
         /// Serve this job alone.
         only_job: Option<JobId>,
+        /// Why it takes no work now, for people; its ranks go on.
+        #[serde(default)]
+        no_work: Option<String>,
     },
     /// Every `heartbeat_secs` of `Welcome`.
-    Heartbeat { attempts: Vec<AttemptRef> },
+    Heartbeat {
+        attempts: Vec<AttemptRef>,
+        /// As in `Hello`.
+        #[serde(default)]
+        no_work: Option<String>,
+    },
+    /// The order to start this attempt was not carried out, and nothing of it is here; the agent takes no work, for this reason.
+    Declined { attempt: AttemptRef, reason: String },
     /// Records `first..first + events.len()` of one source of an attempt, to be stored before they
     /// are acknowledged. Records below the acknowledged number are ignored by the server.
     Report { attempt: AttemptRef, source: Source, first: u64, events: Vec<AttemptEvent> },

@@ -28,6 +28,8 @@ pub(crate) struct Online {
     pub(crate) only_job: Option<JobId>,
     /// It is stopping in order, for this reason.
     pub(crate) leaving: Option<String>,
+    /// It takes no work now, for this reason.
+    pub(crate) no_work: Option<String>,
     /// When it connected.
     pub(crate) connected_at: Timestamp,
     /// What its `doctor` found when it started.
@@ -153,6 +155,7 @@ impl Agents {
         &self,
         row: AgentRow,
         only_job: Option<JobId>,
+        no_work: Option<String>,
         to: mpsc::UnboundedSender<ToAgent>,
     ) -> Result<u64, String> {
         let mut online = lock(&self.online);
@@ -166,7 +169,7 @@ impl Agents {
         // An earlier connection of the same agent ends as its sender is dropped here.
         let (connected_at, findings) = (crate::now(), Vec::new());
         let row = Arc::new(row);
-        let joined = Online { connection, only_job, leaving: None, connected_at, findings, to, row };
+        let joined = Online { connection, only_job, leaving: None, no_work, connected_at, findings, to, row };
         online.insert(joined.row.id.clone(), joined);
         Ok(connection)
     }
@@ -203,6 +206,14 @@ impl Agents {
                 agent.leaving = Some(reason.to_owned());
             }
         }
+    }
+
+    /// Notes whether an agent takes work. Whether that is news.
+    pub(crate) fn set_no_work(&self, id: &str, no_work: Option<String>) -> bool {
+        let mut online = lock(&self.online);
+        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work != no_work) else { return false };
+        agent.no_work = no_work;
+        true
     }
 
     /// Notes what an agent's `doctor` found.

@@ -25,7 +25,7 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
+use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction, shortened};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
@@ -145,7 +145,8 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         Err(reason) => Err(reason),
     };
     let joined = joined.and_then(|hello| {
-        app.agents.join(hello.row.clone(), hello.only_job.clone(), outgoing).map(|c| (hello, c))
+        let (row, only_job, no_work) = (hello.row.clone(), hello.only_job.clone(), hello.no_work.clone());
+        app.agents.join(row, only_job, no_work, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
         Ok(joined) => joined,
@@ -330,12 +331,15 @@ impl Connection<'_> {
         let app = self.app;
         app.agents.note_message(&self.id);
         match message {
-            FromAgent::Heartbeat { attempts } => {
+            FromAgent::Heartbeat { attempts, no_work } => {
                 self.waited = Duration::ZERO;
                 if attempts.len() > ATTEMPTS {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 app.agents.heard(&self.id, crate::now(), None);
+                if app.agents.set_no_work(&self.id, no_work.map(shortened)) {
+                    app.leases.poke();
+                }
                 // The next heartbeat names the rest again.
                 for attempt in app.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
                     let reason = "it is no longer this agent's to run".into();
@@ -374,6 +378,11 @@ impl Connection<'_> {
                 app.agents.heard(&self.id, crate::now(), Some(&reason));
                 dispatch::leaves(app, &self.id, &self.name);
                 self.leaving = Some(reason);
+            }
+            FromAgent::Declined { attempt, reason } => {
+                let reason = shortened(reason);
+                app.agents.set_no_work(&self.id, Some(reason.clone()));
+                dispatch::declined(app, &self.id, &attempt, reason).await;
             }
             FromAgent::Ready { attempt, port } => dispatch::ready(app, attempt, &self.id, port),
             FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),

@@ -249,6 +249,10 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
             now: crate::now(),
         };
         let mut warnings = warnings(&state);
+        if let Some(why) = now.and_then(|agent| agent.no_work.as_ref()) {
+            let text = format!("Takes no work until that is mended, while its ranks go on: {why}.");
+            warnings.insert(0, MachineWarning { problem: true, text });
+        }
         if let Some(warning) = app.ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });

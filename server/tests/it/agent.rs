@@ -52,6 +52,7 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             .collect(),
         attempts,
         only_job: None,
+        no_work: None,
     }
 }
 
@@ -188,7 +189,7 @@ impl Agent {
     pub fn vanish(self) {}
 
     pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
-        self.send(FromAgent::Heartbeat { attempts: attempts.to_vec() }).await;
+        self.send(FromAgent::Heartbeat { attempts: attempts.to_vec(), no_work: None }).await;
     }
 }
 

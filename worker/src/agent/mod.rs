@@ -119,7 +119,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         attempts: BTreeMap::new(),
         leaving: None,
         given_back: Vec::new(),
-        unwritable: None,
+        no_work: None,
+        declined: Vec::new(),
         spool_bytes: options.spool_bytes,
         measured: Instant::now(),
         samples,
@@ -163,8 +164,10 @@ struct Agent {
     leaving: Option<Shutdown>,
     /// What it was told to start and does not, as it ends.
     given_back: Vec<AttemptRef>,
-    /// Its folder took no note, and it ends for that.
-    unwritable: Option<StateDirError>,
+    /// Why it takes no work: its folder cannot be written.
+    no_work: Option<String>,
+    /// What it did not start for that; the server is to be told.
+    declined: Vec<AttemptRef>,
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
@@ -290,9 +293,6 @@ impl Agent {
     }
 
     fn result(&mut self) -> Result<(), AgentError> {
-        if let Some(unwritable) = self.unwritable.take() {
-            return Err(unwritable.into());
-        }
         if self.until_final && self.only_job_is_final.is_none() {
             return Err(AgentError::Signalled);
         }

@@ -78,6 +78,7 @@ impl Session {
 
     /// Introduces the agent and serves until the connection is lost or the agent is to end.
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
+        agent.check_folder();
         let mut machine = machine::describe(agent.state_dir.dir());
         agent.network.describe(&mut machine, self.local);
         machine.nvlink_groups.clone_from(&agent.nvlink_groups);
@@ -89,6 +90,7 @@ impl Session {
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
             only_job: agent.only_job.clone(),
+            no_work: agent.no_work.clone(),
         };
         let sent = Instant::now();
         let answer = async {
@@ -197,7 +199,7 @@ impl Connected {
                     Err(reason) => Err(Outcome::lost(reason)),
                 },
                 _ = heartbeat.tick() => self.beat(agent).await,
-                _ = pump.tick(), if !agent.attempts.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
+                _ = pump.tick(), if !agent.attempts.is_empty() || !agent.declined.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
                 sample = sampling::newest(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
                 Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
                     Ok(frames) => {
@@ -238,7 +240,11 @@ impl Connected {
         // One heartbeat at a time, so that it is known which one an answer is for.
         if self.heartbeat_sent.is_none() {
             self.heartbeat_sent = Some(Instant::now());
-            self.send(&FromAgent::Heartbeat { attempts: agent.attempt_refs() }).await?;
+            if agent.no_work.is_some() {
+                agent.check_folder();
+            }
+            let (attempts, no_work) = (agent.attempt_refs(), agent.no_work.clone());
+            self.send(&FromAgent::Heartbeat { attempts, no_work }).await?;
         }
         Ok(())
     }
@@ -250,6 +256,10 @@ impl Connected {
         {
             self.send(&FromAgent::Leaving { reason: leaving.reason.clone() }).await?;
             (self.announced_leaving, leaving.announced) = (true, true);
+        }
+        for attempt in std::mem::take(&mut agent.declined) {
+            let reason = agent.no_work.clone().unwrap_or_default();
+            self.send(&FromAgent::Declined { attempt, reason }).await?;
         }
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {

@@ -21,6 +21,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// More than the note of an attempt and the first files of its ranks.
+const PROBE_BYTES: usize = 64 << 10;
+
 /// The folder, locked for this process.
 #[derive(Debug)]
 pub struct StateDir {
@@ -52,15 +55,6 @@ pub enum StateDirError {
     #[error("the agent's folder {}: {error}", path.display())]
     Io {
         /// The file or folder.
-        path: PathBuf,
-        /// What the system says.
-        error: io::Error,
-    },
-    /// It takes no note of an attempt.
-    #[error("the agent's folder {} cannot be written ({error}): this agent takes no jobs; make room there or make it writable, then start it \
-        again", path.display())]
-    Unwritable {
-        /// The folder.
         path: PathBuf,
         /// What the system says.
         error: io::Error,
@@ -107,8 +101,11 @@ impl StateDir {
             .map_err(failed(&lock_path))?;
         match lock.try_lock() {
             Ok(()) => {
-                lock.set_len(0).and_then(|()| lock.rewind()).map_err(failed(&lock_path))?;
-                write!(lock, "{}", std::process::id()).map_err(failed(&lock_path))?;
+                // On a full disk, too, an agent takes over the ranks of the one before it.
+                let noted = lock.set_len(0).and_then(|()| lock.rewind());
+                if let Err(error) = noted.and_then(|()| write!(lock, "{}", std::process::id())) {
+                    tracing::warn!(%error, path = %lock_path.display(), "this process is not noted");
+                }
             }
             Err(TryLockError::WouldBlock) => {
                 let mut pid = String::new();
@@ -118,11 +115,6 @@ impl StateDir {
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
         let agent_id = agent_id(&dir).map_err(failed(&dir.join("agent_id")))?;
-        // As a note of an attempt is written: an agent that cannot do that would only be given jobs to give them back.
-        let probe = dir.join("attempts").join("probe");
-        write_private(&probe, agent_id.as_bytes())
-            .and_then(|()| fs::remove_file(&probe))
-            .map_err(|error| StateDirError::Unwritable { path: dir.clone(), error })?;
         Ok(Self { dir, agent_id, _lock: lock })
     }
 
@@ -139,6 +131,20 @@ impl StateDir {
     /// The folder for jobs whose folder the server did not name.
     pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("jobs").join(attempt.job.as_str())
+    }
+
+    /// Whether attempts can be noted and their folders made: an agent that cannot do that would only be given jobs to give them back.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub fn probe(&self) -> io::Result<()> {
+        for folder in ["attempts", "jobs"] {
+            let folder = self.dir.join(folder);
+            fs::create_dir_all(&folder)?;
+            let probe = folder.join("probe");
+            write_private(&probe, &[0; PROBE_BYTES]).and_then(|()| fs::remove_file(&probe))?;
+        }
+        Ok(())
     }
 
     /// Remembers an attempt, before any of its ranks is started.

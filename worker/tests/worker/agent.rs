@@ -61,7 +61,7 @@ impl Line {
                 other => panic!("{other:?}"),
             };
             let message: FromAgent = rmp_serde::from_slice(&bytes).unwrap();
-            let FromAgent::Heartbeat { attempts } = message else { panic!("{message:?}") };
+            let FromAgent::Heartbeat { attempts, .. } = message else { panic!("{message:?}") };
             self.say(&ToAgent::HeartbeatAck).await;
             return attempts;
         }

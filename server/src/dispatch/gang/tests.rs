@@ -41,7 +41,7 @@ fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32
         };
         let (to, from) = tokio::sync::mpsc::unbounded_channel();
         kept.push(from);
-        agents.join(row, None, to).unwrap();
+        agents.join(row, None, None, to).unwrap();
     }
     let in_use = |agent: &crate::agents::Online| {
         let (_, _, _, used, _) = given.iter().find(|g| g.0 == agent.row.name).unwrap();

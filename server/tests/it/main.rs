@@ -40,6 +40,7 @@ mod lists;
 mod log_pages;
 mod lost_contact;
 mod lost_starts;
+mod lost_writes;
 mod machines;
 mod many_agents;
 mod metrics;

@@ -79,6 +79,9 @@ pub enum FromAgent {
         protocol: u32,
         /// Made once and kept in the agent's directory, so a restarted agent is the same agent.
         agent_id: String,
+        /// Random, of this process of the agent: two that run at once with one id, as a copied directory makes them, are told apart.
+        #[serde(default)]
+        process: String,
         name: String,
         machine: Machine,
         slots: Vec<Slot>,
@@ -169,6 +172,9 @@ pub enum ToAgent {
     /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
     Refused {
         reason: String,
+        /// It may pass: the agent tries again.
+        #[serde(default)]
+        may_pass: bool,
     },
     HeartbeatAck,
     /// Stored, on disk.

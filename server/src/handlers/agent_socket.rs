@@ -7,6 +7,7 @@ mod messages;
 use super::agents;
 use crate::{
     access::Caller,
+    agents::{Joining, MayNotJoin},
     app::App,
     dispatch,
     error::{Error, Problem, Result},
@@ -144,16 +145,23 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         Ok(hello) => identity::check(&app, &caller, &hello.row).await.map(|()| hello),
         Err(reason) => Err(reason),
     };
-    let joined = joined.and_then(|hello| {
-        let (row, only_job, no_work) = (hello.row.clone(), hello.only_job.clone(), hello.no_work.clone());
-        app.agents.join(row, only_job, no_work, outgoing).map(|c| (hello, c))
+    let joined = joined.map_err(MayNotJoin::from).and_then(|mut hello| {
+        let joining = Joining {
+            row: hello.row.clone(),
+            only_job: hello.only_job.clone(),
+            no_work: hello.no_work.take(),
+            process: std::mem::take(&mut hello.process),
+            address: peer.address,
+        };
+        // Before its lease runs out, the machine of one that is gone is back.
+        app.agents.join(joining, app.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
         Ok(joined) => joined,
-        Err(reason) => {
+        Err(MayNotJoin { why: reason, may_pass }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             app.refusals.note(peer.address, &who, &reason);
-            let _ = send(&mut to, &ToAgent::Refused { reason }).await;
+            let _ = send(&mut to, &ToAgent::Refused { reason, may_pass }).await;
             return close(&mut to, close_code::POLICY, "refused").await;
         }
     };

@@ -53,6 +53,7 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
         attempts,
         only_job: None,
         no_work: None,
+        process: String::new(),
     }
 }
 
@@ -105,7 +106,7 @@ impl Agent {
                 agent.welcome = (acknowledged, revoked);
                 Ok(agent)
             }
-            Some(ToAgent::Refused { reason }) => Err(reason),
+            Some(ToAgent::Refused { reason, .. }) => Err(reason),
             other => panic!("{other:?}"),
         }
     }

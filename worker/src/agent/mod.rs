@@ -44,7 +44,7 @@ use session::{Outcome, Session};
 use signals::Signals;
 use slots::{nvlink_groups, slots};
 use socket::{NoSession, jittered};
-use state_dir::{StateDir, StateDirError};
+use state_dir::StateDir;
 use std::{
     collections::BTreeMap,
     sync::Arc,
@@ -109,6 +109,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
         name,
+        process: uuid::Uuid::new_v4().simple().to_string(),
         nvlink_groups: nvlink_groups(&slots),
         slots,
         only_job: options.only_job.clone(),
@@ -150,6 +151,8 @@ const COMPLAINTS: usize = 16;
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
+    /// Random: see `Hello`.
+    process: String,
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,

@@ -85,6 +85,7 @@ impl Session {
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
             agent_id: agent.state_dir.agent_id().to_owned(),
+            process: agent.process.clone(),
             name: agent.name.clone(),
             machine,
             slots: agent.slots.clone(),
@@ -134,7 +135,10 @@ impl Session {
                 };
                 connected.serve(agent, signals, revoked).await
             }
-            Ok(Some(ToAgent::Refused { reason })) => Outcome::Refused(reason),
+            Ok(Some(ToAgent::Refused { reason, may_pass: true })) => {
+                Outcome::Lost { reason, welcomed: false }
+            }
+            Ok(Some(ToAgent::Refused { reason, .. })) => Outcome::Refused(reason),
             Ok(Some(_)) => Outcome::Lost {
                 reason: "it answered with something else than Welcome".into(),
                 welcomed: false,
@@ -334,7 +338,7 @@ impl Connected {
                 }
             }
             ToAgent::Request { id, request } => self.request(agent, id, request),
-            ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
+            ToAgent::Refused { reason, .. } => return Err(Outcome::Refused(reason)),
             // A message is complete when its last part has arrived.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
         }

@@ -23,6 +23,7 @@ pub(super) struct Hello {
     pub(super) attempts: Vec<AttemptRef>,
     pub(super) only_job: Option<JobId>,
     pub(super) no_work: Option<String>,
+    pub(super) process: String,
     /// Whether it puts the parts of a long message together: from version 2 of the protocol.
     pub(super) takes_parts: bool,
 }
@@ -35,7 +36,8 @@ pub(super) fn shortened(mut words: String) -> String {
 
 /// Checks an agent's first message. The error is for the agent's user.
 pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
-    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work } = message
+    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work, process } =
+        message
     else {
         return Err("the first message of a connection must be Hello".into());
     };
@@ -88,7 +90,8 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
     let no_work = no_work.map(shortened);
-    Ok(Hello { row, attempts, only_job, no_work, takes_parts: protocol >= 2 })
+    let process = shortened(process);
+    Ok(Hello { row, attempts, only_job, no_work, process, takes_parts: protocol >= 2 })
 }
 
 #[cfg(test)]
@@ -133,6 +136,7 @@ mod tests {
             attempts: vec![one; attempts],
             only_job: None,
             no_work: None,
+            process: String::new(),
         }
     }
 

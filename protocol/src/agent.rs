@@ -59,6 +59,17 @@ pub struct AttemptRef {
     pub fencing_token: FencingToken,
 }
 
+impl AttemptRef {
+    /// The name of the attempt's folder: its number and 32 random bits of its fencing token, or the number alone if no server has started
+    /// it. A database that was put back gives numbers out again, and records of the earlier attempt must not be taken for the new one's.
+    pub fn folder_name(&self) -> String {
+        match self.fencing_token.secret >> 96 {
+            0 => self.attempt.to_string(),
+            bits => format!("{}-{bits:08x}", self.attempt),
+        }
+    }
+}
+
 /// Messages of an agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -68,6 +79,9 @@ pub enum FromAgent {
         protocol: u32,
         /// Made once and kept in the agent's directory, so a restarted agent is the same agent.
         agent_id: String,
+        /// Random, of this process of the agent: two that run at once with one id, as a copied directory makes them, are told apart.
+        #[serde(default)]
+        process: String,
         name: String,
         machine: Machine,
         slots: Vec<Slot>,
@@ -75,9 +89,19 @@ pub enum FromAgent {
         attempts: Vec<AttemptRef>,
         /// Serve this job alone.
         only_job: Option<JobId>,
+        /// Why it takes no work now, for people; its ranks go on.
+        #[serde(default)]
+        no_work: Option<String>,
     },
     /// Every `heartbeat_secs` of `Welcome`.
-    Heartbeat { attempts: Vec<AttemptRef> },
+    Heartbeat {
+        attempts: Vec<AttemptRef>,
+        /// As in `Hello`.
+        #[serde(default)]
+        no_work: Option<String>,
+    },
+    /// The order to start this attempt was not carried out, and nothing of it is here; the agent takes no work, for this reason.
+    Declined { attempt: AttemptRef, reason: String },
     /// Records `first..first + events.len()` of one source of an attempt, to be stored before they
     /// are acknowledged. Records below the acknowledged number are ignored by the server.
     Report { attempt: AttemptRef, source: Source, first: u64, events: Vec<AttemptEvent> },
@@ -148,6 +172,9 @@ pub enum ToAgent {
     /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
     Refused {
         reason: String,
+        /// It may pass: the agent tries again.
+        #[serde(default)]
+        may_pass: bool,
     },
     HeartbeatAck,
     /// Stored, on disk.

@@ -10,6 +10,7 @@ use lockstep_protocol::{
 use std::{
     cmp::Ordering as Order,
     collections::{BTreeMap, HashMap, HashSet},
+    net::IpAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -28,11 +29,43 @@ pub(crate) struct Online {
     pub(crate) only_job: Option<JobId>,
     /// It is stopping in order, for this reason.
     pub(crate) leaving: Option<String>,
+    /// It takes no work now, for this reason.
+    pub(crate) no_work: Option<String>,
+    /// Its process, as its `Hello` has it.
+    process: String,
+    /// Another process with its id that was refused: from where, and when it last tried.
+    pub(crate) twin: Option<(IpAddr, Timestamp)>,
     /// When it connected.
     pub(crate) connected_at: Timestamp,
     /// What its `doctor` found when it started.
     pub(crate) findings: Vec<MachineWarning>,
     to: mpsc::UnboundedSender<ToAgent>,
+}
+
+/// An agent that wants to join.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    pub(crate) row: AgentRow,
+    pub(crate) only_job: Option<JobId>,
+    pub(crate) no_work: Option<String>,
+    /// As its `Hello` has it.
+    pub(crate) process: String,
+    /// Where its connection comes from.
+    pub(crate) address: IpAddr,
+}
+
+/// Why an agent may not join, for its user.
+#[derive(Debug)]
+pub(crate) struct MayNotJoin {
+    pub(crate) why: String,
+    /// It is to try again.
+    pub(crate) may_pass: bool,
+}
+
+impl From<String> for MayNotJoin {
+    fn from(why: String) -> Self {
+        Self { why, may_pass: false }
+    }
 }
 
 /// Why a request has no reply.
@@ -145,28 +178,51 @@ fn number(text: &[u8]) -> (&[u8], &[u8]) {
 }
 
 impl Agents {
-    /// Adds a connection.
+    /// Adds a connection. An earlier one of the same process ends; one of another process does so once nothing has come over it for
+    /// `silence`, and until then keeps this one out.
     ///
     /// # Errors
-    /// Another connected agent has the same name; why that refuses this one.
+    /// Another agent has the name, or the id.
     pub(crate) fn join(
         &self,
-        row: AgentRow,
-        only_job: Option<JobId>,
+        joining: Joining,
+        silence: Duration,
         to: mpsc::UnboundedSender<ToAgent>,
-    ) -> Result<u64, String> {
+    ) -> Result<u64, MayNotJoin> {
+        let Joining { row, only_job, no_work, process, address } = joining;
         let mut online = lock(&self.online);
         if let Some(other) = online.values().find(|o| o.row.name == row.name && o.row.id != row.id) {
-            return Err(format!(
+            let why = format!(
                 "an agent named {:?} is connected already, from {}; start this one with another --name",
                 row.name, other.row.machine.hostname
-            ));
+            );
+            return Err(why.into());
+        }
+        let is_alive = self.silence(&row.id).is_some_and(|silent| silent < silence);
+        if let Some(first) = online.get_mut(&row.id).filter(|first| is_alive && first.process != process) {
+            first.twin = Some((address, crate::now()));
+            let why = format!(
+                "another agent with this one's identity is connected already, from {}: this one's folder is a copy of that one's. Remove the \
+                 file agent_id in it and start this agent with a token of its own and another --name, or stop the other one",
+                first.row.machine.hostname
+            );
+            return Err(MayNotJoin { why, may_pass: true });
         }
         let connection = self.next.fetch_add(1, Ordering::Relaxed);
         // An earlier connection of the same agent ends as its sender is dropped here.
-        let (connected_at, findings) = (crate::now(), Vec::new());
-        let row = Arc::new(row);
-        let joined = Online { connection, only_job, leaving: None, connected_at, findings, to, row };
+        let (connected_at, findings, row) = (crate::now(), Vec::new(), Arc::new(row));
+        let joined = Online {
+            connection,
+            row,
+            only_job,
+            leaving: None,
+            no_work,
+            process,
+            twin: None,
+            connected_at,
+            findings,
+            to,
+        };
         online.insert(joined.row.id.clone(), joined);
         Ok(connection)
     }
@@ -203,6 +259,14 @@ impl Agents {
                 agent.leaving = Some(reason.to_owned());
             }
         }
+    }
+
+    /// Notes whether an agent takes work. Whether that is news.
+    pub(crate) fn set_no_work(&self, id: &str, no_work: Option<String>) -> bool {
+        let mut online = lock(&self.online);
+        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work != no_work) else { return false };
+        agent.no_work = no_work;
+        true
     }
 
     /// Notes what an agent's `doctor` found.

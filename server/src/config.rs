@@ -120,7 +120,7 @@ pub struct ServeConfig {
     pub data_dir: PathBuf,
     /// Where checkpoints are kept besides the data directory: a directory, or `s3://BUCKET/PREFIX`. Nowhere when absent.
     pub artifacts: Option<String>,
-    /// Take that store over from the server whose backup the database was restored from.
+    /// Take that store over from another server, such as the one whose backup the database was restored from.
     pub artifacts_adopt: bool,
     /// `sqlite://PATH` or `postgres://...`; the data directory's `lockstep.db` when absent.
     pub database: Option<String>,

@@ -34,7 +34,7 @@ mod start;
 mod unreported;
 mod waits;
 
-pub(crate) use ends::{ended_at, leaves, left, ready, wanted};
+pub(crate) use ends::{declined, ended_at, leaves, left, ready, wanted};
 pub(crate) use gang::most_slots;
 pub(crate) use needs::is_checkpoint_id;
 pub(crate) use slots::device_for;

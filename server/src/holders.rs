@@ -82,6 +82,16 @@ impl Holder {
         write(&folder.join(holder_file(&self.agent_id)), self)
     }
 
+    /// Forgets all notes of an attempt that begins: they are of an earlier one with its number, made before an older database was put back.
+    pub(crate) fn forget_all(job_dir: &Path, attempt: u32) {
+        let folder = folder(job_dir, attempt);
+        if let Err(error) = fs::remove_dir_all(&folder)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, folder = %folder.display(), "notes of an earlier attempt of this number stay");
+        }
+    }
+
     /// Whether a checkpoint has a list of its own.
     pub(crate) fn is_listed(job_dir: &Path, attempt: u32, name: &str) -> bool {
         let kept: Option<HoldersByCheckpoint> = read(&folder(job_dir, attempt).join("kept.json"));
@@ -124,5 +134,9 @@ mod tests {
         // A list that is there takes further agents.
         list("b", "1-0");
         assert_eq!(Holder::all(dir.path(), 1, "1-0"), [holder("a"), holder("b")]);
+        // An attempt that is given this number anew has none of them.
+        holder("a").note(dir.path(), 1, true).unwrap();
+        Holder::forget_all(dir.path(), 1);
+        assert_eq!((Holder::all(dir.path(), 1, "1-0"), Holder::of(dir.path(), 1)), (Vec::new(), None));
     }
 }

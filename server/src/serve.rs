@@ -26,6 +26,7 @@ use crate::{
     store::{self, Location, Store, StoreError},
     tls::ServerCertificate,
 };
+use lockstep_protocol::JobId;
 use std::{
     fs::{File, TryLockError},
     future::Future,
@@ -192,6 +193,35 @@ async fn read_stored(store: &dyn Store, artifacts: &ArtifactStore) -> store::Res
     }
 }
 
+/// A database with nothing in it is no used data directory's.
+async fn check_is_used(
+    config: &ServeConfig,
+    location: &Location,
+    store: &dyn Store,
+) -> Result<(), ServeError> {
+    let is_empty = async {
+        Ok::<_, StoreError>(
+            store.counts().await?.jobs.is_empty()
+                && store.tokens().await?.is_empty()
+                && store.agents().await?.is_empty()
+                && store.datasets().await?.is_empty(),
+        )
+    };
+    if !is_empty.await.map_err(|error| database_error(config, error))? {
+        return Ok(());
+    }
+    let entries = std::fs::read_dir(config.data_dir.join("jobs"));
+    let mut names =
+        entries.into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    match names.find(|name| name.parse::<JobId>().is_ok()) {
+        None => Ok(()),
+        Some(job) => {
+            let (path, data_dir) = (location.to_string(), config.data_dir.clone());
+            Err(ServeError::DatabaseEmpty { path, data_dir, job })
+        }
+    }
+}
+
 fn database_error(config: &ServeConfig, error: StoreError) -> ServeError {
     ServeError::Database {
         path: Location::of(config).map_or_else(|e| e.to_string(), |location| location.to_string()),
@@ -209,7 +239,12 @@ async fn open(
     config.data_dir = private::data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
-    let store = Location::of(&config)?.open().await?;
+    let location = Location::of(&config)?;
+    let store = location.open().await?;
+    if let Err(error) = check_is_used(&config, &location, &*store).await {
+        store.close().await;
+        return Err(error);
+    }
     let (inbox, queue) = Inbox::new();
     let ingress = Ingress::new(&config, certificate.clone());
     let (audit, entries) = Audit::new();

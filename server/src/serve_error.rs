@@ -136,6 +136,45 @@ pub enum ServeError {
         /// Who has it, when that is known.
         by: Option<String>,
     },
+    /// What was committed last was in a file that is gone.
+    #[error(
+        "the database {path} was not closed in order, and its write-ahead log {} is missing or empty: what was stored last was there; put \
+         that file back from where it was moved, or put back a backup (`lockstep restore`). If it is lost, or another program such as sqlite3 \
+         has written it into the database, remove {} to start with what is left", log.display(), lock.display()
+    )]
+    LogMissing {
+        /// The database.
+        path: String,
+        /// Its write-ahead log.
+        log: PathBuf,
+        /// The file that says that the log is needed.
+        lock: PathBuf,
+    },
+    /// Pages that do not fit together.
+    #[error(
+        "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
+         (`lockstep restore FILE --database URL`), and see what the disk says of itself"
+    )]
+    DatabaseDamaged {
+        /// The database.
+        path: String,
+        /// What SQLite found.
+        detail: String,
+    },
+    /// A new database where there should be one that is used.
+    #[error(
+        "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
+         another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \
+         --data-dir. To begin anew here, move {}/jobs away", data_dir.display(), data_dir.display()
+    )]
+    DatabaseEmpty {
+        /// The database.
+        path: String,
+        /// The directory.
+        data_dir: PathBuf,
+        /// One of its jobs.
+        job: String,
+    },
     /// The database cannot be opened.
     #[error("the database {path} cannot be opened: {detail}")]
     Database {

@@ -87,8 +87,7 @@ pub(crate) struct Args {
     /// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP as they are read elsewhere
     #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
     artifacts: Option<String>,
-    /// With a database that was restored from a backup: take the object store over from the server that the backup was made of,
-    /// which uses it no more
+    /// Take the object store over from another server (of which this database may be a restored backup), which uses it no more
     #[arg(long, env = "LOCKSTEP_ARTIFACTS_ADOPT")]
     artifacts_adopt: bool,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]

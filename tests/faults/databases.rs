@@ -21,7 +21,7 @@ async fn postgres_away(secs: u64, steps: u64) {
     let model = undisturbed(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
-    let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+    let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut row = Row::begin(&format!("Postgres away for {secs} s"));
     cluster.stop();
@@ -65,7 +65,7 @@ async fn sqlite_is_busy_for_longer_than_a_request_waits() {
     let model = undisturbed(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
-    let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+    let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let file = server.data_dir().join("lockstep.db");
     let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database");

@@ -106,7 +106,7 @@ fn all_of(path: &Path) -> Vec<AttemptEvent> {
 
 /// From the rank's own file; checkpoints that it had no time to report, from its agent's.
 fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
-    let dir = server.job_dir(id).join("attempts").join(attempt.to_string());
+    let dir = server.attempt_dir(id, attempt);
     let mut record = Record::default();
     for event in all_of(&events_path(&dir, rank)) {
         match event {
@@ -284,7 +284,7 @@ impl Row {
 /// Waits until both ranks have done `step` steps and a checkpoint is there.
 pub(crate) async fn runs_past(server: &Server, id: &str, step: u64) {
     let log = |rank: u32, attempt: u64| {
-        let path = server.job_dir(id).join(format!("attempts/{attempt}/rank.{rank}.log"));
+        let path = server.attempt_dir(id, attempt).join(format!("rank.{rank}.log"));
         fs::read_to_string(path).unwrap_or_default()
     };
     let deadline = Instant::now() + Duration::from_secs(60);

@@ -305,7 +305,7 @@ async fn slow_a_server_that_is_away_for_longer() {
         let mut row = Row::begin(&format!("kill -9 of the server, away for {secs} s"));
         server.kill_serve();
         let began = Instant::now();
-        let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+        let log = server.attempt_dir(&id, 1).join("rank.1.log");
         let length = || fs::metadata(&log).map_or(0, |m| m.len());
         let mut trained_on = 0;
         let mut last = length();

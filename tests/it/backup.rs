@@ -2,11 +2,11 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, turn},
+    server::{Agents, Server, number, turn},
     socket::stored,
     specs,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_backup_of_a_running_server_is_restored_for_another() {
@@ -68,5 +68,44 @@ async fn a_backup_of_a_running_server_is_restored_for_another() {
     assert_eq!(other.get("/jobs").await, server.get("/jobs").await);
     assert!(other.last_model(&id).await.len() > 1000, "with its checkpoints");
     other.stop().await;
+    server.stop().await;
+}
+
+/// An older database gives numbers of attempts out again whose folders, records and checkpoints are still there.
+#[tokio::test]
+async fn an_attempt_whose_number_was_given_out_before_a_restore_is_new() {
+    let _turn = turn().await;
+    let mut server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let checkpoints = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}});
+    let id = server.submit(&specs::with(specs::short("again", "fashion", 2, 120), checkpoints)).await;
+    server.job_when(&id, "it trains", |job| number(&job["step"]) > 20).await;
+    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.status, 202);
+    server.job_when(&id, "it is paused", |job| job["state"] == "paused").await;
+    let data = server.data_dir();
+    let mut which = vec!["--data-dir", data.to_str().expect("UTF-8")];
+    if let Some(url) = &server.database {
+        which.extend(["--database", url]);
+    }
+    server.cli(&[&["backup", "-o", "older"], &which[..]].concat()).ok();
+    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
+    server.succeeded(&id).await;
+    let model = server.last_model(&id).await;
+
+    assert_eq!(server.end_serve(rustix::process::Signal::TERM).await.code(), Some(0));
+    let url = format!("sqlite://{}", data.join("restored.db").display());
+    server.cli(&["restore", "older", "--database", &url]).ok();
+    server.database = Some(url);
+    server.serve_again().await;
+    assert_eq!(server.job(&id).await["state"], "paused");
+    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
+    server.succeeded(&id).await;
+    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
+    let states: Vec<_> =
+        attempts["attempts"].as_array().expect("attempts").iter().map(|a| &a["state"]).collect();
+    assert_eq!(states, ["paused", "succeeded"], "{attempts:#}");
+    let folders = std::fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder");
+    assert_eq!(folders.count(), 3, "each attempt has a folder of its own");
+    assert!(server.last_model(&id).await == model, "the same weights");
     server.stop().await;
 }

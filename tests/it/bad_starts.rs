@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Folder, Server, free_port, lockstep, turn},
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, number, turn},
     specs,
 };
 use sqlx::{Connection, SqliteConnection};
@@ -163,45 +163,70 @@ async fn commands_name_every_mistake_and_store_nothing() {
 }
 
 #[tokio::test]
-async fn an_agent_whose_folder_takes_no_notes_gives_its_job_back_says_so_and_ends() {
+async fn an_agent_whose_folder_is_full_takes_no_work_and_keeps_its_ranks() {
     let _turn = turn().await;
-    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let server = Server::start_with(Agents::None).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "full"]);
     let token = server.folder().write("full.token", token.ok());
     let (folder, log) = (server.folder().path().join("full"), server.folder().path().join("full.log"));
-    let agent = || {
+    let start = || {
+        let log = File::options().create(true).append(true).open(&log).expect("a log");
         let mut command = lockstep();
         command.args(["agent", "--server", &server.url, "--name", "full", "--cpu-slots", "2"]);
         command.arg("--token-file").arg(&token).arg("--data-dir").arg(&folder);
-        command
-    };
-    let start = || {
-        let log = File::create(&log).expect("a log");
-        agent().stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("lockstep agent starts")
+        command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("lockstep agent starts")
     };
     let mut first = start();
-    server.until("it is online", async |s: &Server| s.slots().await == 3).await;
+    server.until("it is online", async |s: &Server| s.slots().await == 2).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    // Longer than the test, if nobody ends it.
+    let healthy = server.submit(&specs::short("healthy", "fashion", 1, 100_000)).await;
+    server.job_when(&healthy, "it trains", |job| number(&job["step"]) > 0).await;
     // Tests may run as root, whom no permission stops; nobody writes a file under a file.
-    let notes = folder.join("attempts");
-    fs::remove_dir(&notes).expect("no notes yet");
+    let (notes, moved) = (folder.join("attempts"), folder.join("attempts.moved"));
+    fs::rename(&notes, &moved).expect("a folder");
     fs::write(&notes, "").expect("a file");
 
-    let id = server.submit(&specs::short("given back", "fashion", 2, 20)).await;
-    server.until("only this machine's own agent is left", async |s: &Server| s.slots().await == 1).await;
-    assert_eq!(first.wait().expect("its status").code(), Some(2));
-    let said = fs::read_to_string(&log).expect("its log");
-    assert_eq!(said.matches("takes no jobs").count(), 1, "{said}");
-    assert!(said.contains(&folder.display().to_string()) && said.contains("Not a directory"), "{said}");
-    let job = server.job_when(&id, "it waits", |job| job["state"] == "queued").await;
-    assert!(job["cause"]["detail"].as_str().is_some_and(|d| d.contains("cannot be written")), "{job}");
+    let id = server.submit(&specs::short("declined", "fashion", 1, 20)).await;
+    let events = format!("/jobs/{id}/events?type=state");
+    let is_declined = async |s: &Server| s.get(&events).await.to_string().contains("did not start it");
+    server.until("it is declined", is_declined).await;
+    let job = server.job(&id).await;
+    assert_eq!((&job["state"], &job["attempt"]), (&"queued".into(), &1.into()), "and tried once: {job}");
+    let shown = server.get("/agents").await;
+    let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap_or_default();
+    assert!(
+        warning.contains("Takes no work") && warning.contains(folder.to_str().expect("UTF-8")),
+        "{shown:#}"
+    );
+    let trained = number(&server.job(&healthy).await["step"]);
+    server.job_when(&healthy, "it goes on", |job| number(&job["step"]) > trained + 5).await;
 
-    // It does not come back to take jobs that it cannot start.
-    Finished::of(&mut agent()).wrong(&["the agent's folder", &folder.display().to_string()]);
+    // Another agent on the folder takes over what runs, which it reads, and takes no work before there is room.
+    let jobs = folder.join("jobs");
+    fs::remove_dir(&jobs).expect("no jobs");
+    fs::write(&jobs, "").expect("a file");
     fs::remove_file(&notes).expect("the file");
+    fs::rename(&moved, &notes).expect("a folder");
+    first.kill().expect("SIGKILL");
+    first.wait().expect("its status");
     let mut second = start();
+    let said = || fs::read_to_string(&log).expect("its log");
+    server
+        .until("it has said so again", async |_: &Server| said().matches("takes no jobs").count() == 2)
+        .await;
+    let trained = number(&server.job(&healthy).await["step"]);
+    let job = server.job_when(&healthy, "it goes on", |job| number(&job["step"]) > trained + 5).await;
+    assert_eq!(job["attempt"], 1, "{job}");
+    assert_eq!(server.job(&id).await["state"], "queued");
+
+    fs::remove_file(&jobs).expect("the file");
     let done = server.ended(&id).await;
     assert_eq!((&done["state"], &done["attempt"]), (&"succeeded".into(), &2.into()), "{done}");
+    assert!(said().contains("takes jobs"), "{}", said());
+    assert_eq!(server.job(&healthy).await["attempt"], 1);
+    server.cli(&["cancel", &healthy]).ok();
+    server.ended(&healthy).await;
     second.kill().expect("SIGKILL");
     second.wait().expect("its status");
     server.stop().await;

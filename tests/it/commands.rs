@@ -78,7 +78,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
 
     for rank in ["0", "1"] {
         let printed = server.cli(&["logs", id, "--rank", rank]);
-        let on_disk = fs::read_to_string(server.job_dir(id).join(format!("attempts/1/rank.{rank}.log")));
+        let on_disk = fs::read_to_string(server.attempt_dir(id, 1).join(format!("rank.{rank}.log")));
         assert_eq!(printed.ok(), on_disk.expect("the rank's log"), "rank {rank}");
     }
     let followed = server.cli(&["logs", id, "-f"]);

@@ -142,10 +142,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     // The last checkpoint may be on its way when the job is over.
     server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
     let expected = server.last_model(&undisturbed).await;
-    assert!(
-        !server.job_dir(&undisturbed).join("attempts/1/rank.0.events").exists(),
-        "the ranks were elsewhere"
-    );
+    assert!(!server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(), "the ranks were elsewhere");
     // What is uploaded and over needs no place there.
     let folder = a.dir(&server).join("jobs").join(&undisturbed);
     server.until("its folder is gone", async |_: &Server| !folder.exists()).await;

@@ -153,7 +153,7 @@ async fn a_killed_server_comes_back_to_a_job_that_went_on() {
     server.kill_serve();
 
     // The ranks train on without it: their logs grow.
-    let log = server.job_dir(&id).join("attempts/1/rank.1.log");
+    let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
     let at_death = length();
     server.until("a rank trains on without a server", async |_: &Server| length() > at_death).await;

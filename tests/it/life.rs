@@ -256,7 +256,7 @@ fn model_is_torchvisions(bytes: &[u8]) {
 
 async fn logs_are_kept(server: &Server, id: &str) {
     for rank in 0..RANKS {
-        let file = server.job_dir(id).join(format!("attempts/1/rank.{rank}.log"));
+        let file = server.attempt_dir(id, 1).join(format!("rank.{rank}.log"));
         let on_disk = fs::read_to_string(&file).expect("the rank's log");
         let raw = server
             .http

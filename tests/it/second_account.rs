@@ -91,7 +91,7 @@ async fn another_account_reads_nothing_and_is_no_agent() {
         format!("cat {data}/lockstep.db"),
         format!("ls {data}/jobs/{id}"),
         format!("echo x > {data}/x"),
-        format!("cat {data}/jobs/{id}/attempts/1/rank.0.log"),
+        format!("cat {}", server.attempt_dir(&id, 1).join("rank.0.log").display()),
     ] {
         let tried = as_other(&script);
         assert!(!tried.status.success() && words(&tried).contains("ermission denied"), "{script}: {tried:?}");

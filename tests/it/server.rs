@@ -291,6 +291,11 @@ impl Server {
         self.data_dir().join("jobs").join(id)
     }
 
+    /// The folder of an attempt in a job's folder: its name begins with the attempt's number.
+    pub(crate) fn attempt_dir(&self, id: &str, attempt: u64) -> PathBuf {
+        attempt_dir(&self.job_dir(id), attempt)
+    }
+
     /// Slots of all machines that are online.
     pub(crate) async fn slots(&self) -> usize {
         let answer = self.get("/agents").await;
@@ -361,6 +366,17 @@ impl Drop for Server {
             let _ = child.wait();
         }
     }
+}
+
+/// The folder of an attempt; one that does not exist before the attempt begins.
+pub(crate) fn attempt_dir(job_dir: &Path, attempt: u64) -> PathBuf {
+    let entries = std::fs::read_dir(job_dir.join("attempts")).into_iter().flatten().flatten();
+    let is_its = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        name.starts_with(&format!("{attempt}-"))
+    };
+    let found = entries.map(|entry| entry.path()).find(is_its);
+    found.unwrap_or_else(|| job_dir.join("attempts").join(format!("{attempt}-")))
 }
 
 /// The exit status of a child that ends soon.

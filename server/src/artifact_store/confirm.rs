@@ -50,8 +50,11 @@ impl ArtifactStore {
         }
         let marker = match found {
             // Of whatever address: a store may have been moved.
-            Some(found) if database.is_marker_restored(&found).await? => self.adopt(database, &found).await?,
-            Some(found) => found,
+            Some(found) => match database.is_marker_restored(&found).await? {
+                Some(false) => found,
+                Some(true) => self.adopt(database, &found, self.storage.restored()).await?,
+                None => self.adopt(database, &found, self.storage.of_another_server()).await?,
+            },
             None => {
                 self.has_something(database).await?;
                 let own = Uuid::new_v4();
@@ -63,18 +66,19 @@ impl ArtifactStore {
         Ok(marker)
     }
 
-    /// Gives a store that a restored database knows another marker: the server that the backup was made of no longer takes it for its own.
-    async fn adopt(&self, database: &dyn Store, found: &str) -> Result<String, Unusable> {
+    /// Gives another server's store another marker: that server no longer takes it for its own.
+    async fn adopt(&self, database: &dyn Store, found: &str, refused: Unusable) -> Result<String, Unusable> {
         if !self.adopts {
-            return Err(self.storage.restored());
+            return Err(refused);
         }
         let own = Uuid::new_v4();
         // First what cannot be seen from outside: if this ends here, the next start says what the marker should be.
         database.replace_restored_marker(found, &own.to_string()).await?;
+        database.put_artifact_marker(self.storage.url(), &own.to_string()).await?;
         self.storage.mark(own).await?;
         tracing::warn!(
             url = self.storage.url(),
-            "the object store is this database's now, and no longer that of the one it was restored from"
+            "the object store is this database's now, and no longer another one's"
         );
         Ok(own.to_string())
     }

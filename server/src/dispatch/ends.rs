@@ -11,7 +11,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptRef, Ending, ToAgent},
     job::{JobId, JobState},
-    reason::ReasonCode,
+    reason::{Facts, Reason, ReasonCode},
     stream::EventBody,
 };
 use std::time::Duration;
@@ -23,7 +23,8 @@ const GONE: Duration = Duration::from_secs(10);
 /// `cut_off`, as a record of it could not be kept, connects again, as often as it takes, sends its last reports once more and says again that it leaves.
 pub(crate) async fn left(app: &App, agent: Online, reason: String, cut_off: bool) {
     if !cut_off {
-        return requeue(app, &agent, &reason, |_| true).await;
+        let why = leaving_reason(&agent.row.name, &reason);
+        return requeue(app, &agent.row.id, why, |_| true).await;
     }
     let (app, id) = (app.clone(), agent.row.id.clone());
     let had: Vec<_> = app.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
@@ -31,7 +32,8 @@ pub(crate) async fn left(app: &App, agent: Online, reason: String, cut_off: bool
         while app.leases.of_agent(&id).iter().any(|(attempt, _)| had.contains(attempt)) {
             let is_silent = app.agents.silence(&id).is_none_or(|silence| silence >= GONE);
             if is_silent && !app.agents.is_connected(&id) {
-                return requeue(&app, &agent, &reason, |attempt| had.contains(attempt)).await;
+                let why = leaving_reason(&agent.row.name, &reason);
+                return requeue(&app, &id, why, |attempt| had.contains(attempt)).await;
             }
             tokio::select! {
                 () = tokio::time::sleep(Duration::from_millis(500)) => {}
@@ -41,16 +43,23 @@ pub(crate) async fn left(app: &App, agent: Online, reason: String, cut_off: bool
     });
 }
 
-/// Puts the attempts of an agent that has left back into the queue.
-async fn requeue(app: &App, agent: &Online, reason: &str, concerns: impl Fn(&AttemptRef) -> bool) {
+/// An agent has not carried out the order to start an attempt: it goes back to the queue, for another one.
+pub(crate) async fn declined(app: &App, agent_id: &str, declined: &AttemptRef, reason: String) {
+    let places = app.leases.places_of(&declined.job);
+    let agent = places.into_iter().find(|place| place.agent_id == agent_id).map(|place| place.agent);
+    let why = Reason::new(ReasonCode::AgentLeft, Facts { agent, detail: Some(reason), ..Facts::default() });
+    requeue(app, agent_id, why, |attempt| attempt == declined).await;
+}
+
+/// Puts attempts of an agent that has left them back into the queue.
+async fn requeue(app: &App, agent_id: &str, why: Reason, concerns: impl Fn(&AttemptRef) -> bool) {
     app.inbox.flush().await;
-    let why = leaving_reason(&agent.row.name, reason);
-    for (attempt, held) in app.leases.of_agent(&agent.row.id) {
+    for (attempt, held) in app.leases.of_agent(agent_id) {
         if !concerns(&attempt) {
             continue;
         }
         let places = app.leases.places(&attempt);
-        let mine = held.iter().find(|place| place.agent_id == agent.row.id);
+        let mine = held.iter().find(|place| place.agent_id == agent_id);
         let why = why.clone();
         let done = if places > 1
             && let Some(place) = mine

@@ -91,6 +91,7 @@ impl Round {
         let machine = |agent: Online| Machine {
             in_use: held.get(&agent.row.id).cloned().unwrap_or_default(),
             takes_work: agent.leaving.is_none()
+                && agent.no_work.is_none()
                 && agent.row.last_seen_at > heard_since
                 && !app.leases.is_cut_off(&agent.row.id)
                 && !app.agents.is_draining(&agent.row.id),

@@ -11,7 +11,9 @@ use super::{
 use crate::{
     agents::Online,
     app::App,
-    dataset_notes, lifecycle,
+    dataset_notes,
+    holders::Holder,
+    lifecycle,
     store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
@@ -347,13 +349,17 @@ fn master_address(chosen: &[(Arc<Online>, Vec<u32>)]) -> Option<&str> {
 
 /// What agents need to know that have not the server's disk, of each of these jobs. The mark tells them whether they have.
 async fn start_files(app: &App, prepared: &[Prepared]) -> Vec<StartFiles> {
-    let folders: Vec<_> = prepared.iter().map(|prepared| app.job_dir(&prepared.claim.job)).collect();
+    let folder = |claim: &Claim| (app.job_dir(&claim.job), claim.after_attempt + 1);
+    let folders: Vec<_> = prepared.iter().map(|prepared| folder(&prepared.claim)).collect();
     let number = folders.len();
     // The rest is known when it is sent.
-    let files = |folder: PathBuf| StartFiles {
-        mark: mark(&folder),
-        dataset: dataset_notes::dataset_note(&folder),
-        ..StartFiles::default()
+    let files = |(folder, attempt): (PathBuf, u32)| {
+        Holder::forget_all(&folder, attempt);
+        StartFiles {
+            mark: mark(&folder),
+            dataset: dataset_notes::dataset_note(&folder),
+            ..StartFiles::default()
+        }
     };
     let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
     all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])

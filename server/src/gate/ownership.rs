@@ -61,10 +61,11 @@ impl Kind {
     }
 }
 
-/// Lets a request through that its caller may make with what it names. What there is not is left to the handler.
+/// Lets a request through that its caller may make with what it names. What there is not is answered here as what is private to somebody
+/// else, before query, method and body are looked at: from the answer nobody learns which of the two it is.
 ///
 /// # Errors
-/// 404 for what is private to somebody else, 403 for a change of what is somebody else's.
+/// 404 for both, 403 for a change of what is somebody else's.
 pub(super) async fn check(
     app: &App,
     caller: &Caller,
@@ -83,20 +84,14 @@ pub(super) async fn check(
         return Ok(());
     };
     let owned = match kind {
-        Kind::Job => match name.parse::<JobId>() {
-            Ok(id) => of_job(app, &id).await?,
-            Err(_) => None,
-        },
-        Kind::Checkpoint => match app.store.checkpoint(name).await? {
-            Some(row) => of_job(app, &row.job).await?,
-            None => None,
-        },
+        Kind::Job => of_job(app, caller, name).await?,
+        // Whether it is there is the handler's question, once the caller sees its job: its id begins with the job's.
+        Kind::Checkpoint => of_job(app, caller, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => app.store.owned_dataset(name).await?,
     };
-    let Some(owned) = owned else { return Ok(()) };
-    if !caller.sees(owned.private, owned.owner.as_deref()) {
+    let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
         return Err(kind.not_found(route));
-    }
+    };
     let reads = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
     if reads || !app.access.has_people() || caller.owns(owned.owner.as_deref()) {
         return Ok(());
@@ -104,14 +99,16 @@ pub(super) async fn check(
     Err(Error::Forbidden(not_yours(kind, &owned)))
 }
 
-/// Whose a job is.
-async fn of_job(app: &App, id: &JobId) -> Result<Option<Owned>> {
-    if let Some(owned) = app.job_owners.get(id) {
+/// Whose a job is. One that the caller does not see is looked up each time, as one that is not there is: the time tells nothing either.
+async fn of_job(app: &App, caller: &Caller, id: &str) -> Result<Option<Owned>> {
+    let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
+    let known = app.job_owners.get(&id);
+    if let Some(owned) = known.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) {
         return Ok(Some(owned));
     }
-    let owned = app.store.owned_job(id).await?;
+    let owned = app.store.owned_job(&id).await?;
     if let Some(owned) = &owned {
-        app.job_owners.put(id, owned.clone());
+        app.job_owners.put(&id, owned.clone());
     }
     Ok(owned)
 }

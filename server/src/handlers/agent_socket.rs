@@ -7,6 +7,7 @@ mod messages;
 use super::agents;
 use crate::{
     access::Caller,
+    agents::{Joining, MayNotJoin},
     app::App,
     dispatch,
     error::{Error, Problem, Result},
@@ -25,7 +26,7 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction};
+use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction, shortened};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
@@ -144,15 +145,23 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
         Ok(hello) => identity::check(&app, &caller, &hello.row).await.map(|()| hello),
         Err(reason) => Err(reason),
     };
-    let joined = joined.and_then(|hello| {
-        app.agents.join(hello.row.clone(), hello.only_job.clone(), outgoing).map(|c| (hello, c))
+    let joined = joined.map_err(MayNotJoin::from).and_then(|mut hello| {
+        let joining = Joining {
+            row: hello.row.clone(),
+            only_job: hello.only_job.clone(),
+            no_work: hello.no_work.take(),
+            process: std::mem::take(&mut hello.process),
+            address: peer.address,
+        };
+        // Before its lease runs out, the machine of one that is gone is back.
+        app.agents.join(joining, app.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
         Ok(joined) => joined,
-        Err(reason) => {
+        Err(MayNotJoin { why: reason, may_pass }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             app.refusals.note(peer.address, &who, &reason);
-            let _ = send(&mut to, &ToAgent::Refused { reason }).await;
+            let _ = send(&mut to, &ToAgent::Refused { reason, may_pass }).await;
             return close(&mut to, close_code::POLICY, "refused").await;
         }
     };
@@ -330,12 +339,15 @@ impl Connection<'_> {
         let app = self.app;
         app.agents.note_message(&self.id);
         match message {
-            FromAgent::Heartbeat { attempts } => {
+            FromAgent::Heartbeat { attempts, no_work } => {
                 self.waited = Duration::ZERO;
                 if attempts.len() > ATTEMPTS {
                     return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
                 }
                 app.agents.heard(&self.id, crate::now(), None);
+                if app.agents.set_no_work(&self.id, no_work.map(shortened)) {
+                    app.leases.poke();
+                }
                 // The next heartbeat names the rest again.
                 for attempt in app.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
                     let reason = "it is no longer this agent's to run".into();
@@ -374,6 +386,11 @@ impl Connection<'_> {
                 app.agents.heard(&self.id, crate::now(), Some(&reason));
                 dispatch::leaves(app, &self.id, &self.name);
                 self.leaving = Some(reason);
+            }
+            FromAgent::Declined { attempt, reason } => {
+                let reason = shortened(reason);
+                app.agents.set_no_work(&self.id, Some(reason.clone()));
+                dispatch::declined(app, &self.id, &attempt, reason).await;
             }
             FromAgent::Ready { attempt, port } => dispatch::ready(app, attempt, &self.id, port),
             FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),

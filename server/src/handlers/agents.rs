@@ -15,7 +15,7 @@ use crate::{
     store::AgentRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use lockstep_protocol::{
     agent::{Machine, MachineSample, MachineWarning, Slot},
     job::JobId,
@@ -23,6 +23,9 @@ use lockstep_protocol::{
 use serde::Serialize;
 use std::collections::HashMap;
 use utoipa::ToSchema;
+
+/// One that is refused tries again every few seconds.
+const TWIN_SHOWN: SignedDuration = SignedDuration::from_secs(60);
 
 /// Machines that have introduced themselves.
 #[derive(Debug, Serialize, ToSchema)]
@@ -249,6 +252,18 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
             now: crate::now(),
         };
         let mut warnings = warnings(&state);
+        if let Some(why) = now.and_then(|agent| agent.no_work.as_ref()) {
+            let text = format!("Takes no work until that is mended, while its ranks go on: {why}.");
+            warnings.insert(0, MachineWarning { problem: true, text });
+        }
+        let twin = now.and_then(|agent| agent.twin);
+        if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_SHOWN) {
+            let text = format!(
+                "Another agent with this machine's identity tries to connect from {address} and is refused: its folder is a copy of this one's. \
+                 Remove the file agent_id in it and give it a token of its own, or stop it."
+            );
+            warnings.insert(0, MachineWarning { problem: true, text });
+        }
         if let Some(warning) = app.ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });

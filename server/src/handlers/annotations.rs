@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Body, Path, Query, count, job_id},
-    jobs,
+    jobs, large,
     list::{Fields, MAX_LIMIT, Pages},
     pages,
 };
@@ -12,7 +12,7 @@ use crate::{
     error::{Error, Problem, Result},
     store::Annotation,
 };
-use axum::{Extension, Json, extract::State};
+use axum::{Extension, Json, extract::State, response::Response};
 use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -36,7 +36,7 @@ pub(crate) struct Annotations {
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct AnnotationsQuery {
-    /// At most so many jobs: 1 to 1000; 1000 when absent.
+    /// At most so many jobs: 1 to 1000; 1000 when absent. A page ends earlier where it has 4 MiB.
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
     /// `next_cursor` of the page before.
@@ -74,11 +74,12 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<AnnotationsQuery>,
-) -> Result<Json<Annotations>> {
+) -> Result<Response> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let behind: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let seen_by = caller.sees_as();
+    let _turn = large::turn(limit).await?;
     let page = app.store.annotations(seen_by.as_deref(), &behind.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
         let annotation = match &fields {
@@ -93,7 +94,7 @@ pub(crate) async fn list(
         _ => None,
     };
     let next_cursor = page.next.map(|id| PAGES.cursor(&id)).transpose()?;
-    Ok(Json(Annotations { jobs, next_cursor, total }))
+    large::json(Annotations { jobs, next_cursor, total }).await
 }
 
 /// Change a job's notes, tags, priority or project

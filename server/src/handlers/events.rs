@@ -2,15 +2,15 @@
 
 use super::{
     extract::{Path, Query, count},
-    jobs,
+    jobs, large,
     list::{self, Elements, Fields, MAX_LIMIT, Pages},
 };
 use crate::{
     app::App,
     error::{Error, Problem, Result},
-    store::Stored,
+    store::{PAGE_BYTES, Stored},
 };
-use axum::{Json, extract::State};
+use axum::{extract::State, response::Response};
 use lockstep_protocol::stream::Event;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -105,16 +105,16 @@ pub(crate) struct EventsQuery {
 /// List a job's events
 ///
 /// As its stream sends them, in order. Of a long run with few events of the types that are asked for, a page may have fewer
-/// events than `limit`, or none, and still a `next_cursor`.
+/// events than `limit`, or none, and still a `next_cursor`. So may one that has 4 MiB.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
     responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(query): Query<EventsQuery>,
-) -> Result<Json<EventList>> {
+) -> Result<Response> {
     let job = jobs::find(&app, &id).await?;
-    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
+    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let types = query.types.as_deref().unwrap_or_default().split(',').map(str::trim);
     let types = types.filter(|name| !name.is_empty()).map(|name| list::known_name("type", name, TYPES));
@@ -122,7 +122,9 @@ pub(crate) async fn list(
     let has_metrics = types.is_empty() || types.contains(&"metrics");
     let pages = Pages::new("events", ORDER).of_job(job.id.as_str());
     let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
-    let (mut items, mut examined, mut full) = (Vec::new(), 0, false);
+    let (mut items, mut bytes, mut examined, mut full) = (Vec::new(), 0, 0, false);
+    let _turn = large::turn(limit).await?;
+    let limit = limit as usize;
     while !full {
         let rows = app.store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
@@ -135,8 +137,10 @@ pub(crate) async fn list(
                 after = after.max(row.seq);
                 continue;
             }
+            // So must not a page of long events.
+            tokio::task::yield_now().await;
             for (seq, frame) in row.frames(after) {
-                if items.len() == limit {
+                if items.len() == limit || bytes >= PAGE_BYTES {
                     full = true;
                     break 'rows;
                 }
@@ -145,18 +149,19 @@ pub(crate) async fn list(
                 after = seq;
                 let name = event.get("type").and_then(Value::as_str).unwrap_or_default();
                 if types.is_empty() || types.contains(&name) {
+                    bytes += frame.len();
                     items.push(event);
                 }
             }
             after = after.max(row.seq);
         }
         if last && !full {
-            return Ok(Json(EventList { events: Elements { items, fields }, next_cursor: None }));
+            return large::json(EventList { events: Elements { items, fields }, next_cursor: None }).await;
         }
         full = full || examined >= EXAMINED;
     }
     let next_cursor = Some(pages.cursor(&after)?);
-    Ok(Json(EventList { events: Elements { items, fields }, next_cursor }))
+    large::json(EventList { events: Elements { items, fields }, next_cursor }).await
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use super::{
     extract::{Path, Query, count, job_id, search_text},
+    large,
     list::{self, Pages},
 };
 use crate::{
@@ -11,7 +12,6 @@ use crate::{
     store::{LogFilter, LogPage},
 };
 use axum::{
-    Json,
     body::Body,
     extract::State,
     http::{HeaderMap, header},
@@ -49,7 +49,7 @@ pub(crate) struct LogsQuery {
     /// Only what came before this event.
     before: Option<u64>,
     /// Lines of a page: 1 to 10000; 1000 when absent. Lines that a rank reported together come together: a page has more than `limit` where
-    /// its first report alone does, else fewer.
+    /// its first report alone does, else fewer. A page ends earlier where it has 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
     /// `seq`, the oldest line first, when absent; `-seq` for the newest first.
@@ -143,12 +143,12 @@ impl Found {
         self
     }
 
-    fn page(mut self, pages: Pages, order: Order) -> Result<Json<Logs>> {
+    async fn page(mut self, pages: Pages<'_>, order: Order) -> Result<Response> {
         if order == Order::NewestFirst {
             self.lines.reverse();
         }
         let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
-        Ok(Json(Logs { lines: self.lines, next_cursor, next: self.next }))
+        large::json(Logs { lines: self.lines, next_cursor, next: self.next }).await
     }
 }
 
@@ -219,7 +219,7 @@ pub(crate) async fn query(
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
         let found = search(&app, &job, filter, q).await?;
         let found = if order == Order::Tail { found } else { found.at_most(limit as usize, newest) };
-        return Ok(found.page(pages, order)?.into_response());
+        return found.page(pages, order).await;
     }
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
     let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
@@ -234,7 +234,7 @@ pub(crate) async fn query(
     }
     let found = Found { lines, next };
     let found = if order == Order::Tail { found } else { found.at_most(limit as usize, newest) };
-    Ok(found.page(pages, order)?.into_response())
+    found.page(pages, order).await
 }
 
 /// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.

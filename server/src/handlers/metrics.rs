@@ -4,12 +4,11 @@ use super::extract::{Path, Query, count};
 use crate::{
     app::App,
     error::{Error, Problem, Result},
-    handlers::jobs,
+    handlers::{jobs, large},
     metrics::{chunk::Bucket, compaction, query},
     store::{self, MetricFilter},
 };
 use axum::{
-    Json,
     body::Body,
     extract::State,
     http::header,
@@ -128,12 +127,12 @@ pub(crate) async fn find(
     State(app): State<App>,
     Path(id): Path<String>,
     Query(query): Query<MetricsQuery>,
-) -> Result<Json<Metrics>> {
+) -> Result<Response> {
     let filter = query.filter()?;
     let job = jobs::find(&app, &id).await?;
     let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let found = query::find(&app, &job, &filter, points).await?;
-    Ok(Json(answer(found)))
+    large::json(answer(found)).await
 }
 
 /// What was found, as in JSON.

@@ -2,7 +2,7 @@
 
 use super::{
     extract::{Query, count},
-    jobs,
+    jobs, large,
     metrics::{self, Metrics, MetricsQuery},
 };
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Problem, Result},
     metrics::query,
 };
-use axum::{Extension, Json, extract::State};
+use axum::{Extension, extract::State, response::Response};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
@@ -68,7 +68,7 @@ pub(crate) async fn find(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(asked): Query<JobsMetricsQuery>,
-) -> Result<Json<JobsMetrics>> {
+) -> Result<Response> {
     let mut ids: Vec<&str> = Vec::new();
     for id in asked.jobs.split(',').map(str::trim).filter(|id| !id.is_empty()) {
         if !ids.contains(&id) {
@@ -109,5 +109,5 @@ pub(crate) async fn find(
         }
         found.push(JobMetrics { job: job.id.to_string(), metrics });
     }
-    Ok(Json(JobsMetrics { jobs: found }))
+    large::json(JobsMetrics { jobs: found }).await
 }

@@ -25,6 +25,7 @@ pub(crate) mod history;
 pub(crate) mod inspections;
 pub(crate) mod jobs;
 mod join;
+mod large;
 pub(crate) mod layers;
 mod list;
 pub(crate) mod login;

@@ -62,6 +62,17 @@ impl ObjectStorage {
         ))
     }
 
+    /// The database knows no store of this marker.
+    pub(crate) fn of_another_server(&self) -> Unusable {
+        Unusable::for_good(format!(
+            "{} belongs to another server: its {MARKER} is of a database that is not this one. Name {} that was never used, or the database of \
+             that server. If that server is gone, or is not to use the store again, start this one with --artifacts-adopt: the store is then its \
+             alone, and what the other has there stays",
+            self.url,
+            if self.directory.is_some() { "a directory" } else { "a prefix" },
+        ))
+    }
+
     /// It is another store than the one that the database knows.
     pub(crate) fn another(&self, found: Option<&str>, wanted: &str) -> Unusable {
         let found = found.map_or_else(

@@ -67,6 +67,14 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
     let newest = "SELECT max(version) FROM _sqlx_migrations";
     match location {
         Location::Sqlite(path) => {
+            // Where no server is at work, the last connection removes the write-ahead log when it is closed. One that was left is noted.
+            let alone = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
+            let alone = match alone {
+                Some(Err(ServeError::LogMissing { path, log, lock })) => {
+                    return Err(ServeError::LogMissing { path, log, lock }.into());
+                }
+                lock => lock.and_then(Result::ok).filter(|lock| lock.is_unclean),
+            };
             let options = sqlite::options(path).pragma("query_only", "1");
             let mut db = sqlx::SqliteConnection::connect_with(&options).await.map_err(failed)?;
             let mut moment = db.begin().await?;
@@ -75,6 +83,7 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             sqlite::copy::dump(&mut moment, writer).await?;
             moment.rollback().await?;
             db.close().await?;
+            drop(alone);
         }
         Location::Postgres(url) => {
             let options = postgres::options(url)?;

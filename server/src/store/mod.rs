@@ -49,6 +49,9 @@ use lockstep_protocol::{
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
 
+/// A page whose rows have so much that may be long (specifications, notes, log lines) ends there, whatever its limit says.
+pub(crate) const PAGE_BYTES: usize = 4 << 20;
+
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
@@ -241,8 +244,8 @@ pub trait Store: Send + Sync + 'static {
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
     /// By what the object store of this address is known again; none of one that is not known.
     async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>>;
-    /// Whether this marker, of whatever address, came with a backup.
-    async fn is_marker_restored(&self, marker: &str) -> Result<bool>;
+    /// Whether this marker, of whatever address, came with a backup; none of one that the database does not know.
+    async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// In the place of a marker that came with a backup, this database's own.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores by what an object store is known again. One of another address that had this marker is the same store: what was there is

@@ -11,7 +11,10 @@ use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, PgConnection,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 // The same text of the queries for each database: see `sql/mod.rs`.
 #[allow(clippy::duplicate_mod)]
@@ -21,7 +24,18 @@ mod sql;
 pub use sql::SqlStore as PostgresStore;
 pub(super) use sql::copy;
 
+/// The lock goes with the session.
+#[derive(Debug)]
+pub(super) struct Lock;
+
+impl Lock {
+    #[allow(clippy::unused_self)] // As that of a file.
+    pub(super) fn closes(&self) {}
+}
+
 mod dialect {
+    pub(super) use super::Lock;
+
     pub(super) type Db = sqlx::Postgres;
     pub(super) type Connection = sqlx::PgConnection;
     pub(super) type DbRow = sqlx::postgres::PgRow;
@@ -121,7 +135,7 @@ impl PostgresStore {
             sqlx::query(AssertSqlSafe(format!("RESET {limit}"))).execute(&writer).await.map_err(failed)?;
         }
         let reader = pool(READERS).connect_with(options).await.map_err(failed)?;
-        Ok(Self { writer, reader, _lock: [].into() })
+        Ok(Self { writer, reader, lock: Arc::new(Lock) })
     }
 }
 

@@ -7,11 +7,14 @@
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
 use crate::{private, serve_error::ServeError};
 use rustix::{fs::FlockOperation, io::Errno};
-use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
+use sqlx::{
+    AssertSqlSafe, SqlitePool,
+    sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous},
+};
 use std::{
     fs::{File, TryLockError},
-    io::{self, Read, Write},
-    iter,
+    io::{self, Read},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -26,6 +29,8 @@ pub use sql::SqlStore as SqliteStore;
 pub(super) use sql::copy;
 
 mod dialect {
+    pub(super) use super::Lock;
+
     pub(super) type Db = sqlx::Sqlite;
     pub(super) type Connection = sqlx::SqliteConnection;
     pub(super) type DbRow = sqlx::sqlite::SqliteRow;
@@ -90,9 +95,14 @@ impl SqliteStore {
         // lead to it.
         private::file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
-        let lock: Arc<[File]> = iter::once(lock(path)?).chain(lock_inode(path)?).collect();
+        let mut lock = Lock::take(path)?;
         let options = options(path).create_if_missing(true);
-        let pool = |n| SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
+        let pool = |n| {
+            let options =
+                SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
+            // The last one that is closed would take the write-ahead log with it.
+            options.idle_timeout(None).max_lifetime(None)
+        };
 
         let writer = pool(1).connect_with(options.clone()).await.map_err(|e| failed(e.to_string()))?;
         let version: String = sqlx::query_scalar("SELECT sqlite_version()")
@@ -104,13 +114,40 @@ impl SqliteStore {
         if (number(), number(), number()) < OLDEST_SQLITE {
             return Err(failed(format!("SQLite {version} is linked; 3.51.3 or later is needed")));
         }
+        if lock.is_unclean {
+            check(&writer, &name).await?;
+            lock.is_unclean = false;
+        }
         MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
         let reader = pool(READERS)
             .connect_with(options.pragma("query_only", "1"))
             .await
             .map_err(|e| failed(e.to_string()))?;
-        Ok(Self { writer, reader, _lock: lock })
+        // A commit, so that the log has something from now on.
+        let times: i32 = sqlx::query_scalar("PRAGMA user_version")
+            .fetch_one(&writer)
+            .await
+            .map_err(|e| failed(e.to_string()))?;
+        sqlx::query(AssertSqlSafe(format!("PRAGMA user_version = {}", times.wrapping_add(1))))
+            .execute(&writer)
+            .await
+            .map_err(|e| failed(e.to_string()))?;
+        lock.note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
+        Ok(Self { writer, reader, lock: Arc::new(lock) })
     }
+}
+
+/// Reads every page, and says whether they fit together. What was overwritten would be found in the middle of somebody's work.
+async fn check(writer: &SqlitePool, name: &str) -> Result<(), ServeError> {
+    tracing::info!(database = name, "checking the database, which was not closed in order");
+    let found: Result<Vec<String>, _> =
+        sqlx::query_scalar(AssertSqlSafe(format!("PRAGMA quick_check({FLAWS})"))).fetch_all(writer).await;
+    let detail = match found {
+        Ok(found) if found == ["ok"] => return Ok(()),
+        Ok(found) => found.join("; "),
+        Err(error) => error.to_string(),
+    };
+    Err(ServeError::DatabaseDamaged { path: name.to_owned(), detail })
 }
 
 pub(super) fn options(path: &Path) -> SqliteConnectOptions {
@@ -123,31 +160,91 @@ pub(super) fn options(path: &Path) -> SqliteConnectOptions {
         .busy_timeout(Duration::from_secs(5))
 }
 
-/// The lock of a database file: a file next to it, locked; the system frees it when this process ends. Two data
-/// directories may name one database with --database, so their own locks do not say enough.
-fn lock(path: &Path) -> Result<File, ServeError> {
-    let name = path.display().to_string();
-    let mut lock_path = path.as_os_str().to_owned();
-    lock_path.push(".lock");
-    let lock_path = PathBuf::from(lock_path);
-    let failed = |e: io::Error| ServeError::Database {
-        path: name.clone(),
-        detail: format!("its lock {}: {e}", lock_path.display()),
-    };
-    let mut file = private::lock_file(&lock_path).map_err(failed)?;
-    match file.try_lock() {
-        Ok(()) => {
-            file.set_len(0).map_err(failed)?;
-            write!(file, "process {}", std::process::id()).map_err(failed)?;
-            Ok(file)
+/// What the lock's file says of a database that has been written to and not been closed in order: its write-ahead log has to be there.
+const NEEDS_WAL: &str = ", write-ahead log in use";
+/// Flaws that are named, at most.
+const FLAWS: u32 = 3;
+
+/// A database file's locks. Of these a file next to it is locked, and the system frees it when this process ends: two data directories may
+/// name one database with --database, so their own locks do not say enough. It says who has the database, and nothing once the database
+/// was closed in order.
+#[derive(Debug)]
+pub(super) struct Lock {
+    file: File,
+    _inode: Option<File>,
+    /// Whoever had the database before did not close it, and it was not checked since.
+    pub(super) is_unclean: bool,
+}
+
+impl Lock {
+    /// # Errors
+    /// Another process has it, or its write-ahead log is gone.
+    pub(super) fn take(path: &Path) -> Result<Self, ServeError> {
+        let name = path.display().to_string();
+        let lock_path = beside(path, ".lock");
+        let failed = |e: io::Error| ServeError::Database {
+            path: name.clone(),
+            detail: format!("its lock {}: {e}", lock_path.display()),
+        };
+        let mut file = private::lock_file(&lock_path).map_err(failed)?;
+        let locked = file.try_lock();
+        let mut by = String::new();
+        let read = file.read_to_string(&mut by);
+        match locked {
+            Ok(()) => {
+                read.map_err(failed)?;
+            }
+            Err(TryLockError::WouldBlock) => {
+                let by = by.split(',').next().filter(|by| !by.is_empty()).map(str::to_owned);
+                return Err(ServeError::DatabaseInUse { path: name, by });
+            }
+            Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
-        Err(TryLockError::WouldBlock) => {
-            let mut by = String::new();
-            let by = file.read_to_string(&mut by).ok().map(|_| by).filter(|by| !by.is_empty());
-            Err(ServeError::DatabaseInUse { path: name, by })
+        let log = beside(path, "-wal");
+        if by.ends_with(NEEDS_WAL) && !is_log(&log) {
+            return Err(ServeError::LogMissing { path: name, log, lock: lock_path });
         }
-        Err(TryLockError::Error(error)) => Err(failed(error)),
+        let lock = Self { file, _inode: lock_inode(path)?, is_unclean: !by.is_empty() };
+        // What it says holds until this process has written to the database.
+        lock.note(if by.ends_with(NEEDS_WAL) { NEEDS_WAL } else { "" }).map_err(failed)?;
+        Ok(lock)
     }
+
+    fn note(&self, what: &str) -> io::Result<()> {
+        let text = format!("process {}{what}", std::process::id());
+        // In place, so that it works on a full disk.
+        self.file.write_all_at(text.as_bytes(), 0)?;
+        self.file.set_len(text.len() as u64)
+    }
+
+    /// All connections are about to be closed, the last of which removes the log.
+    pub(super) fn closes(&self) {
+        let noted = if self.is_unclean { self.note("") } else { self.file.set_len(0) };
+        if let Err(error) = noted {
+            tracing::warn!(%error, "that the database was closed in order cannot be noted: the next start checks it");
+        }
+    }
+}
+
+impl Drop for Lock {
+    /// Its connections end by themselves.
+    fn drop(&mut self) {
+        self.closes();
+    }
+}
+
+/// A file next to the database.
+fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(ending);
+    name.into()
+}
+
+/// Whether there is a write-ahead log with something in it, by the beginning of its header (sqlite.org/fileformat.html#walformat).
+fn is_log(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    let read = File::open(path).and_then(|mut file| file.read_exact(&mut magic));
+    read.is_ok() && matches!(u32::from_be_bytes(magic), 0x377f_0682 | 0x377f_0683)
 }
 
 /// File systems of the network, which do with an flock what they do with the locks that SQLite takes: it could then not

@@ -6,6 +6,7 @@ mod guessing;
 mod owners;
 mod panels;
 mod people;
+mod private_ids;
 mod private_lists;
 mod private_parents;
 mod private_queue;

@@ -52,6 +52,8 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
             .collect(),
         attempts,
         only_job: None,
+        no_work: None,
+        process: String::new(),
     }
 }
 
@@ -104,7 +106,7 @@ impl Agent {
                 agent.welcome = (acknowledged, revoked);
                 Ok(agent)
             }
-            Some(ToAgent::Refused { reason }) => Err(reason),
+            Some(ToAgent::Refused { reason, .. }) => Err(reason),
             other => panic!("{other:?}"),
         }
     }
@@ -188,7 +190,7 @@ impl Agent {
     pub fn vanish(self) {}
 
     pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
-        self.send(FromAgent::Heartbeat { attempts: attempts.to_vec() }).await;
+        self.send(FromAgent::Heartbeat { attempts: attempts.to_vec(), no_work: None }).await;
     }
 }
 

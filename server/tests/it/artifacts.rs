@@ -363,3 +363,32 @@ async fn an_empty_folder_where_the_store_was_is_not_the_store() {
     assert_eq!(server.get(&file).await, (200, json!({})));
     server.stop().await;
 }
+
+#[tokio::test]
+async fn a_store_of_another_server_is_taken_over_only_where_that_is_asked_for() {
+    let kept = tempfile::tempdir().unwrap();
+    let url = kept.path().to_str().unwrap().to_owned();
+    let dir = TestServer::with(|config| config.artifacts = Some(url.clone())).await.stop().await;
+    let marker = || fs::read_to_string(kept.path().join("LOCKSTEP.json")).unwrap();
+    let before = marker();
+    let start = |dir: &tempfile::TempDir| {
+        let mut config = config(dir);
+        config.artifacts = Some(url.clone());
+        serve(config, |_| panic!("it must not start"), std::future::pending())
+    };
+    let other = tempfile::tempdir().unwrap();
+    let refused = start(&other).await.unwrap_err().to_string();
+    assert!(
+        refused.contains("belongs to another server") && refused.contains("--artifacts-adopt"),
+        "{refused}"
+    );
+    assert_eq!(marker(), before, "nothing was changed");
+    let adopting = |config: &mut ServeConfig| {
+        config.artifacts = Some(url.clone());
+        config.artifacts_adopt = true;
+    };
+    let other = TestServer::open(other, adopting).await.stop().await;
+    TestServer::open(other, |config| config.artifacts = Some(url.clone())).await.stop().await;
+    let refused = start(&dir).await.unwrap_err().to_string();
+    assert!(refused.contains("is not the store that has this database's checkpoints"), "{refused}");
+}

@@ -227,7 +227,7 @@ async fn an_agent_that_does_not_fit_is_told_why() {
         (same_name, "named \"a\" is connected already"),
         (other_version, "run the same version"),
         (no_name, "--name"),
-        (FromAgent::Heartbeat { attempts: Vec::new() }, "must be Hello"),
+        (FromAgent::Heartbeat { attempts: Vec::new(), no_work: None }, "must be Hello"),
     ] {
         let refused = Agent::greet(&server, hello).await.err().expect("refused");
         assert!(refused.contains(why), "{refused}");

@@ -3,7 +3,7 @@
 use crate::{
     network::Network,
     pictures,
-    server::{Folder, lockstep, number, signal, turn_alone},
+    server::{Folder, attempt_dir, lockstep, number, signal, turn_alone},
     specs,
     tls::serve::{Serve, trusting},
 };
@@ -304,8 +304,9 @@ async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pul
         assert!(mended < MENDED, "{mended:?}: {}", site.logs());
         assert!(from >= 45 && site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
         site.until("its rank ends by itself", async || site.ranks_on(of(&victim)) == 0).await;
-        let log = format!("{victim}/jobs/{id}/attempts/1/rank.{rank}.log");
-        let log = fs::read_to_string(site.serve.folder.path().join(log)).expect("its log");
+        let job_dir = site.serve.folder.path().join(format!("{victim}/jobs/{id}"));
+        let log = attempt_dir(&job_dir, 1).join(format!("rank.{rank}.log"));
+        let log = fs::read_to_string(log).expect("its log");
         assert!(log.contains("lost the connection") && !log.contains("lease"), "{log}");
         let (job, same) = site.succeeded(&id).await;
         assert!(same == model, "the same weights after a host was lost");

@@ -5,7 +5,6 @@ use super::{
     attempt::{Attempt, Order, free_port},
     place,
     preflight::Refusal,
-    state_dir::StateDirError,
 };
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
@@ -81,8 +80,9 @@ impl Agent {
         }
         // Ranks that are not recorded on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
-            self.given_back.push(stored.start.attempt);
-            return self.give_up(error);
+            tracing::warn!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "it is not started");
+            self.declined.push(stored.start.attempt);
+            return self.take_no_work(&error);
         }
         let refusal = no_port.map(Refusal::other);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
@@ -93,13 +93,25 @@ impl Agent {
         self.take(Attempt::start(stored, refusal, context));
     }
 
-    /// Ends the agent in order because its folder cannot be written. Otherwise it would fail one job after the other, each of which another
-    /// agent can start. The server puts its jobs back into the queue.
-    fn give_up(&mut self, error: std::io::Error) {
+    /// Looks whether the folder can be written. While it cannot, the agent would fail one job after the other, each of which another agent
+    /// can start.
+    pub(super) fn check_folder(&mut self) {
+        match self.state_dir.probe() {
+            Err(error) => self.take_no_work(&error),
+            Ok(()) if self.no_work.take().is_some() => {
+                tracing::info!(folder = %self.state_dir.dir().display(), "the folder can be written again: this agent takes jobs");
+            }
+            Ok(()) => {}
+        }
+    }
+
+    /// Ranks that run go on.
+    fn take_no_work(&mut self, error: &std::io::Error) {
         let folder = self.state_dir.dir().display();
-        tracing::error!(%folder, %error, "the folder cannot be written: this agent ends, and its jobs go back to the queue");
-        self.leave(format!("its folder {folder} cannot be written"));
-        self.unwritable = Some(StateDirError::Unwritable { path: self.state_dir.dir().to_owned(), error });
+        if self.no_work.is_none() {
+            tracing::error!(%folder, %error, "the folder cannot be written: this agent takes no jobs until it can; make room there or make it writable");
+        }
+        self.no_work = Some(format!("its folder {folder} cannot be written: {error}"));
     }
 
     /// Ends the agent in order: notifies the server, and ranks write a checkpoint.

@@ -44,7 +44,7 @@ use session::{Outcome, Session};
 use signals::Signals;
 use slots::{nvlink_groups, slots};
 use socket::{NoSession, jittered};
-use state_dir::{StateDir, StateDirError};
+use state_dir::StateDir;
 use std::{
     collections::BTreeMap,
     sync::Arc,
@@ -109,6 +109,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
     let mut agent = Agent {
         name,
+        process: uuid::Uuid::new_v4().simple().to_string(),
         nvlink_groups: nvlink_groups(&slots),
         slots,
         only_job: options.only_job.clone(),
@@ -119,7 +120,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         attempts: BTreeMap::new(),
         leaving: None,
         given_back: Vec::new(),
-        unwritable: None,
+        no_work: None,
+        declined: Vec::new(),
         spool_bytes: options.spool_bytes,
         measured: Instant::now(),
         samples,
@@ -149,6 +151,8 @@ const COMPLAINTS: usize = 16;
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
+    /// Random: see `Hello`.
+    process: String,
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,
@@ -163,8 +167,10 @@ struct Agent {
     leaving: Option<Shutdown>,
     /// What it was told to start and does not, as it ends.
     given_back: Vec<AttemptRef>,
-    /// Its folder took no note, and it ends for that.
-    unwritable: Option<StateDirError>,
+    /// Why it takes no work: its folder cannot be written.
+    no_work: Option<String>,
+    /// What it did not start for that; the server is to be told.
+    declined: Vec<AttemptRef>,
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
@@ -290,9 +296,6 @@ impl Agent {
     }
 
     fn result(&mut self) -> Result<(), AgentError> {
-        if let Some(unwritable) = self.unwritable.take() {
-            return Err(unwritable.into());
-        }
         if self.until_final && self.only_job_is_final.is_none() {
             return Err(AgentError::Signalled);
         }

@@ -78,17 +78,20 @@ impl Session {
 
     /// Introduces the agent and serves until the connection is lost or the agent is to end.
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
+        agent.check_folder();
         let mut machine = machine::describe(agent.state_dir.dir());
         agent.network.describe(&mut machine, self.local);
         machine.nvlink_groups.clone_from(&agent.nvlink_groups);
         let hello = FromAgent::Hello {
             protocol: PROTOCOL_VERSION,
             agent_id: agent.state_dir.agent_id().to_owned(),
+            process: agent.process.clone(),
             name: agent.name.clone(),
             machine,
             slots: agent.slots.clone(),
             attempts: agent.attempt_refs(),
             only_job: agent.only_job.clone(),
+            no_work: agent.no_work.clone(),
         };
         let sent = Instant::now();
         let answer = async {
@@ -132,7 +135,10 @@ impl Session {
                 };
                 connected.serve(agent, signals, revoked).await
             }
-            Ok(Some(ToAgent::Refused { reason })) => Outcome::Refused(reason),
+            Ok(Some(ToAgent::Refused { reason, may_pass: true })) => {
+                Outcome::Lost { reason, welcomed: false }
+            }
+            Ok(Some(ToAgent::Refused { reason, .. })) => Outcome::Refused(reason),
             Ok(Some(_)) => Outcome::Lost {
                 reason: "it answered with something else than Welcome".into(),
                 welcomed: false,
@@ -197,7 +203,7 @@ impl Connected {
                     Err(reason) => Err(Outcome::lost(reason)),
                 },
                 _ = heartbeat.tick() => self.beat(agent).await,
-                _ = pump.tick(), if !agent.attempts.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
+                _ = pump.tick(), if !agent.attempts.is_empty() || !agent.declined.is_empty() || agent.leaving.is_some() => self.pump(agent).await,
                 sample = sampling::newest(&mut self.samples) => self.send(&FromAgent::Sample(Box::new(sample))).await,
                 Some(Ok(answer)) = self.answers.join_next() => match self.frames(&answer) {
                     Ok(frames) => {
@@ -238,7 +244,11 @@ impl Connected {
         // One heartbeat at a time, so that it is known which one an answer is for.
         if self.heartbeat_sent.is_none() {
             self.heartbeat_sent = Some(Instant::now());
-            self.send(&FromAgent::Heartbeat { attempts: agent.attempt_refs() }).await?;
+            if agent.no_work.is_some() {
+                agent.check_folder();
+            }
+            let (attempts, no_work) = (agent.attempt_refs(), agent.no_work.clone());
+            self.send(&FromAgent::Heartbeat { attempts, no_work }).await?;
         }
         Ok(())
     }
@@ -250,6 +260,10 @@ impl Connected {
         {
             self.send(&FromAgent::Leaving { reason: leaving.reason.clone() }).await?;
             (self.announced_leaving, leaving.announced) = (true, true);
+        }
+        for attempt in std::mem::take(&mut agent.declined) {
+            let reason = agent.no_work.clone().unwrap_or_default();
+            self.send(&FromAgent::Declined { attempt, reason }).await?;
         }
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());
         for attempt in agent.attempts.values() {
@@ -324,7 +338,7 @@ impl Connected {
                 }
             }
             ToAgent::Request { id, request } => self.request(agent, id, request),
-            ToAgent::Refused { reason } => return Err(Outcome::Refused(reason)),
+            ToAgent::Refused { reason, .. } => return Err(Outcome::Refused(reason)),
             // A message is complete when its last part has arrived.
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
         }

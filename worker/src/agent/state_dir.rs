@@ -4,7 +4,7 @@
 //! <dir>/agent_id                     made once
 //! <dir>/agent.lock                   locked while an agent runs on the folder
 //! <dir>/server                       the file that the server keeps locked, when that is on this machine
-//! <dir>/attempts/<job>-<n>.json      an attempt that the server does not know the end of yet
+//! <dir>/attempts/<job>-<attempt>.json  an attempt that the server does not know the end of yet
 //! <dir>/jobs/<job>/                  job folders, when the server's disk is not this machine's (place.rs)
 //! ```
 
@@ -20,6 +20,9 @@ use std::{
     io::{self, Read, Seek, Write},
     path::{Path, PathBuf},
 };
+
+/// More than the note of an attempt and the first files of its ranks.
+const PROBE_BYTES: usize = 64 << 10;
 
 /// The folder, locked for this process.
 #[derive(Debug)]
@@ -41,7 +44,7 @@ pub struct StoredAttempt {
 impl StoredAttempt {
     /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
-        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
+        self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
 }
 
@@ -52,15 +55,6 @@ pub enum StateDirError {
     #[error("the agent's folder {}: {error}", path.display())]
     Io {
         /// The file or folder.
-        path: PathBuf,
-        /// What the system says.
-        error: io::Error,
-    },
-    /// It takes no note of an attempt.
-    #[error("the agent's folder {} cannot be written ({error}): this agent takes no jobs; make room there or make it writable, then start it \
-        again", path.display())]
-    Unwritable {
-        /// The folder.
         path: PathBuf,
         /// What the system says.
         error: io::Error,
@@ -107,8 +101,11 @@ impl StateDir {
             .map_err(failed(&lock_path))?;
         match lock.try_lock() {
             Ok(()) => {
-                lock.set_len(0).and_then(|()| lock.rewind()).map_err(failed(&lock_path))?;
-                write!(lock, "{}", std::process::id()).map_err(failed(&lock_path))?;
+                // On a full disk, too, an agent takes over the ranks of the one before it.
+                let noted = lock.set_len(0).and_then(|()| lock.rewind());
+                if let Err(error) = noted.and_then(|()| write!(lock, "{}", std::process::id())) {
+                    tracing::warn!(%error, path = %lock_path.display(), "this process is not noted");
+                }
             }
             Err(TryLockError::WouldBlock) => {
                 let mut pid = String::new();
@@ -118,11 +115,6 @@ impl StateDir {
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
         let agent_id = agent_id(&dir).map_err(failed(&dir.join("agent_id")))?;
-        // As a note of an attempt is written: an agent that cannot do that would only be given jobs to give them back.
-        let probe = dir.join("attempts").join("probe");
-        write_private(&probe, agent_id.as_bytes())
-            .and_then(|()| fs::remove_file(&probe))
-            .map_err(|error| StateDirError::Unwritable { path: dir.clone(), error })?;
         Ok(Self { dir, agent_id, _lock: lock })
     }
 
@@ -139,6 +131,20 @@ impl StateDir {
     /// The folder for jobs whose folder the server did not name.
     pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("jobs").join(attempt.job.as_str())
+    }
+
+    /// Whether attempts can be noted and their folders made: an agent that cannot do that would only be given jobs to give them back.
+    ///
+    /// # Errors
+    /// What the disk says.
+    pub fn probe(&self) -> io::Result<()> {
+        for folder in ["attempts", "jobs"] {
+            let folder = self.dir.join(folder);
+            fs::create_dir_all(&folder)?;
+            let probe = folder.join("probe");
+            write_private(&probe, &[0; PROBE_BYTES]).and_then(|()| fs::remove_file(&probe))?;
+        }
+        Ok(())
     }
 
     /// Remembers an attempt, before any of its ranks is started.
@@ -211,8 +217,13 @@ impl StateDir {
     }
 
     fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
-        self.dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.attempt))
+        attempt_path(&self.dir, attempt)
     }
+}
+
+/// The note of an attempt in an agent's folder.
+pub(super) fn attempt_path(dir: &Path, attempt: &AttemptRef) -> PathBuf {
+    dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.folder_name()))
 }
 
 /// The files of attempts in an agent's folder, as far as each can be read.
@@ -300,6 +311,29 @@ mod tests {
         let stored = state_dir.stored_attempts();
         assert_eq!(stored.len(), 1);
         assert_eq!(stored[0].start.spec, lockstep_protocol::JobSpec::default());
+    }
+
+    /// The database of the server was put back, and gives the attempt's number out again.
+    #[test]
+    fn two_attempts_of_one_number_have_folders_and_notes_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let state_dir = StateDir::open(dir.path()).unwrap();
+        let job = lockstep_protocol::JobId::generate();
+        let stored = [7u128, 8].map(|secret| {
+            let fencing_token = lockstep_protocol::agent::FencingToken { number: 2, secret: secret << 96 };
+            let start: StartAttempt = serde_json::from_value(serde_json::json!({
+                "attempt": AttemptRef { job: job.clone(), attempt: 2, fencing_token },
+                "spec": lockstep_protocol::JobSpec::default(), "dataset_path": "/none", "world_size": 1, "ranks": [[0, 0]],
+                "master_addr": "127.0.0.1", "master_port": 1, "secret": "", "job_dir": null, "resume": null,
+            }))
+            .unwrap();
+            let stored = StoredAttempt { start, job_dir: "/none".into() };
+            state_dir.store(&stored).unwrap();
+            stored
+        });
+        assert_ne!(stored[0].attempt_dir(), stored[1].attempt_dir());
+        state_dir.forget(&stored[0].start.attempt);
+        assert_eq!(state_dir.stored_attempts(), stored[1..]);
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use super::{
     place::OwnDiskNote,
     remote::{AttemptClient, Failed, Remote},
+    state_dir::attempt_path,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
 use lockstep_protocol::JobId;
@@ -128,8 +129,7 @@ impl Uploads {
 
     /// Whether ranks of the attempt run here, or the server has not acknowledged all of its reports.
     fn is_held(&self, here: &OwnDiskNote) -> bool {
-        let name = format!("{}-{}.json", here.attempt.job, here.attempt.attempt);
-        self.dir.join("attempts").join(name).exists()
+        attempt_path(&self.dir, &here.attempt).exists()
     }
 
     /// Uploads what the server lacks of one job, and removes the job's folder once the server no longer needs it. Returns whether nothing is

@@ -51,7 +51,7 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
     reached("checkpoint.begin", &temporary)?;
     let written = write_files(&temporary, snapshot, best).and_then(|size| {
         reached("checkpoint.synced", &temporary)?;
-        let stands = put(&temporary, &place).map_err(at(&place))?;
+        let stands = put(&temporary, &place, exchange).map_err(at(&place))?;
         reached("checkpoint.renamed", &place)?;
         sync_directory(directory)?;
         reached("checkpoint.written", &place)?;
@@ -70,11 +70,20 @@ fn is_measured(folder: &Path) -> bool {
     state.is_some_and(|state| state.val_accuracy.is_some())
 }
 
-/// Renames a complete folder to its final name. If a folder has that name, the two are exchanged atomically, so that a crash leaves one or the
-/// other. False if the file system cannot do that (NFS), or if another writer has put the same step there meanwhile: that folder stays, which
-/// lacks at most the evaluation of its step.
-fn put(temporary: &Path, place: &Path) -> io::Result<bool> {
+/// Exchanges two folders atomically.
+fn exchange(one: &Path, other: &Path) -> rustix::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
+    renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)
+}
+
+/// Renames a complete folder to its final name. If a folder has that name, the two are exchanged, so that a crash leaves one or the other;
+/// where the file system cannot do that (NFS), a crash between two renames costs this checkpoint, and the one before it stands. False if
+/// another writer has put the same step there meanwhile: that folder stays, which lacks at most the evaluation of its step.
+pub(super) fn put(
+    temporary: &Path,
+    place: &Path,
+    exchange: impl FnOnce(&Path, &Path) -> rustix::io::Result<()>,
+) -> io::Result<bool> {
     if !place.exists() {
         return match fs::rename(temporary, place) {
             Err(error) if place.exists() => {
@@ -84,9 +93,21 @@ fn put(temporary: &Path, place: &Path) -> io::Result<bool> {
             renamed => renamed.map(|()| true),
         };
     }
-    match renameat_with(CWD, temporary, CWD, place, RenameFlags::EXCHANGE) {
+    match exchange(temporary, place) {
         Ok(()) => Ok(true),
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::OPNOTSUPP) => Ok(false),
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::OPNOTSUPP) => {
+            let mut replaced = temporary.as_os_str().to_owned();
+            replaced.push(".replaced");
+            let replaced = Path::new(&replaced);
+            fs::rename(place, replaced)?;
+            if let Err(error) = fs::rename(temporary, place) {
+                fs::rename(replaced, place)?;
+                return Err(error);
+            }
+            // What cannot be removed now, the next start removes.
+            let _ = fs::remove_dir_all(replaced);
+            Ok(true)
+        }
         Err(error) => Err(error.into()),
     }
 }

@@ -294,6 +294,30 @@ fn one_that_was_evaluated_takes_the_place_of_one_that_was_not_and_never_the_othe
     }
 }
 
+/// As NFS answers.
+#[test]
+fn where_folders_cannot_be_exchanged_the_evaluated_one_is_stored_all_the_same() {
+    use rustix::io::Errno;
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, aside) = (dir.path().join("1-40"), dir.path().join(".tmp-1-40"));
+    let accuracy = || load(&folder).unwrap().0.val_accuracy;
+    for (errno, stands) in
+        [(Errno::INVAL, true), (Errno::NOSYS, true), (Errno::OPNOTSUPP, true), (Errno::IO, false)]
+    {
+        write(dir.path(), &snapshot(1, 40, Some(0.5)), None).unwrap();
+        fs::rename(&folder, &aside).unwrap();
+        write(dir.path(), &snapshot(1, 40, None), None).unwrap();
+        let put = files::put(&aside, &folder, |_, _| Err(errno));
+        assert_eq!(
+            (put.ok(), accuracy()),
+            if stands { (Some(true), Some(0.5)) } else { (None, None) },
+            "{errno}"
+        );
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), if stands { 1 } else { 2 }, "{errno}");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
 #[test]
 fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
     let dir = tempfile::tempdir().unwrap();

@@ -9,9 +9,9 @@ use lockstep_protocol::{agent::CheckpointInfo, spec::CheckpointSpec};
 use std::{
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -45,11 +45,55 @@ pub enum CheckpointEvent {
 /// Between two tries to write the last snapshot on a full disk.
 const RETRY: Duration = Duration::from_secs(1);
 
+/// Where one snapshot waits while another is being written.
+#[derive(Debug, Default)]
+struct Queue {
+    place: Mutex<Place>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Place {
+    waiting: Option<Snapshot>,
+    /// No other comes.
+    is_closed: bool,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Place> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next snapshot; none once it is closed.
+    fn next(&self) -> Option<Snapshot> {
+        let is_idle = |place: &mut Place| place.waiting.is_none() && !place.is_closed;
+        let place = self.changed.wait_while(self.lock(), is_idle);
+        let next = place.unwrap_or_else(PoisonError::into_inner).waiting.take();
+        self.changed.notify_all();
+        next
+    }
+
+    /// Takes a snapshot in, once there is room or `patience` is over. Then it returns the one that it has replaced.
+    fn put(&self, snapshot: Snapshot, patience: Duration) -> Option<Snapshot> {
+        let waited = self.changed.wait_timeout_while(self.lock(), patience, |place| place.waiting.is_some());
+        let replaced = waited.unwrap_or_else(PoisonError::into_inner).0.waiting.replace(snapshot);
+        self.changed.notify_all();
+        replaced
+    }
+
+    fn close(&self) {
+        self.lock().is_closed = true;
+        self.changed.notify_all();
+    }
+}
+
 /// A thread that writes snapshots, and keeps the newest and the best.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     directory: PathBuf,
-    snapshots: Option<SyncSender<Snapshot>>,
+    queue: Arc<Queue>,
+    /// The last snapshot found no room in time.
+    hangs: AtomicBool,
     events: Receiver<CheckpointEvent>,
     thread: Option<JoinHandle<()>>,
     /// Set when nobody waits for a full disk any more.
@@ -64,8 +108,8 @@ impl CheckpointWriter {
     /// # Errors
     /// No thread can be had.
     pub fn start(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> std::io::Result<Self> {
-        // One snapshot may wait while another is being written. A third one blocks training, so that memory does not grow.
-        let (snapshots, incoming) = sync_channel::<Snapshot>(1);
+        let queue = Arc::new(Queue::default());
+        let incoming = queue.clone();
         let (outgoing, events) = channel();
         let give_up = Arc::new(AtomicBool::new(false));
         let given_up = give_up.clone();
@@ -79,7 +123,7 @@ impl CheckpointWriter {
         let took_ms = retention.took_ms.clone();
         let write_all = move || {
             let mut unwritten = None;
-            for snapshot in incoming {
+            while let Some(snapshot) = incoming.next() {
                 unwritten = retention.try_to_write(snapshot, false, &outgoing);
             }
             // There will be no newer one: this one is worth waiting for, as long as somebody does.
@@ -94,7 +138,8 @@ impl CheckpointWriter {
         let thread = std::thread::Builder::new().name("checkpoints".into()).spawn(write_all)?;
         Ok(Self {
             directory: directory.into(),
-            snapshots: Some(snapshots),
+            queue,
+            hangs: AtomicBool::new(false),
             events,
             thread: Some(thread),
             give_up,
@@ -102,23 +147,37 @@ impl CheckpointWriter {
         })
     }
 
-    /// Queues a snapshot and fills in its `state.best`. Blocks while two are not written yet.
+    /// Queues a snapshot and fills in its `state.best`. One snapshot may wait while another is being written. A third one waits for `patience`,
+    /// while other ranks wait for this one, and then takes the place of the one that waits: memory does not grow, and a disk that hangs holds
+    /// up nobody. Returns what became of the one that is dropped for it.
     ///
     /// # Errors
     /// Its values are not finite ([`CheckpointError::NotFinite`]): nothing of it is written, and what was written
     /// before stands. The thread is gone.
-    pub fn save(&self, snapshot: Snapshot) -> Result<(), CheckpointError> {
+    pub fn save(
+        &self,
+        snapshot: Snapshot,
+        patience: Duration,
+    ) -> Result<Option<CheckpointEvent>, CheckpointError> {
         // Checked here and not by the thread, so that training ends before it continues from these values.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(CheckpointError::NotFinite { name, detail });
         }
-        let gone = self.snapshots.as_ref().is_none_or(|to| to.send(snapshot).is_err());
-        if !gone {
-            return Ok(());
+        if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+            let error = std::io::Error::other("the thread that writes checkpoints ended");
+            return Err(CheckpointError::Io { path: self.directory.join(name), error });
         }
-        let error = std::io::Error::other("the thread that writes checkpoints ended");
-        Err(CheckpointError::Io { path: self.directory.join(name), error })
+        // Each further one would be waited for in vain.
+        let patience = if self.hangs.load(Ordering::Relaxed) { Duration::ZERO } else { patience };
+        let dropped = self.queue.put(snapshot, patience);
+        self.hangs.store(dropped.is_some(), Ordering::Relaxed);
+        Ok(dropped.map(|Snapshot { state, .. }| CheckpointEvent::Failed {
+            epoch: state.epoch,
+            step: state.step,
+            reason: format!("the disk of {} still writes an earlier one", self.directory.display()),
+            again: false,
+        }))
     }
 
     /// The events since the last call.
@@ -134,7 +193,7 @@ impl CheckpointWriter {
     /// Ends the queue of snapshots. Returns `None` when all are on disk and reported, else the events that came within a while. A full disk is
     /// retried; drop the writer to give up.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
-        self.snapshots = None;
+        self.queue.close();
         match self.events.recv_timeout(Duration::from_millis(500)) {
             Ok(first) => Some(std::iter::once(first).chain(self.events.try_iter()).collect()),
             Err(RecvTimeoutError::Timeout) => Some(Vec::new()),
@@ -147,7 +206,7 @@ impl Drop for CheckpointWriter {
     /// A process that ends because of another's failure still finishes the snapshot that is being written.
     fn drop(&mut self) {
         self.give_up.store(true, Ordering::Relaxed);
-        self.snapshots = None;
+        self.queue.close();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -224,7 +283,14 @@ impl Retention {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::snapshot, *};
+    use super::{
+        super::{MANIFEST, tests::snapshot},
+        *,
+    };
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    use std::fs::{self, File};
+
+    const LONG: Duration = Duration::from_secs(60);
 
     fn keep_all(
         directory: &Path,
@@ -233,7 +299,7 @@ mod tests {
     ) -> Vec<CheckpointEvent> {
         let writer = CheckpointWriter::start(directory, spec, None).unwrap();
         for (step, accuracy) in accuracies {
-            writer.save(snapshot(1, *step, *accuracy)).unwrap();
+            writer.save(snapshot(1, *step, *accuracy), LONG).unwrap();
         }
         to_the_end(writer)
     }
@@ -286,8 +352,8 @@ mod tests {
             let writer = CheckpointWriter::start(dir.path(), &spec, None).unwrap();
             let mut wrong = snapshot(1, 1, accuracy);
             wrong.state.val_loss = loss;
-            writer.save(wrong).unwrap();
-            writer.save(snapshot(1, 2, Some(0.5))).unwrap();
+            writer.save(wrong, LONG).unwrap();
+            writer.save(snapshot(1, 2, Some(0.5)), LONG).unwrap();
             let best = |event: CheckpointEvent| match event {
                 CheckpointEvent::Written(info) => Some((info.step, info.best)),
                 _ => None,
@@ -301,10 +367,10 @@ mod tests {
     fn what_has_diverged_is_not_written_and_what_was_before_stands() {
         let dir = tempfile::tempdir().unwrap();
         let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
-        writer.save(snapshot(1, 1, Some(0.5))).unwrap();
+        writer.save(snapshot(1, 1, Some(0.5)), LONG).unwrap();
         let mut spoilt = snapshot(1, 2, Some(0.9));
         spoilt.parameters.get_mut("fc.weight").unwrap().values[7] = f32::NAN;
-        let error = writer.save(spoilt).unwrap_err();
+        let error = writer.save(spoilt, LONG).unwrap_err();
         assert!(matches!(error, CheckpointError::NotFinite { .. }));
         let words = error.to_string();
         assert!(
@@ -313,7 +379,7 @@ mod tests {
         );
         let mut spoilt = snapshot(1, 2, None);
         spoilt.optimizer.get_mut("conv1.weight.exp_avg").unwrap().values[0] = f32::INFINITY;
-        let words = writer.save(spoilt).unwrap_err().to_string();
+        let words = writer.save(spoilt, LONG).unwrap_err().to_string();
         assert!(words.contains("optimizer's state conv1.weight.exp_avg holds inf"), "{words}");
         to_the_end(writer);
         assert_eq!(list(dir.path()).unwrap(), [(1, 1)]);
@@ -325,7 +391,7 @@ mod tests {
         let place = dir.path().join("checkpoints");
         std::fs::write(&place, "").unwrap();
         let mut writer = CheckpointWriter::start(&place, &CheckpointSpec::default(), None).unwrap();
-        writer.save(snapshot(1, 1, None)).unwrap();
+        writer.save(snapshot(1, 1, None), LONG).unwrap();
         let mut failures = 0;
         let mut written = Vec::new();
         while let Some(events) = writer.finish() {
@@ -346,5 +412,34 @@ mod tests {
         }
         assert_eq!((failures, written), (2, vec![1]));
         assert!(super::super::load(&place.join("1-1")).is_ok());
+    }
+
+    /// A pipe that nobody writes to stands for a disk that does not answer.
+    #[test]
+    fn a_disk_that_hangs_holds_nobody_up_and_the_newest_waits_for_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("1-1").join(MANIFEST);
+        fs::create_dir(pipe.parent().unwrap()).unwrap();
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
+        let save = |step, patience| match writer.save(snapshot(1, step, None), patience).unwrap() {
+            Some(CheckpointEvent::Failed { step, reason, again: false, .. }) => {
+                assert!(reason.contains("still writes an earlier one"), "{reason}");
+                Some(step)
+            }
+            other => other.map(|event| panic!("{event:?}")),
+        };
+        assert_eq!((save(1, LONG), save(2, LONG)), (None, None), "one is written, one waits");
+        assert_eq!(save(3, Duration::from_millis(50)), Some(2));
+        let began = Instant::now();
+        assert_eq!(save(4, LONG), Some(3), "that it hangs is known");
+        assert!(began.elapsed() < LONG);
+        // It answers, with an end.
+        drop(File::options().write(true).open(&pipe).unwrap());
+        let written = to_the_end(writer).into_iter().map(|event| match event {
+            CheckpointEvent::Written(info) => info.step,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(written.collect::<Vec<_>>(), [1, 4]);
     }
 }

@@ -27,7 +27,7 @@ pub struct RankConfig {
     /// The file with the deadline of its agent's lease; absent where there is no agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<PathBuf>,
-    /// The job's folder; this attempt's is `attempts/<n>` in it.
+    /// The job's folder; this attempt's is in `attempts` in it.
     pub job_dir: PathBuf,
     /// Seconds after SIGTERM that the rank waits for its step and the checkpoint.
     #[serde(default = "stop_within_secs")]
@@ -47,7 +47,7 @@ pub const TO_LEAVE_SECS: u32 = 10;
 impl RankConfig {
     /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
-        self.job_dir.join("attempts").join(self.start.attempt.attempt.to_string())
+        self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
 
     /// Where it computes.

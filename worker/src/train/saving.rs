@@ -34,11 +34,13 @@ impl Run<'_> {
             self.throughput.report("training");
             return Ok(());
         };
-        let saved = writer.save(self.snapshot(*whole(contribution)?));
+        // Other ranks wait meanwhile, and are not to take this one for one that stands still.
+        let patience = self.stall_timeout() / 4;
+        let saved = writer.save(self.snapshot(*whole(contribution)?), patience);
         if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
             return Err(self.diverged(detail));
         }
-        saved?;
+        announce(self.training, saved?.into_iter().collect());
         self.throughput.report("training");
         self.announce_checkpoints();
         Ok(())
@@ -110,7 +112,7 @@ impl Run<'_> {
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let Some(mut writer) = self.writer.take() else { return Ok(()) };
         self.throughput.report("checkpointing");
-        let patience = Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into()) / 2;
+        let patience = self.stall_timeout() / 2;
         let began = Instant::now();
         let mut failed = None;
         let mut retries = 0_u64;
@@ -141,6 +143,10 @@ impl Run<'_> {
             self.training.observer.log(&text);
         }
         Ok(())
+    }
+
+    fn stall_timeout(&self) -> Duration {
+        Duration::from_secs(self.training.spec.recovery.stall_timeout_secs.into())
     }
 
     /// Reports the checkpoints that were written or removed since the last call.

@@ -61,7 +61,7 @@ impl Line {
                 other => panic!("{other:?}"),
             };
             let message: FromAgent = rmp_serde::from_slice(&bytes).unwrap();
-            let FromAgent::Heartbeat { attempts } = message else { panic!("{message:?}") };
+            let FromAgent::Heartbeat { attempts, .. } = message else { panic!("{message:?}") };
             self.say(&ToAgent::HeartbeatAck).await;
             return attempts;
         }
@@ -310,9 +310,15 @@ async fn refusals_and_questions() {
         other => panic!("{other:?}"),
     }
     drop(line);
-    let mut line = Line::accept(&listener).await;
-    assert!(matches!(line.hear().await, FromAgent::Hello { .. }));
-    line.say(&ToAgent::Refused { reason: "another version".into() }).await;
+    // Until it is refused for good it tries again, and is the same process each time.
+    let mut processes = Vec::new();
+    for may_pass in [true, true, false] {
+        let mut line = Line::accept(&listener).await;
+        let FromAgent::Hello { process, .. } = line.hear().await else { panic!("no Hello") };
+        processes.push(process);
+        line.say(&ToAgent::Refused { reason: "another version".into(), may_pass }).await;
+    }
+    assert!(!processes[0].is_empty() && processes.iter().all(|process| *process == processes[0]));
     let error = end(agent).await.unwrap_err();
     assert!(!error.is_wrong_request());
     assert!(error.to_string().contains("another version"), "{error}");

@@ -41,7 +41,9 @@ fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32
         };
         let (to, from) = tokio::sync::mpsc::unbounded_channel();
         kept.push(from);
-        agents.join(row, None, to).unwrap();
+        let (process, address) = (String::new(), [127, 0, 0, 1].into());
+        let joining = crate::agents::Joining { row, only_job: None, no_work: None, process, address };
+        agents.join(joining, std::time::Duration::ZERO, to).unwrap();
     }
     let in_use = |agent: &crate::agents::Online| {
         let (_, _, _, used, _) = given.iter().find(|g| g.0 == agent.row.name).unwrap();

@@ -22,13 +22,23 @@ pub(super) struct Hello {
     pub(super) row: AgentRow,
     pub(super) attempts: Vec<AttemptRef>,
     pub(super) only_job: Option<JobId>,
+    pub(super) no_work: Option<String>,
+    pub(super) process: String,
     /// Whether it puts the parts of a long message together: from version 2 of the protocol.
     pub(super) takes_parts: bool,
 }
 
+/// An agent's words for people, as far as there is room for them.
+pub(super) fn shortened(mut words: String) -> String {
+    words.truncate(words.floor_char_boundary(DESCRIPTION_BYTES));
+    words
+}
+
 /// Checks an agent's first message. The error is for the agent's user.
 pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
-    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job } = message else {
+    let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work, process } =
+        message
+    else {
         return Err("the first message of a connection must be Hello".into());
     };
     if !(OLDEST_PROTOCOL_VERSION..=PROTOCOL_VERSION).contains(&protocol) {
@@ -79,7 +89,9 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     machine.nvlink_groups.iter_mut().for_each(|group| group.retain(|slot| unseen.remove(slot)));
     machine.nvlink_groups.retain(|group| group.len() > 1);
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
-    Ok(Hello { row, attempts, only_job, takes_parts: protocol >= 2 })
+    let no_work = no_work.map(shortened);
+    let process = shortened(process);
+    Ok(Hello { row, attempts, only_job, no_work, process, takes_parts: protocol >= 2 })
 }
 
 #[cfg(test)]
@@ -123,6 +135,8 @@ mod tests {
                 .collect(),
             attempts: vec![one; attempts],
             only_job: None,
+            no_work: None,
+            process: String::new(),
         }
     }
 

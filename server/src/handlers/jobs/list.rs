@@ -7,11 +7,12 @@ use crate::{
     handlers::{
         extract::{Query, count, search_text},
         jobs::{conditions, group_keys, sorting::sort},
+        large,
         list::{self, Elements, Fields, MAX_LIMIT, Pages},
     },
     store::JobFilter,
 };
-use axum::{Extension, Json, extract::State};
+use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::{Job, JobState, labels, metric};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -105,7 +106,7 @@ pub(crate) struct ListQuery {
     /// have it come last), or a key of the specification such as `spec.train.lr`, lists by their text; `-` before it for the largest first.
     /// `-created` when absent.
     pub(crate) sort: Option<String>,
-    /// At most so many: 1 to 1000; 50 when absent.
+    /// At most so many: 1 to 1000; 50 when absent. A page ends earlier where its jobs have 4 MiB.
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
     /// `next_cursor` of the page before, with the same `sort`.
@@ -204,11 +205,12 @@ pub(crate) async fn list(
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<ListQuery>,
-) -> Result<Json<JobList>> {
+) -> Result<Response> {
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
     let metrics = metrics(query.metrics.as_deref())?;
+    let _turn = large::turn(filter.limit).await?;
     let mut page = app.store.jobs(&filter).await?;
     for job in &mut page.jobs {
         // All of them would be most of a long list.
@@ -221,7 +223,7 @@ pub(crate) async fn list(
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
     let jobs = Elements { items: page.jobs, fields };
-    Ok(Json(JobList { jobs, next: next_cursor.clone(), next_cursor, total }))
+    large::json(JobList { jobs, next: next_cursor.clone(), next_cursor, total }).await
 }
 
 #[cfg(test)]

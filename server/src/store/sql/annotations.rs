@@ -1,6 +1,6 @@
 //! Annotations of jobs by users: notes, tags, priorities and projects.
 
-use super::{Connection, Db, SqlStore, job_list::push_seen, purge};
+use super::{Connection, Db, SqlStore, job_list::push_seen, pages::bounded, purge};
 use crate::store::{
     Annotation, AnnotationPage, Result, StoreError,
     quarantine::readable,
@@ -27,8 +27,9 @@ impl SqlStore {
         push_annotated(&mut query, seen_by);
         query.push(" AND job_id > ").push_bind(plain(behind).into_owned());
         query.push(" ORDER BY job_id LIMIT ").push_bind(i64::from(limit) + 1);
-        let mut rows: Vec<(String, String, String)> = query.build_query_as().fetch_all(&self.reader).await?;
-        let more = rows.len() > limit as usize;
+        let rows = query.build_query_as::<(String, String, String)>().fetch(&self.reader);
+        let (mut rows, is_cut) = bounded(rows, |(_, notes, tags)| notes.len() + tags.len()).await?;
+        let more = is_cut || rows.len() > limit as usize;
         rows.truncate(limit as usize);
         let next = rows.last().filter(|_| more).map(|(id, ..)| id.clone());
         let read = |(id, notes, tags): (String, String, String)| {

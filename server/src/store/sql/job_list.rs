@@ -8,6 +8,7 @@ use super::{
     super::dialect::{FALSE, POSITION, TRUE, json_number, json_text},
     Db, DbRow, SqlStore,
     jobs::{JOB, JOB_AND_NOTES, job_row, part_of},
+    pages::bounded,
 };
 use crate::store::{
     Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SettingValue, SortBy,
@@ -22,6 +23,16 @@ use sqlx::{QueryBuilder, Row};
 const PAGE: u32 = 50;
 /// The most on any page; the interface says so, too.
 const PAGE_MAX: u32 = 1000;
+
+/// Rows that are read without a pause for other requests.
+const TOGETHER: usize = 32;
+
+/// What a row has of what may be long.
+fn bytes(row: &DbRow) -> usize {
+    let long = ["spec", "notes", "last", "progress"];
+    let length = |name| row.try_get::<Option<&str>, _>(name).ok().flatten().map_or(0, str::len);
+    long.into_iter().map(length).sum()
+}
 
 /// What a column holds.
 #[derive(Clone, Copy, PartialEq)]
@@ -249,15 +260,20 @@ impl SqlStore {
             query.push(format!("{by} IS NULL, "));
         }
         query.push(format!("{by} {order}, jobs.id {order} LIMIT ")).push_bind(i64::from(limit) + 1);
-        let rows = query.build().fetch_all(&self.reader).await?;
+        let (rows, is_cut) = bounded(query.build().fetch(&self.reader), bytes).await?;
         // Counts rows, not jobs: an unreadable one does not end the list.
-        let more = rows.len() > limit as usize;
+        let more = is_cut || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {
             Ok(Cursor { value: value(row, holds)?, id: row.try_get("id")? })
         };
         let next = page.last().filter(|_| more).map(cursor).transpose()?;
-        Ok(Page { jobs: readable(page.iter().map(|row| Ok(job_row(row)?.job))), next })
+        let mut jobs = Vec::with_capacity(page.len());
+        for part in page.chunks(TOGETHER) {
+            jobs.extend(readable(part.iter().map(|row| Ok(job_row(row)?.job))));
+            tokio::task::yield_now().await;
+        }
+        Ok(Page { jobs, next })
     }
 
     pub(super) async fn count_jobs(&self, filter: &JobFilter) -> Result<u64> {

@@ -19,6 +19,7 @@ mod job_list;
 mod jobs;
 mod layers;
 mod machines;
+mod pages;
 mod panels;
 mod people;
 mod purge;
@@ -28,7 +29,7 @@ mod stored_checkpoints;
 mod together;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, Lock, SOME_METRIC_CHUNKS,
 };
 use crate::config::FairShare;
 use crate::store::{
@@ -52,7 +53,7 @@ use lockstep_protocol::{
     people::Identity,
 };
 use sqlx::{Pool, Transaction};
-use std::{collections::HashMap, fs::File, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 
 /// A database. One connection writes, so writers queue here and never meet each other in the database; a pool
 /// of others reads concurrently.
@@ -61,7 +62,7 @@ pub struct SqlStore {
     pub(in crate::store) writer: Pool<Db>,
     pub(in crate::store) reader: Pool<Db>,
     /// Held while the store lives, where the database's lock is a file.
-    pub(in crate::store) _lock: Arc<[File]>,
+    pub(in crate::store) lock: Arc<Lock>,
 }
 
 impl SqlStore {
@@ -243,8 +244,8 @@ impl Store for SqlStore {
     async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>> {
         self.read_artifact_marker(store).await
     }
-    async fn is_marker_restored(&self, marker: &str) -> Result<bool> {
-        self.has_restored_marker(marker).await
+    async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>> {
+        self.find_marker(marker).await
     }
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
         self.write_own_marker(restored, own).await
@@ -400,6 +401,7 @@ impl Store for SqlStore {
         Ok(db.commit().await?)
     }
     async fn close(&self) {
+        self.lock.closes();
         self.reader.close().await;
         self.writer.close().await;
     }

@@ -3,6 +3,7 @@
 use super::{
     BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore,
     jobs::{JOB, job_row},
+    pages::bounded,
 };
 use crate::store::{
     CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
@@ -152,7 +153,7 @@ impl SqlStore {
              AND ($2 IS NULL OR rank = $2) AND ($3 IS NULL OR attempt = $3) AND seq > $4 AND seq < $5 \
              AND ($6 IS NULL OR body {LIKE} $6 ESCAPE '!') ORDER BY seq {order} LIMIT $7"
         );
-        let mut rows: Vec<(i64, i64, String)> = sqlx::query_as(AssertSqlSafe(query))
+        let rows = sqlx::query_as::<_, (i64, i64, String)>(AssertSqlSafe(query))
             .bind(job.as_str())
             .bind(filter.rank.map(i64::from))
             .bind(filter.attempt.map(i64::from))
@@ -160,8 +161,9 @@ impl SqlStore {
             .bind(filter.before.map_or(i64::MAX, int))
             .bind(filter.containing.as_deref().and_then(pattern))
             .bind(i64::from(filter.limit))
-            .fetch_all(&self.reader)
-            .await?;
+            .fetch(&self.reader);
+        let (mut rows, is_cut) = bounded(rows, |(_, _, body)| body.len()).await?;
+        let full = is_cut || rows.len() == filter.limit as usize;
         if filter.newest {
             rows.reverse();
         }
@@ -169,7 +171,7 @@ impl SqlStore {
         let events = rows.iter().map(|(seq, at, body)| {
             Ok(Event { seq: uint(*seq), at: time(*at)?, body: event(job, *seq, body)? })
         });
-        Ok(LogPage { events: readable(events), ends, full: rows.len() == filter.limit as usize })
+        Ok(LogPage { events: readable(events), ends, full })
     }
 
     pub(super) async fn read_rank_reports(

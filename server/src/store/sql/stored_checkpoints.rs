@@ -77,10 +77,11 @@ impl SqlStore {
         }))
     }
 
-    pub(super) async fn has_restored_marker(&self, marker: &str) -> Result<bool> {
-        let found = sqlx::query("SELECT 1 FROM artifact_stores WHERE marker = $1");
-        let found = found.bind(format!("{RESTORED}{marker}")).fetch_optional(&self.reader).await?;
-        Ok(found.is_some())
+    pub(super) async fn find_marker(&self, marker: &str) -> Result<Option<bool>> {
+        let found = sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE marker IN ($1, $2)");
+        let found = found.bind(marker).bind(format!("{RESTORED}{marker}"));
+        let found: Option<String> = found.fetch_optional(&self.reader).await?;
+        Ok(found.map(|found| found != marker))
     }
 
     pub(super) async fn write_own_marker(&self, restored: &str, own: &str) -> Result<()> {

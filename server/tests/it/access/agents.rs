@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, hello, losses, running},
-    test_server::TestServer,
+    test_server::{DEADLINE, TestServer},
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::agent::{FromAgent, Source, ToAgent};
@@ -129,5 +129,53 @@ async fn a_report_counts_from_the_agent_that_has_the_attempt_alone() {
     assert_eq!(server.number(&points).await, 0);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=5)]).await, 2);
     assert_eq!(server.number(&points).await, 1);
+    server.stop().await;
+}
+
+/// As a machine that was cloned with its agent's folder does it.
+#[tokio::test]
+async fn a_second_process_with_an_agent_s_identity_is_refused_while_the_first_is_alive() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let of = |name: &str| {
+        let mut said = hello("a", 2, Vec::new());
+        if let FromAgent::Hello { process, .. } = &mut said {
+            *process = name.into();
+        }
+        said
+    };
+    let greet = async |process| Agent::greet_with(&server, &token, of(process)).await;
+    let mut first = greet("one").await.unwrap();
+    for _ in 0..3 {
+        let why = greet("two").await.err().expect("refused");
+        assert!(
+            why.contains("another agent with this one's identity") && why.contains("file agent_id"),
+            "{why}"
+        );
+    }
+    let (_, shown) = server.get("/agents").await;
+    let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap();
+    assert!(
+        shown["agents"][0]["online"] == true && warning.contains("identity tries to connect from 127.0.0.1"),
+        "{shown}"
+    );
+    // The same process is back before the server knows that its earlier connection is over.
+    let again = greet("one").await.unwrap();
+    assert!(first.next().await.is_none(), "its first connection ends");
+    again.vanish();
+    let since = Instant::now();
+    while let Err(why) = greet("two").await {
+        assert!(since.elapsed() < DEADLINE, "{why}");
+    }
+    server.stop().await;
+
+    // A machine that lost its power is back, and its connection is still there.
+    let server = TestServer::with(|config| config.lease = Duration::from_secs(4)).await;
+    let token = server.agent_token("a").await;
+    let _first = Agent::greet_with(&server, &token, of("one")).await.unwrap();
+    let since = Instant::now();
+    while let Err(why) = Agent::greet_with(&server, &token, of("two")).await {
+        assert!(since.elapsed() < Duration::from_secs(3), "{why}");
+    }
     server.stop().await;
 }

@@ -95,7 +95,7 @@ async fn a_heartbeat_names_up_to_4096_attempts_and_64_of_them_are_answered() {
     let message = |message: FromAgent| Message::Binary(wire::encode(&message).unwrap().into());
     socket.send(message(hello("many", 1, Vec::new()))).await.unwrap();
     let mut attempts: Vec<_> = (0..4096).map(|_| stranger()).collect();
-    socket.send(message(FromAgent::Heartbeat { attempts: attempts.clone() })).await.unwrap();
+    socket.send(message(FromAgent::Heartbeat { attempts: attempts.clone(), no_work: None })).await.unwrap();
     let mut stops = 0;
     loop {
         match timeout(DEADLINE, socket.next()).await.expect("an answer") {
@@ -109,7 +109,7 @@ async fn a_heartbeat_names_up_to_4096_attempts_and_64_of_them_are_answered() {
     }
     assert_eq!(stops, 64, "the next heartbeat names the others again");
     attempts.push(stranger());
-    socket.send(message(FromAgent::Heartbeat { attempts })).await.unwrap();
+    socket.send(message(FromAgent::Heartbeat { attempts, no_work: None })).await.unwrap();
     let (code, reason) = closed_with(&mut socket).await;
     assert!(code == 1002 && reason.contains("more than 4096 attempts"), "{code} {reason}");
     server.stop().await;

@@ -164,7 +164,7 @@ async fn a_checkpoint_that_takes_longer_than_slurm_waits_costs_that_checkpoint_a
     server.job_when(&id, "the third is being written", |_| hold.exists()).await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("checkpoints");
     assert_eq!(kept, 100, "two are written");
-    let rank = server.folder().path().join("data/jobs").join(&id).join("attempts/1/rank.0.json");
+    let rank = server.attempt_dir(&id, 1).join("rank.0.json");
     let rank: Value = serde_json::from_slice(&fs::read(rank).expect("a file")).expect("JSON");
     assert_eq!(rank["stop_within_secs"], KILL_WAIT_SECS - 10, "the agent has asked Slurm how long it has");
     slurm.say("scontrol", &["requeue", &batch]);

@@ -154,7 +154,7 @@ impl Entry {
 }
 
 fn use_name(attempt: &AttemptRef) -> String {
-    format!("{}-{}", attempt.job, attempt.attempt)
+    format!("{}-{}", attempt.job, attempt.folder_name())
 }
 
 /// Whether a killed agent has left an entry of this name. Entries with other names are not ours to remove.

@@ -1,0 +1,90 @@
+//! What is private to somebody is answered as what does not exist, whatever else is wrong with a request.
+
+use super::{
+    people,
+    routes::{METHODS, every_path},
+};
+use crate::{
+    agent::{Agent, info},
+    document::a_job,
+    test_server::TestServer,
+};
+use lockstep_protocol::JobId;
+use reqwest::{Client, Method, RequestBuilder};
+use serde_json::json;
+
+/// Requests of which each has something that a handler would complain about, or nothing.
+const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
+    ("", |request| request),
+    ("?limit=none&points=-1&since=x&format=x&cursor=x&augmented=x", |request| request),
+    ("", |request| request.body("{").header("content-type", "application/json")),
+    ("", |request| request.body("x").header("content-type", "text/plain")),
+    ("", |request| request.header("upgrade", "websocket").header("connection", "upgrade")),
+];
+
+/// Everything of an answer but what differs from request to request.
+async fn answer(
+    server: &TestServer,
+    who: &Client,
+    method: &Method,
+    path: &str,
+    number: usize,
+) -> (u16, String) {
+    let (query, change) = REQUESTS[number];
+    let request = who.request(method.clone(), server.url(&format!("{path}{query}")));
+    let answer = change(request).send().await.unwrap();
+    let status = answer.status().as_u16();
+    let mut headers: Vec<_> =
+        answer.headers().iter().map(|(name, value)| format!("{name}: {value:?}\n")).collect();
+    headers.retain(|header| !header.starts_with("x-request-id") && !header.starts_with("date"));
+    headers.sort();
+    (status, headers.concat() + &answer.text().await.unwrap())
+}
+
+#[tokio::test]
+async fn a_private_id_is_answered_as_one_that_does_not_exist() {
+    let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let people = people(&server).await;
+    let admin = std::mem::replace(&mut server.http, people.mona.clone());
+    let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
+    let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
+    let ((status, _), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    assert_eq!(status, 201);
+    server.http = admin;
+    let missing = JobId::generate().to_string();
+    let missing_checkpoint = format!("{missing}-1-5");
+
+    let mut asked = 0;
+    for path in every_path() {
+        let (private, nothing) = match path.as_str() {
+            path if path.starts_with("/api/v1/jobs/{id}") || path.starts_with("/jobs/{id}") => {
+                (&job, &missing)
+            }
+            path if path.starts_with("/api/v1/checkpoints/{id}") => (&checkpoint, &missing_checkpoint),
+            path if path.starts_with("/api/v1/datasets/{name}") => {
+                (&"secret-pictures".into(), &"no-pictures".into())
+            }
+            _ => continue,
+        };
+        let of =
+            |id: &str| path.replace("{id}", id).replace("{name}", id).replace("{file}", "model.safetensors");
+        for method in &METHODS {
+            for number in 0..REQUESTS.len() {
+                let private = answer(&server, &people.otto, method, &of(private), number).await;
+                let nothing = answer(&server, &people.otto, method, &of(nothing), number).await;
+                assert_eq!(private, nothing, "{method} {path} {number}");
+                assert_eq!(private.0, 404, "{method} {path} {number}: {}", private.1);
+                asked += 1;
+            }
+        }
+    }
+    assert!(asked > 800, "{asked}");
+    // They are there for whoever sees them.
+    for path in
+        [format!("/jobs/{job}"), format!("/checkpoints/{checkpoint}"), "/datasets/secret-pictures".into()]
+    {
+        assert_eq!(server.as_who(&people.mona, "GET", &path, None).await.0, 200, "{path}");
+    }
+    server.stop().await;
+}

@@ -10,6 +10,8 @@ pub type Shapes = BTreeMap<String, Vec<usize>>;
 
 /// The first convolution's weights, which every network has.
 const FIRST: &str = "conv1.weight";
+/// A tensor that every network has, too: no other name ends like it.
+const IN_FIRST_BLOCK: &str = "layer1.0.conv1.weight";
 /// Tensors of a kind that are named in a sentence.
 const NAMED: usize = 3;
 
@@ -122,7 +124,7 @@ fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, St
     };
     let candidates: BTreeSet<&str> = given
         .keys()
-        .filter_map(|name| name.strip_suffix(FIRST))
+        .filter_map(|name| name.strip_suffix(IN_FIRST_BLOCK))
         .filter(|prefix| prefix.ends_with('.'))
         .chain([""])
         .collect();

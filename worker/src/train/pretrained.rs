@@ -178,9 +178,12 @@ mod tests {
                 "layer3.2.bn2.running_var is missing",
             ),
             (
-                problems(&|given| *given = under("blocks.", small(10, 1)).into_iter().skip(12).collect()),
-                "and 112 more are missing; blocks.fc.weight, blocks.layer1.0.bn2.running_mean, \
-                 blocks.layer1.0.bn2.running_var and 101 more are not in this network",
+                problems(&|given| {
+                    let renamed = small(10, 1).into_iter();
+                    *given = renamed.map(|(name, own)| (name.replace("layer", "stage"), own)).collect();
+                }),
+                "layer1.0.bn1.bias, layer1.0.bn1.running_mean, layer1.0.bn1.running_var and 97 more are missing; \
+                 stage1.0.bn1.bias, stage1.0.bn1.running_mean, stage1.0.bn1.running_var and 97 more are not in this network",
             ),
             (
                 problems(&|given| given.extend(under("ema.", small(10, 1)))),

@@ -159,7 +159,11 @@ fn usual_names_of_splits_are_recognised_in_any_case() {
         let info = inspect(dir.path()).expect("readable");
         let found: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
         assert_eq!(found, [(splits[0], 8), (splits[1], 2)]);
-        let spec = DataSpec { validation: Validation::Split(splits[1].into()), ..DataSpec::default() };
+        let spec = DataSpec {
+            validation: Validation::Split(splits[1].into()),
+            image_size: Some(ImageSize::Fixed(28)),
+            ..DataSpec::default()
+        };
         let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
         assert_eq!((shape.train_samples, shape.validation_samples), (8, 2), "{folders:?}");
     }

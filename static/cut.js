@@ -71,12 +71,12 @@ export function middle(words, most) {
   return `${all.slice(0, between(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
 }
 
-/** A path or a name of a sentence is not longer than this. */
+/** A path or a name of a sentence is not longer than this, where nothing else is said. */
 const WORD = 48;
 
 /** Writes a sentence with its long words (paths, names) shortened in the middle; the whole stands in the tooltip. */
-export function sentenceOf(node, words) {
-  const shown = words.split(" ").map((word) => middle(word, WORD)).join(" ");
+export function sentenceOf(node, words, most = WORD) {
+  const shown = words.split(" ").map((word) => middle(word, most)).join(" ");
   if (node.textContent !== shown) node.textContent = shown;
   const title = shown === words ? "" : words;
   if (node.title !== title) node.title = title;

@@ -1,12 +1,14 @@
 // A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
 
 import { byId, serverNow, text } from "../page.js";
-import { cut } from "../cut.js";
+import { cut, sentenceOf } from "../cut.js";
 import { waits } from "./queue.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
 /** Tags that a row shows, besides how many more there are; letters of one that is never cut. */
 const TAGS = 4, SHORT = 8;
+/** Letters of a path in a reason. */
+const PATH = 24;
 export const FINAL = ["succeeded", "failed", "cancelled"];
 
 /** An empty row for a job. */
@@ -27,9 +29,10 @@ export function fill(row, job) {
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
   about(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
-  // Of a sentence the end goes first, which the layout cuts.
-  text(at("reason"), [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · "));
-  at("reason").title = at("reason").textContent;
+  // Of a sentence the end goes first, which the layout cuts, and of a path its middle, or what is wrong with it would have no room.
+  const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
+  sentenceOf(at("reason"), reason, PATH);
+  at("reason").title = reason;
   at("bar").max = job.total_steps || 1;
   at("bar").value = Math.min(job.step, job.total_steps);
   text(at("progress"), progress(job));

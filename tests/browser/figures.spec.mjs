@@ -274,6 +274,7 @@ describe("the list", () => {
     assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
     assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "cut between two words");
     assert.equal(await row(a).locator("[data-f=reason]").getAttribute("title"), path);
+    assert.match(await row(a).locator("[data-f=reason]").textContent(), /^\/data[^ ]*…[^ ]*\.JPEG cannot be read: unexpected end of file$/, "a path leaves room for what is wrong with it");
 
     await page.locator("#columns > summary").click();
     await page.getByLabel("Best accuracy").uncheck();

@@ -58,7 +58,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     assert!(
         last.starts_with("succeeded after ")
             && last.contains(" s: validation accuracy ")
-            && last.ends_with(" % (best checkpoint 1-12)"),
+            && last.ends_with(" of 40 pictures (best checkpoint 1-12)"),
         "{last}"
     );
 

@@ -20,11 +20,6 @@ async fn every_mistake_of_a_specification_is_named_with_its_place() {
         ("/data", json!({"dataset": "pictures", "image_size": 0}), ""),
         ("/data", json!({"dataset": "picture"}), "did you mean \"pictures\""),
         ("/data", json!({"dataset": "pictures", "validation": "val"}), "test"),
-        (
-            "/data",
-            json!({"dataset": "pictures", "mean": [0.1, 0.2, 0.3], "std": [1.0, 1.0, 1.0]}),
-            "1 channel",
-        ),
         ("/parallel", json!({"ranks": 3}), "2 slots"),
         ("/parallel", json!({"ranks": 1, "device": "cuda"}), "auto"),
     ];

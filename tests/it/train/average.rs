@@ -38,7 +38,7 @@ async fn the_average_of_the_weights_is_evaluated_kept_and_continued() {
         let checkpoint = format!("{}-{step}", 1 + (step - 1) / 12);
         if step > 2 && step % 2 == 0 {
             let now = values("one", &checkpoint, "model.safetensors");
-            wanted.iter_mut().zip(now).for_each(|(a, v)| *a = 0.8f32 * *a + (1.0f64 - 0.8) as f32 * v);
+            wanted.iter_mut().zip(now).for_each(|(a, v)| *a += (1.0f64 - 0.8) as f32 * (v - *a));
         }
         assert!(values("one", &checkpoint, "ema.safetensors") == wanted, "step {step}");
     }

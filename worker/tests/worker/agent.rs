@@ -224,44 +224,6 @@ async fn told_to_stop_it_ends_the_ranks_and_says_so() {
     end(agent).await.unwrap();
 }
 
-/// A server that was restarted meanwhile would give jobs to an agent of which it does not know that it is ending.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_agent_that_is_ending_says_so_over_every_connection() {
-    let dir = tempfile::tempdir().unwrap();
-    let script = format!(
-        "trap '' TERM USR1\n: > {0}/deaf\nwhile [ ! -e {0}/go ]; do sleep 0.02; done",
-        dir.path().display()
-    );
-    let (start, options) = job(dir.path(), &script);
-    let (listener, agent) = run(options).await;
-    let mut line = Line::accept(&listener).await;
-    line.welcome(vec![], vec![]).await;
-    line.say(&ToAgent::Start(Box::new(start.clone()))).await;
-    while !(line.heartbeat().await.contains(&start.attempt) && dir.path().join("deaf").exists()) {}
-    // It ends because its folder takes nothing more.
-    fs::rename(dir.path().join("agent/attempts"), dir.path().join("agent/moved")).unwrap();
-    fs::write(dir.path().join("agent/attempts"), "").unwrap();
-    let mut next = start.clone();
-    (next.attempt.job, next.attempt.fencing_token) = (JobId::generate(), 6.into());
-    line.say(&ToAgent::Start(Box::new(next.clone()))).await;
-    let leaves = async |line: &mut Line| match timeout(PATIENCE, line.hear()).await {
-        Ok(FromAgent::Leaving { reason }) => assert!(reason.contains("cannot be written"), "{reason}"),
-        other => panic!("{other:?}"),
-    };
-    leaves(&mut line).await;
-    // The lease of what it does not start lasts until it is gone, and its job is queued again then.
-    while !line.heartbeat().await.contains(&next.attempt) {}
-    drop(line);
-    let mut line = Line::accept(&listener).await;
-    assert_eq!(line.welcome(vec![], vec![]).await, [start.attempt.clone(), next.attempt]);
-    leaves(&mut line).await;
-    fs::write(dir.path().join("go"), "").unwrap();
-    let (source, first, events) = line.report().await;
-    assert_eq!(source, Source::Agent, "{events:?}");
-    line.say(&ToAgent::Ack(acknowledged(&start, source, first + events.len() as u64))).await;
-    assert!(end(agent).await.is_err());
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_server_gave_to_others_is_ended_and_not_spoken_of() {
     let dir = tempfile::tempdir().unwrap();

@@ -32,12 +32,12 @@ describe("a model", () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=evaluation`);
     await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
     const told = await server.ask(`/jobs/${job.id}/evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
-    assert.equal(told.samples, 160, "every validation picture once");
-    assert.equal(told.confusion.flat().reduce((a, b) => a + b), 160);
+    assert.equal(told.samples, 187, "every validation picture once");
+    assert.equal(told.confusion.flat().reduce((a, b) => a + b), 187);
     assert.ok(Math.abs(told.accuracy - checkpoint.val_accuracy) < 1e-9, "as training measured it itself");
     const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
     assert.deepEqual(cells.slice(1), told.confusion.flat().map(Number), "the page shows that matrix");
-    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(told.accuracy * 100).toFixed(2)} % ± [0-9.]+ of 160 right`));
+    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(told.accuracy * 100).toFixed(2)} % ± [0-9.]+ of 187 right`));
     // Recall by hand from the matrix.
     for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 
@@ -55,7 +55,7 @@ describe("a model", () => {
 
   test("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
-    assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ % ± [0-9.]+ of 160/);
+    assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ % ± [0-9.]+ of 187/);
     await page.locator("#fork").click();
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
     await until("it is said", async () => /^The learning rate changes where the run continues: .* and 0 at the last one, 240/.test(await page.locator("#fork-warnings").textContent()));

@@ -4,7 +4,7 @@
 use crate::{
     agent::{Agent, hello, running},
     gangs::killed,
-    test_server::{DEADLINE, TestServer, client, config},
+    test_server::{DEADLINE, TestServer, client, config, database_of},
     uploads::{Asks, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
@@ -373,6 +373,7 @@ async fn a_store_of_another_server_is_taken_over_only_where_that_is_asked_for() 
     let before = marker();
     let start = |dir: &tempfile::TempDir| {
         let mut config = config(dir);
+        config.database = database_of(dir);
         config.artifacts = Some(url.clone());
         serve(config, |_| panic!("it must not start"), std::future::pending())
     };

@@ -71,7 +71,7 @@ pub fn config(dir: &TempDir) -> ServeConfig {
 
 /// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards. Nothing of it
 /// lies in the directory, whose content tests compare.
-fn database_of(dir: &TempDir) -> Option<String> {
+pub fn database_of(dir: &TempDir) -> Option<String> {
     static MADE: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
     postgres::wanted().then(|| {
         let mut made = MADE.lock().unwrap();

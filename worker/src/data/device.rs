@@ -13,10 +13,7 @@ use std::{
 pub use super::picture::jpeg::CpuDecodeReason;
 #[cfg(test)]
 pub(crate) use super::picture::jpeg::{MOST_SIDE, Subsampling, matrix};
-pub(crate) use super::picture::{
-    ScaleTable,
-    jpeg::{Stored, for_hardware},
-};
+pub(crate) use super::picture::{ScaleTable, decode::for_hardware, jpeg::Stored};
 
 /// A JPEG file and what is made of it: an upright part, resized, mirrored or not.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ pub(super) use decode::{Decoder, is_plain_jpeg};
 pub(super) use resize::{Area, Region, Resize};
 pub(crate) use weights::ScaleTable;
 
-mod decode;
+pub(super) mod decode;
 pub(super) mod jpeg;
 mod resize;
 mod weights;

@@ -13,7 +13,7 @@ use super::{
 use crate::data::{
     DataError,
     device::{CpuDecodeReason, Encoded, OnDevice, Sharing},
-    picture::{ScaleTable, jpeg},
+    picture::{ScaleTable, decode::for_hardware, jpeg},
     transform::{AugmentParams, Transform},
 };
 use output_spec::OutputSpec;
@@ -85,8 +85,8 @@ pub(super) fn make(
             device.for_cores(CpuDecodeReason::LongBatch, 1);
             return Ok(File::Passed);
         }
-        let wanted = jpeg::for_hardware(&bytes)
-            .and_then(|stored| output.wanted(stored, transform, params(place).as_ref()));
+        let wanted =
+            for_hardware(&bytes).and_then(|stored| output.wanted(stored, transform, params(place).as_ref()));
         Ok(match wanted {
             Ok(wanted) => File::OnDevice(bytes, wanted),
             Err(why) => {

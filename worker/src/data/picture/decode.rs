@@ -4,7 +4,11 @@
 //! applied; of 16 bits the upper 8 are taken. A JPEG file of more pixels than are read is decoded at half, a quarter or an eighth
 //! of its sides.
 
-use super::{MAX_BYTES, PictureRef, format_of, jpeg::Frame, no_picture, too_large, whole};
+use super::{
+    MAX_BYTES, PictureRef, format_of,
+    jpeg::{CpuDecodeReason, Frame, Stored},
+    no_picture, too_large, whole,
+};
 use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits, metadata::Orientation};
 use jpeg_decoder::PixelFormat;
 use std::io::Cursor;
@@ -94,6 +98,24 @@ fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
         return Err(format!("{words}: save it as baseline JPEG, which is scaled down as it is read"));
     }
     Ok(Header { format: ImageFormat::Jpeg, width, height, orientation: orientation(exif), body })
+}
+
+/// What a file is for a decoder in hardware.
+///
+/// # Errors
+/// Why cores decode it.
+pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
+    let frame = Frame::read(bytes)?;
+    let Frame { width, height, .. } = frame;
+    let subsampling = frame.for_hardware()?;
+    // Also checks that the file has its end.
+    let header = Header::read(bytes).map_err(|_| CpuDecodeReason::Damaged)?;
+    let orientation = header.orientation.to_exif();
+    let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
+    if (stored.width, stored.height) != (width, height) {
+        return Err(CpuDecodeReason::Damaged);
+    }
+    Ok(stored)
 }
 
 fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {

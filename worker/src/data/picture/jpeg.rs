@@ -4,7 +4,6 @@
 //! YCbCr in a usual subsampling, of a usual size. The rest is decoded on cores, most of it by `zune-jpeg`, and by the slower
 //! `jpeg-decoder` what `zune-jpeg` decodes wrongly. Tests hold all of them against libjpeg.
 
-use super::decode::Header;
 use jpeg_decoder::ColorTransform;
 use std::fmt;
 
@@ -93,24 +92,6 @@ impl Stored {
     pub(crate) fn chroma(self) -> (u32, u32) {
         (self.width.div_ceil(self.subsampling.columns), self.height.div_ceil(self.subsampling.rows))
     }
-}
-
-/// What a file is for a decoder in hardware.
-///
-/// # Errors
-/// Why cores decode it.
-pub(crate) fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
-    let frame = Frame::read(bytes)?;
-    let Frame { width, height, .. } = frame;
-    let subsampling = frame.for_hardware()?;
-    // Also checks that the file has its end.
-    let header = Header::read(bytes).map_err(|_| CpuDecodeReason::Damaged)?;
-    let orientation = header.orientation.to_exif();
-    let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
-    if (stored.width, stored.height) != (width, height) {
-        return Err(CpuDecodeReason::Damaged);
-    }
-    Ok(stored)
 }
 
 /// Whether the data of a file's only scan is damaged. Decoders fill with grey what is missing and do not report it, a GPU's least
@@ -247,7 +228,7 @@ impl<'a> Frame<'a> {
     ///
     /// # Errors
     /// Why cores decode it.
-    fn for_hardware(&self) -> Result<Subsampling, CpuDecodeReason> {
+    pub(super) fn for_hardware(&self) -> Result<Subsampling, CpuDecodeReason> {
         match (self.coding, self.precision, self.channels.len() / 3) {
             (0xc2, ..) => return Err(CpuDecodeReason::Progressive),
             (0xc0, 8, 3) => {}
@@ -333,6 +314,7 @@ impl<'a> Frame<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::picture::decode::for_hardware;
 
     /// A file's head: JFIF or not, further segments, the frame and the scan.
     fn head(marker: u8, frame: &[u8], before: &[&[u8]], scan: u8) -> Vec<u8> {

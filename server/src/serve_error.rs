@@ -161,7 +161,7 @@ pub enum ServeError {
         /// What SQLite found.
         detail: String,
     },
-    /// A new database where there should be one that is used.
+    /// The database is empty, and its data directory has folders of jobs.
     #[error(
         "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
          another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \

@@ -194,7 +194,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
 }
 
 /// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in epoch 3; best checkpoint 4-216 with
-/// 85.1 %)`, `failed after 0 s: <reason>`. Of `checkpoints` only one that is there is named.
+/// 85.1 %)`, `failed after 0 s: <reason>`. Only a checkpoint in `checkpoints` is named.
 pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let how = match &job.reason {

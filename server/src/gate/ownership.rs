@@ -99,7 +99,8 @@ pub(super) async fn check(
     Err(Error::Forbidden(not_yours(kind, &owned)))
 }
 
-/// Whose a job is. One that the caller does not see is looked up each time, as one that is not there is: the time tells nothing either.
+/// The owner of a job. A job that the caller may not see is looked up in the store at each request, like a job that does not exist: the
+/// time of the answer does not tell them apart.
 async fn of_job(app: &App, caller: &Caller, id: &str) -> Result<Option<Owned>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
     let known = app.job_owners.get(&id);

@@ -153,7 +153,7 @@ async fn serve(app: App, caller: Caller, peer: Peer, socket: WebSocket) {
             process: std::mem::take(&mut hello.process),
             address: peer.address,
         };
-        // Before its lease runs out, the machine of one that is gone is back.
+        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts runs out.
         app.agents.join(joining, app.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {

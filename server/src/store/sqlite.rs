@@ -100,7 +100,7 @@ impl SqliteStore {
         let pool = |n| {
             let options =
                 SqlitePoolOptions::new().max_connections(n).acquire_timeout(Duration::from_secs(15));
-            // The last one that is closed would take the write-ahead log with it.
+            // Connections stay open: SQLite removes the write-ahead log when the last one is closed.
             options.idle_timeout(None).max_lifetime(None)
         };
 

@@ -4,11 +4,11 @@ export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",
 
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
-/** An accuracy, its standard error in percent where the pictures are few, and of how many it is. As `accuracy_of` in protocol/src/numbers.rs. */
-export function accuracyOf(share, pictures, digits = 1) {
-  const error = pictures < 1e4 ? ` ± ${(100 * Math.sqrt(Math.max(0, share * (1 - share)) / pictures)).toFixed(1)}` : "";
-  return `${percent(share, digits)}${error} of ${count(pictures)}`;
-}
+/** ` ± 2.6`: the standard error of an accuracy in percent; empty where there are many pictures. As `standard_error` in protocol/src/numbers.rs. */
+export const standardError = (share, pictures) => (pictures > 0 && pictures < 1e4 ? ` ± ${(100 * Math.sqrt(Math.max(0, share * (1 - share)) / pictures)).toFixed(1)}` : "");
+
+/** An accuracy, its standard error, and of how many pictures it is. As `accuracy_of` in protocol/src/numbers.rs. */
+export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;
 
 /** A loss or a learning rate. */
 export function value(v) {

@@ -4,7 +4,7 @@ import { byId, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { sentenceOf } from "../cut.js";
 import { waits } from "../jobs/queue.js";
-import { clock, count, percent, plural, rate, timeOfDay, value } from "../numbers.js";
+import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** A running job with no new step for this long (or 20 usual steps, if that is longer) is worth a sentence. */
@@ -85,7 +85,7 @@ export class Facts {
     byId("loss").title = last == null ? "" : String(last);
 
     const [measured, best] = this.#accuracy();
-    fact("accuracy", measured == null ? "–" : percent(measured), best ? bestWords(best, this.checkpoints.best) : "");
+    fact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
     // Once there are checkpoints: whoever takes the best one should know that it is not the best epoch's.
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;

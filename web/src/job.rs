@@ -12,6 +12,7 @@ use lockstep_protocol::{
     attempt::Attempt,
     best::best_words,
     job::{Job, JobState},
+    numbers::standard_error,
     panels::Panel,
     queue::waits_for,
 };
@@ -312,7 +313,10 @@ impl Facts {
             ),
             loss: (job.last.loss.map_or_else(dash, value), none()),
             accuracy: (
-                job.last.val_accuracy.map_or_else(dash, percent),
+                job.last.val_accuracy.map_or_else(dash, |accuracy| {
+                    let error = job.last.val_pictures.map(|pictures| standard_error(accuracy, pictures));
+                    percent(accuracy) + &error.unwrap_or_default()
+                }),
                 job.best.map_or_else(none, |best| best_words(best, page.checkpoints.iter().map(|c| &c.info))),
             ),
         }

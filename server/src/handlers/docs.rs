@@ -15,6 +15,9 @@ use rust_embed::RustEmbed;
 #[derive(RustEmbed)]
 #[folder = "../docs"]
 #[include = "*.md"]
+// For readers of the source tree: `/docs` lists the pages itself.
+#[exclude = "README.md"]
+#[exclude = "decisions/*"]
 struct Docs;
 
 /// The Markdown of a page.

@@ -1,4 +1,4 @@
-// The pictures of the README: a real server, real jobs on real pictures, every page in both themes and on a phone.
+// The pictures of README.md and docs/: a real server, real jobs on real pictures, every page in both themes and on a phone.
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/browser/screenshots.mjs [DIRECTORY]
 //

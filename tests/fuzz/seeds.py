@@ -125,10 +125,10 @@ def main(to):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
-    readme = (ROOT / "README.md").read_text()
-    blocks = [block.split("\n", 1)[1] for block in readme.split("```")[1::2] if block.startswith("toml")]
+    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    blocks = [block.split("\n", 1)[1] for block in pages.split("```")[1::2] if block.startswith("toml")]
     for number, text in enumerate(blocks):
-        keep("job_file", f"readme-{number}", text.encode())
+        keep("job_file", f"page-{number}", text.encode())
     keep("job_file", "json", b'{"name":"a","data":{"dataset":"d","validation":0.1},"train":{"epochs":2,"milestones":[1]},"model":{"arch":"resnet20"}}')
     keep("job_file", "toml", b'name = "a"\n[data]\ndataset = "d"\nmean = [0.5]\n[train]\nlr = 0.1\nloss_scale = "dynamic"\nmilestones = [1, 2]\n')
     keep("fork", "set", b'train.lr=0.1\ntrain.milestones=[1,2]\ndata.mean=[0.5]\nname="b"\ntrain.epochs=null\na.b.c.d=1\n')

@@ -78,7 +78,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     write_folder(&folder);
     let weights = here.join("resnet18.safetensors");
     write_weights(&weights);
-    let file = pages::files("README.md").into_iter().find(|(name, _)| name == "finetune.toml");
+    let file = pages::files("docs/training.md").into_iter().find(|(name, _)| name == "finetune.toml");
     server.folder().write("finetune.toml", file.expect("the job").1);
     fs::copy(folder.join("train/flower 042/1.jpg"), here.join("new.jpg")).expect("a picture");
     let typed = |line: &str| {
@@ -86,10 +86,10 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
         Finished::of(shell.current_dir(here).envs(server.for_clients()).env("HOME", here.join("home")))
     };
 
-    let added = typed(&pages::line("README.md", "lockstep dataset add flowers "));
+    let added = typed(&pages::line("docs/training.md", "lockstep dataset add flowers "));
     assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
     server.cli(&["validate", "finetune.toml"]).ok();
-    let submit = pages::line("README.md", "lockstep submit finetune.toml");
+    let submit = pages::line("docs/training.md", "lockstep submit finetune.toml");
     // Weights of another network, of no file and of no weights at all are refused now, not when slots are free.
     for (set, words) in [
         (
@@ -105,7 +105,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     let watched = typed(&(submit + SIZES));
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
-    let answer = typed(&pages::line("README.md", "lockstep predict new.jpg"));
+    let answer = typed(&pages::line("docs/training.md", "lockstep predict new.jpg"));
     let (_, classes) = answer.ok().split_once("new.jpg: ").expect("the picture's name");
     let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();

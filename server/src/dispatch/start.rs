@@ -1,4 +1,5 @@
-//! Starts: claims jobs that have been given slots, and tells their agents.
+//! Starts: claims jobs that have been given slots, and tells their agents. If the transaction of a claim fails, the jobs are read again,
+//! because it may have been committed nevertheless.
 
 use super::{
     candidates::address,

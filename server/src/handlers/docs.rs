@@ -15,6 +15,9 @@ use rust_embed::RustEmbed;
 #[derive(RustEmbed)]
 #[folder = "../docs"]
 #[include = "*.md"]
+// For readers of the source tree: `/docs` lists the pages itself.
+#[exclude = "README.md"]
+#[exclude = "decisions/*"]
 struct Docs;
 
 /// The Markdown of a page.
@@ -59,5 +62,7 @@ mod tests {
             assert!(pages.iter().any(|page| page.path == path), "{path} in {pages:?}");
         }
         assert!(pages.iter().all(|page| !page.title.is_empty()), "{pages:?}");
+        let is_for_the_tree = |path: &str| path == "README" || path.starts_with("decisions/");
+        assert!(!pages.iter().any(|page| is_for_the_tree(&page.path)), "{pages:?}");
     }
 }

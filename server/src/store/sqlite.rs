@@ -3,6 +3,9 @@
 //! The one writing connection never meets SQLITE_BUSY among our own; others read concurrently (write-ahead log).
 //! `synchronous = FULL`: a commit is on disk before it is acknowledged, also when the machine loses power;
 //! ingest puts many reports in one transaction, so the price is one sync a batch.
+//!
+//! The lock file says, until the database is closed in order, that its write-ahead log must be there. A database without that log has
+//! lost writes and is refused. After an unclean end every page is checked.
 
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
 use crate::{private, serve_error::ServeError};

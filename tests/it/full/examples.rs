@@ -25,7 +25,7 @@ const RANK_TABLE: &str = r#"{"version": "1.0", "server_count": "1", "status": "c
 
 /// Files that the examples name, in a folder and in its `home`.
 fn stage(folder: &Path) {
-    for (name, text) in pages::files("README.md") {
+    for (name, text) in pages::all().iter().flat_map(|page| pages::files(page)) {
         fs::write(folder.join(name), text).expect("a job file");
     }
     let cifar = folder.join("datasets/cifar10");

@@ -1,5 +1,6 @@
 //! What is known of a dataset's pictures without reading them: each is read once, and again when its file's size or time of
-//! change differs.
+//! change differs. The index only saves time: without it, all pictures are read. It is written in parts, so that an interrupted run
+//! continues, and under a lock, so that one rank writes it while the others wait.
 
 mod file;
 mod folders;

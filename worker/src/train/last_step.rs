@@ -3,6 +3,13 @@
 //!
 //! Survivors may be a step apart, as one may have had the last gradients when the connection broke and the other not. Each keeps
 //! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
+//!
+//! Nothing is kept, and the newest checkpoint counts, in four cases:
+//!
+//! - The ranks share memory: a killed rank leaves weights of two steps.
+//! - The GPU does not answer, or does not finish an update in time.
+//! - Only rank 0 has the whole state (`train.ema_decay`, running statistics of each rank), and rank 0 is lost.
+//! - The ranks evaluate the averaged weights, which replace the trained ones meanwhile.
 
 use super::{Run, TrainError, saving::announce};
 use crate::{

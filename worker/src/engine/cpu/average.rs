@@ -1,4 +1,5 @@
-//! The running average of weights and running statistics.
+//! The running average of weights and running statistics (`train.ema_decay`). Only rank 0 keeps it. As in torchvision's script, it equals
+//! the weights up to the first update after the warm-up.
 
 use super::executor::Norm;
 use lockstep_kernels::sums;

@@ -1,5 +1,6 @@
 //! Which cuDNN plan runs each convolution: every candidate is timed once, and the choice is kept on
-//! disk by shape, type, GPU and cuDNN version.
+//! disk by shape, type, GPU and cuDNN version. One rank of a machine times them while the others wait for its choices, so the first
+//! job of a machine has the bits of every later one.
 
 use super::{
     cache,

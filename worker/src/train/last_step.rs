@@ -5,10 +5,8 @@
 //! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
 
 use super::{Run, TrainError, saving::announce};
-use crate::{
-    checkpoint::{self, CheckpointEvent, OwnDiskNote},
-    host::{lock_within, open_lock},
-};
+use crate::checkpoint::{self, CheckpointEvent, OwnDiskNote};
+use lockstep_host::{lock_within, open_lock};
 use std::{
     fs::{self, File},
     io,
